@@ -1,0 +1,94 @@
+"""Real text as a Megatron data set of bytes: PREFIX.bin and PREFIX.idx for --data-path PREFIX.
+
+    python examples/data.py data/python_docs            # text that comes with every Python
+    python examples/data.py data/mine notes.txt *.md    # your own text files, a document each
+
+A token is a byte of UTF-8, and 256 ends a document. Megatron reads that with
+--tokenizer-type NullTokenizer --vocab-size 257.
+"""
+
+import ast
+import importlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+END_OF_DOCUMENT = 256
+TOKEN_DTYPE = np.uint16
+
+
+def python_documents() -> Iterator[str]:
+    """Yield pydoc's topics, then the docstrings of the standard library, a document a module."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    yield from (topics[name] for name in sorted(topics))
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted((*library.glob("*.py"), *library.glob("*/*.py"))):
+        if {"site-packages", "test", "idlelib", "__pycache__"}.isdisjoint(path.parts):
+            yield docstrings(path)
+
+
+def docstrings(path: Path) -> str:
+    """Return the docstrings of a module, its classes and its functions, joined."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (
+        node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented)
+    )
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+
+
+def token_documents(texts: Iterable[str]) -> list[np.ndarray]:
+    """Return the tokens of each text that is not empty: its bytes and END_OF_DOCUMENT."""
+    encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts if text.strip())
+    return [np.append(text, END_OF_DOCUMENT).astype(TOKEN_DTYPE) for text in encoded]
+
+
+def holds(prefix: Path, documents: list[np.ndarray]) -> bool:
+    """Whether PREFIX.bin is these tokens already (and PREFIX.idx, written last, is there)."""
+    written = prefix.with_name(f"{prefix.name}.bin")
+    if not (prefix.with_name(f"{prefix.name}.idx").exists() and written.exists()):
+        return False
+    return np.array_equal(np.fromfile(written, TOKEN_DTYPE), np.concatenate(documents))
+
+
+def write(prefix: Path, documents: list[np.ndarray]) -> None:
+    """Write PREFIX.bin and PREFIX.idx; other processes see them only when they are whole."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    partial = f"{prefix}.partial{os.getpid()}"
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=TOKEN_DTYPE)
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{partial}.idx")
+    for suffix in (".bin", ".idx"):
+        os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
+
+
+def main(
+    prefix: Annotated[Path, typer.Argument(help="writes PREFIX.bin and PREFIX.idx")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="text files (UTF-8); none: Python's own documentation"),
+    ] = None,
+) -> None:
+    """Make a Megatron data set of bytes from text; does nothing if it is there already."""
+    documents = token_documents(map(Path.read_text, files) if files else python_documents())
+    if not documents:
+        raise typer.BadParameter("no text in the files given")
+    if made := not holds(prefix, documents):
+        write(prefix, documents)
+    num_tokens = sum(map(len, documents))
+    state = "wrote" if made else "already there:"
+    typer.echo(
+        f"{state} {prefix}.bin, {prefix}.idx: {len(documents)} documents, {num_tokens} tokens"
+    )
+    typer.echo(f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 257")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,122 @@
+"""Pretrain a GPT with Megatron-LM 0.19: a short script in the form of its own pretrain_gpt.py.
+
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --context-parallel-size 8 ...
+    torchrun --nproc-per-node 8 -m megatron_burst examples/pretrain_gpt.py \
+        --context-parallel-size 8 --context-parallel-impl burst ...
+
+Nothing here knows of burst attention: the second line is what turns it on. The flags are Megatron's
+and --step-log FILE. Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.on_cpu).
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    from megatron_burst.mcore import on_cpu
+
+    on_cpu.install()
+
+import megatron.core.datasets.utils
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+from step_log import StepLog
+
+Batch = dict[str, torch.Tensor]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this script's own flag to Megatron's."""
+    parser.add_argument("--step-log", type=Path, metavar="FILE", help="a JSON object per step")
+    return parser
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple:
+    """Build the training, validation and test sets of --data-path (or of --mock-data).
+
+    Every rank builds them and reads its own samples, so no batch is broadcast: the ranks of a
+    tensor-parallel or context-parallel group have the same data-parallel rank, hence the same ones.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        # A causal model needs no mask, and a dense one holds sequence length squared bytes.
+        create_attention_mask=False,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        context_parallel_size=args.context_parallel_size,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build()
+
+
+def next_batch(data_iterator: Iterator[Batch]) -> Batch:
+    """Return the chunks that this context-parallel rank holds of the next micro-batch.
+
+    Each is [micro_batch_size, s_local], in Megatron's zigzag layout.
+    """
+    samples = next(data_iterator)
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    batch = {name: samples[name].cuda(non_blocking=True) for name in names}
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
+    """Return the sum of the loss, the number of tokens in it, and both for the report."""
+    loss_mask = loss_mask.float()
+    loss = torch.sum(losses.float() * loss_mask)
+    num_tokens = loss_mask.sum().int()
+    return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens))}
+
+
+def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
+    """Run the model on the next micro-batch; Megatron calls the loss function that is returned."""
+    batch = next_batch(data_iterator)
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+def main() -> None:
+    """Parse Megatron's flags and train."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+        # Built already. Megatron would run make all the same, and its wheel has no Makefile.
+        megatron.core.datasets.utils.compile_helpers = lambda: None
+    args = parse_and_validate_args(add_arguments)
+    if args.step_log:
+        StepLog(args.step_log)
+    datasets_provider.is_distributed = True  # else only tensor-parallel rank 0 builds them
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

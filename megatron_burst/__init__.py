@@ -1,0 +1,22 @@
+"""megatron_burst: BurstAttention as the context parallelism of Megatron-LM, without a fork.
+
+Importing the package loads neither torch nor megatron; the names below load what they need.
+"""
+
+from megatron_burst.version import __version__
+
+_HOME_OF = {
+    "BurstConfig": "megatron_burst.config",
+    "BurstError": "megatron_burst.errors",
+    "burst_attention": "megatron_burst.attention",
+    "burst_spec": "megatron_burst.mcore.spec_tree",
+}
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME_OF[name]), name)

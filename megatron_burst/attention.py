@@ -1,0 +1,242 @@
+"""burst_attention: exact attention over a process group, with autograd."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.comm.groups import Communicator, board_of, communicator_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine import Call, run_backward, run_forward
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import Problem, choose_backend
+from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.plan.choose import choose_circulate
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.layout import Layout, check_tokens
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.schedule import Circulate, Direction
+
+_WHO = "burst attention"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag",
+    qkv_format: Literal["bshd", "sbhd"] = "bshd",
+    return_lse: bool = False,
+    config: BurstConfig | None = None,
+    hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
+
+    Every rank passes its own rows and gets its own rows of the output. K and V travel round nested
+    rings in forward; in backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results
+    are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is
+    kept. All ranks of the group must call with the same shapes and options.
+
+    Args:
+        q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
+            or float16.
+        k: [b, s_local, h_kv, d_qk]; h_kv divides h, and heads are not expanded.
+        v: [b, s_local, h_kv, d_v].
+        group: the context-parallel group; None is the default group.
+        causal: mask keys at later positions of the whole sequence.
+        softmax_scale: of the scores; None is d_qk ** -0.5.
+        layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P.
+        qkv_format: order of the first two axes.
+        return_lse: also return the log-sum-exp of the scores.
+        config: how it runs.
+        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones.
+
+    Returns:
+        out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
+        s_local] in max(float32, input dtype), which carries no gradient.
+
+    Raises:
+        BurstError: on all ranks, before anything is sent, if the input does not fit.
+
+    Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
+    """
+    config = config or BurstConfig()
+    group = _group(group)
+    scale = softmax_scale if softmax_scale is not None else _default_scale(q)
+    terms = _terms(q, k, v, causal, scale, layout, qkv_format, config)
+    board = board_of(group, config.timeout_s)
+    is_new = board.agree(terms, _WHO)
+    if is_new:
+        _check(q, k, v, scale, layout, qkv_format, group.size())
+    if qkv_format == "sbhd":
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    carrier = communicator_of(group, config, hcp_groups)
+    mask = Mask.CAUSAL if causal else Mask.FULL
+    call, choices = _call(q, k, v, carrier, Layout(layout), mask, scale, config)
+    if is_new:
+        board.say_once(f"{_WHO}: {choices}")
+    out, lse = BurstAttentionFunction.apply(q, k, v, call)
+    out = out.transpose(0, 1) if qkv_format == "sbhd" else out
+    return (out, lse) if return_lse else out
+
+
+class BurstAttentionFunction(torch.autograd.Function):
+    """Forward and backward of one `Call`; saves q, k, v, out and lse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        out, lse = run_forward(call, q, k, v)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse):
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        grads = run_backward(ctx.call, q, k, v, out, lse, dout)
+        return *(grad.to(q.dtype) for grad in grads), None
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    carrier: Communicator,
+    layout: Layout,
+    mask: Mask,
+    scale: float,
+    config: BurstConfig,
+) -> tuple[Call, str]:
+    """The call's schedules, backend and carrier, and what was chosen, in words."""
+    wide = accumulate_dtype(q.dtype)
+    grad_dtype = q.dtype if config.grad_wire == "input" else wide
+    shape = attention_shape(q, k, v, grad_dtype)
+    circulate = choose_circulate(shape, config.circulate)
+    problem = Problem(q.device.type, q.dtype, shape.dim_qk, shape.dim_v)
+    backend, backend_choice = choose_backend(problem, config.backend)
+    schedule = partial(
+        ring_schedule,
+        carrier.topology,
+        carrier.cp_rank,
+        layout=layout,
+        mask=mask,
+        tokens=shape.tokens,
+    )
+    call = Call(
+        forward=schedule(direction=Direction.FORWARD),
+        backward=schedule(direction=Direction.BACKWARD, circulate=Circulate(circulate.value)),
+        backend=backend,
+        carrier=carrier,
+        scale=scale,
+        grad_dtype=grad_dtype,
+    )
+    return call, f"{carrier.topology}; circulate {circulate}; backend {backend_choice}"
+
+
+def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:
+    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire."""
+    batch, tokens, heads_q, dim_qk = q.shape
+    return AttentionShape(
+        batch=batch,
+        tokens=tokens,
+        heads_q=heads_q,
+        heads_kv=k.shape[2],
+        dim_qk=dim_qk,
+        dim_v=v.shape[3],
+        itemsize=q.dtype.itemsize,
+        stat_bytes=accumulate_dtype(q.dtype).itemsize,
+        grad_bytes=grad_dtype.itemsize,
+    )
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise BurstError(
+            f"{_WHO}: torch.distributed must be initialised, because the sequence is dealt out "
+            "over a process group; got no default group; call init_process_group, or torchrun's"
+        )
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise BurstError(
+            f"{_WHO}: the calling rank must belong to the group, because each rank passes its own "
+            f"rows; got global rank {dist.get_rank()} outside of it; call on its members only"
+        )
+    return group
+
+
+def _default_scale(q: Tensor) -> float:
+    return max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
+
+
+def _terms(q, k, v, causal, scale, layout, qkv_format, config) -> dict[str, str]:
+    """What all ranks must have in common, in words."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    terms = {name: str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
+    terms |= {"dtype": str(q.dtype), "device": q.device.type, "causal": str(causal)}
+    terms |= {"softmax_scale": repr(scale), "layout": layout, "qkv_format": qkv_format}
+    return terms | {"gradients": str(needs_grad), "config": str(config)}
+
+
+def _check(q, k, v, scale, layout, qkv_format, cp_size) -> None:
+    """Refuse what does not fit; the facts are the same on all ranks by now."""
+    if qkv_format not in ("bshd", "sbhd"):
+        raise BurstError(
+            f"{_WHO}: qkv_format must be bshd or sbhd, because it names the order of the axes; got "
+            f"{qkv_format!r}; pass one of these"
+        )
+    if layout not in tuple(Layout):
+        raise BurstError(
+            f"{_WHO}: layout must be one of {', '.join(Layout)}, because it decides which keys a "
+            f"query may see; got {layout!r}; pass the one in which the tokens are dealt out"
+        )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if any(x.dim() != 4 for x in (q, k, v)):
+        raise BurstError(
+            f"{_WHO}: q, k and v must have four axes ({qkv_format}), because heads and batch are "
+            f"separate; got {shapes}; reshape them"
+        )
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise BurstError(
+            f"{_WHO}: q, k and v must agree in batch and tokens, k and v in heads, q and k in head "
+            f"dimension, because this is self-attention; got {shapes}; pass matching shards"
+        )
+    if 0 in (*q.shape, *v.shape) or q.shape[2] % k.shape[2]:
+        raise BurstError(
+            f"{_WHO}: the number of key heads must divide that of query heads and no axis may be "
+            f"empty, because each key head serves equally many query heads; got {shapes}; change "
+            "the heads (--num-query-groups) or the batch"
+        )
+    if q.dtype not in _DTYPES or {k.dtype, v.dtype} != {q.dtype}:
+        raise BurstError(
+            f"{_WHO}: q, k and v must have one dtype among float64, float32, bfloat16 and float16, "
+            f"because nothing is converted silently; got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
+        )
+    if len({x.device for x in (q, k, v)}) > 1:
+        raise BurstError(
+            f"{_WHO}: q, k and v must be on one device, because one kernel reads them; got "
+            f"{q.device}, {k.device}, {v.device}; move them"
+        )
+    if not 0 < abs(scale) < float("inf"):
+        raise BurstError(
+            f"{_WHO}: softmax_scale must be finite and not zero, because scores are multiplied by "
+            f"it; got {scale}; leave it out for d ** -0.5"
+        )
+    check_tokens(Layout(layout), cp_size, q.shape[0 if qkv_format == "sbhd" else 1])

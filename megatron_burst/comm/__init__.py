@@ -1,0 +1,4 @@
+"""Moving tensors between ranks: groups, hop buffers, transfers, and agreement out of band.
+
+Nothing here decides what is sent: that is in the schedule.
+"""

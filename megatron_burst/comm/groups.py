@@ -1,0 +1,155 @@
+"""The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.comm.hop import Transfer
+from megatron_burst.comm.watch import Board
+from megatron_burst.config import BurstConfig, host_name
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.schedule import Cargo, Hop
+from megatron_burst.plan.topology import Link, Topology, pretend_hosts, topology_of
+
+_WHO = "burst attention"
+# The one cache of the process: communicators and their buffers live as long as their group.
+_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[object, "Communicator"]] = (
+    WeakKeyDictionary()
+)
+_BOARDS: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
+
+
+class Communicator:
+    """Carries the hops of one context-parallel group.
+
+    Data that is read and gradients have process groups of their own, so that on NCCL each has a
+    stream of its own and neither waits for the other; likewise the intra and the inter ring.
+
+    Attributes:
+        topology: the arrangement of its ranks.
+        cp_rank: this rank in the group.
+        board: where its ranks agree out of band.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        board: Board,
+        timeout_s: float,
+        read_groups: Sequence[dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.topology, self.board = topology, board
+        self.cp_rank = group.rank()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._timeout_s = timeout_s
+        self._buffers: dict[tuple, list[Tensor]] = {}
+        row, column = topology.coord(self.cp_rank)
+        members = {
+            Link.INTRA: topology.grid[row],
+            Link.INTER: tuple(ranks[column] for ranks in topology.grid),
+        }
+        given = dict(zip(members, read_groups or (), strict=False))
+        self._groups = {
+            (link, cargo): given.get(link) if cargo is Cargo.READ and given else self._new(ranks)
+            for link, ranks in members.items()
+            for cargo in Cargo
+            if len(ranks) > 1
+        }
+
+    def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A new group of some of the ranks; only its members take part in making it."""
+        nccl = dist.get_backend() == "nccl"
+        options = None
+        if nccl:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        ranks = [self._ranks[rank] for rank in cp_ranks]
+        return dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
+
+    def buffers(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> list:
+        """`count` flat byte buffers, the same ones in every call: allocated once, kept, grown."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        pool = self._buffers.setdefault((cargo, device, stream), [])
+        if pool and pool[0].numel() < num_bytes:
+            pool.clear()
+        size = pool[0].numel() if pool else num_bytes
+        while len(pool) < count:
+            pool.append(torch.empty(size, dtype=torch.uint8, device=device))
+        return [buffer[:num_bytes] for buffer in pool[:count]]
+
+    def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
+        """Post one hop behind what the current stream has queued; returns at once."""
+        group = self._groups[hop.ring, hop.cargo]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, self._ranks[hop.dest], group),
+                dist.P2POp(dist.irecv, recv, self._ranks[hop.source], group),
+            ]
+        )
+        name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
+        # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
+        timeout_s = self._timeout_s if recv.device.type == "cpu" else None
+        return Transfer(works, timeout_s, lambda error: self.board.explain(error, _WHO, name))
+
+
+def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
+    """The group's board; made at first use."""
+    if group not in _BOARDS:
+        _BOARDS[group] = Board(group, timeout_s)
+    return _BOARDS[group]
+
+
+def communicator_of(
+    group: dist.ProcessGroup,
+    config: BurstConfig,
+    hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+) -> Communicator:
+    """The communicator of a context-parallel group; made at first use by all its ranks together.
+
+    Args:
+        group: the context-parallel group.
+        config: `hosts` pretends hosts; otherwise ranks tell each other their host's name.
+        hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
+
+    Raises:
+        BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
+    """
+    made = _COMMUNICATORS.setdefault(group, {})
+    key = (config.hosts, tuple(hcp_groups or ()))
+    if key not in made:
+        board = board_of(group, config.timeout_s)
+        board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
+        topology = _topology(group, config, board, hcp_groups)
+        made[key] = Communicator(group, topology, board, config.timeout_s, hcp_groups)
+    return made[key]
+
+
+def _topology(
+    group: dist.ProcessGroup,
+    config: BurstConfig,
+    board: Board,
+    hcp_groups: Sequence[dist.ProcessGroup] | None,
+) -> Topology:
+    if config.hosts is not None:
+        return pretend_hosts(group.size(), config.hosts)
+    if not hcp_groups:
+        return topology_of(board.share(host_name(), _WHO))
+    intra, inter = (dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups)
+    ranks = dist.get_process_group_ranks(group)
+    topology = topology_of(board.share(f"{intra}", _WHO))
+    row, column = topology.coord(group.rank())
+    expected = (
+        [ranks[rank] for rank in topology.grid[row]],
+        [ranks[cp_ranks[column]] for cp_ranks in topology.grid],
+    )
+    if (intra, inter) != expected:
+        raise BurstError(
+            f"{_WHO}: hierarchical context-parallel groups must be the rows and columns of a grid "
+            f"over the context-parallel group, because the rings run along them; got {intra} and "
+            f"{inter} in {ranks}; pass --hierarchical-context-parallel-sizes INTRA INTER whose "
+            "product is the context parallel size, or leave them out"
+        )
+    return topology

@@ -1,0 +1,55 @@
+"""BurstConfig: the only place where flags and environment become values."""
+
+import os
+import socket
+from argparse import Namespace
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
+
+from megatron_burst.errors import BurstError
+
+
+@dataclass(frozen=True, slots=True)
+class BurstConfig:
+    """How burst attention runs. All ranks of a context-parallel group must have the same.
+
+    Attributes:
+        circulate: what travels round the rings in backward; "auto" takes what has fewer bytes.
+        backend: the attention kernel by name; "auto" takes the fastest that can do the call.
+        hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
+        grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
+            whose error does not grow with the number of ranks; "input" halves bf16's bytes.
+        timeout_s: seconds a rank waits for the others before it names who is missing.
+    """
+
+    circulate: Literal["auto", "kv", "q"] = "auto"
+    backend: str = "auto"
+    hosts: int | None = None
+    grad_wire: Literal["accumulate", "input"] = "accumulate"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if get_origin(field.type) is Literal and value not in get_args(field.type):
+                legal = ", ".join(get_args(field.type))
+                raise BurstError(
+                    f"burst attention: the option {field.name} must be one of {legal}, because a "
+                    f"misspelt one would be silently ignored; got {value!r}; choose one of these"
+                )
+        if self.timeout_s <= 0:
+            raise BurstError(
+                "burst attention: timeout_s must be positive, because a rank waits that long for "
+                f"the others; got {self.timeout_s}; pass seconds"
+            )
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "BurstConfig":
+        """The configuration in Megatron's parsed arguments (`--burst-*`)."""
+        given = {f.name: getattr(args, f"burst_{f.name}", None) for f in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def host_name() -> str:
+    """What tells this process's host from others; NCCL's own override counts."""
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()

@@ -1,0 +1,148 @@
+"""What a backend must offer, which ones there are, and the choice among them."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a backend is asked to do, as far as its abilities depend on it."""
+
+    device: str  # torch device type
+    dtype: torch.dtype
+    dim_qk: int
+    dim_v: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a backend can do, as data.
+
+    Attributes:
+        name: what the user calls it.
+        devices: torch device types; empty means any.
+        dtypes: input dtypes.
+        max_dim: largest head dimension; 0 means any.
+        dim_multiple: head dimensions must be a multiple of this.
+        equal_dims: whether queries and values need the same head dimension.
+        takes_delta: whether backward takes delta; otherwise it takes an output or its stand-in.
+        speed: for the reason that is printed.
+    """
+
+    name: str
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    max_dim: int
+    dim_multiple: int
+    equal_dims: bool
+    takes_delta: bool
+    speed: str
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why the backend cannot do the problem, or None if it can."""
+        if self.devices and problem.device not in self.devices:
+            return f"it runs on {'/'.join(sorted(self.devices))} only"
+        if problem.dtype not in self.dtypes:
+            return f"it has no {str(problem.dtype).removeprefix('torch.')}"
+        if self.equal_dims and problem.dim_qk != problem.dim_v:
+            return "it needs equal head dimensions of queries and values"
+        for dim in (problem.dim_qk, problem.dim_v):
+            if self.max_dim and dim > self.max_dim:
+                return f"its largest head dimension is {self.max_dim}"
+            if dim % self.dim_multiple:
+                return f"it needs head dimensions that are multiples of {self.dim_multiple}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySide:
+    """Everything that belongs to query rows in backward.
+
+    Attributes:
+        q: [b, n, h, dqk].
+        dout: [b, n, h, dv].
+        lse: [b, h, n] over all keys of the sequence, natural logarithm.
+        delta: [b, h, n], rowsum(dO * O).
+        out: [b, n, h, dv], the output or a stand-in with the same delta; None for backends that
+            take delta.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None
+
+    def rows(self, rows: slice) -> "QuerySide":
+        """The side restricted to some rows."""
+        return replace(
+            self,
+            q=self.q[:, rows],
+            dout=self.dout[:, rows],
+            lse=self.lse[:, :, rows],
+            delta=self.delta[:, :, rows],
+            out=None if self.out is None else self.out[:, rows],
+        )
+
+
+class Backend(Protocol):
+    """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
+
+    A causal tile is square. Grouped heads are native: query head i uses key head i // (h / h_kv).
+    """
+
+    capability: Capability
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(out [b, n, h, dv], lse [b, h, n]); lse is natural, -inf for rows without a key."""
+        ...
+
+    def backward(
+        self, side: QuerySide, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this tile, given statistics over the whole sequence."""
+        ...
+
+
+@lru_cache(maxsize=1)
+def backends() -> dict[str, Backend]:
+    """All backends by name, fastest first."""
+    from megatron_burst.kernels.flash import Flash
+    from megatron_burst.kernels.reference import Reference
+    from megatron_burst.kernels.torch_cpu import TorchCpu
+
+    return {backend.capability.name: backend for backend in (Flash(), TorchCpu(), Reference())}
+
+
+def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
+    """The fastest backend that can do the problem, or the one asked for, with the reason.
+
+    Raises:
+        BurstError: if the one asked for is unknown or cannot do it, or if none can.
+    """
+    refusals = {name: b.capability.refusal(problem) for name, b in backends().items()}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if asked == "auto" and able:
+        chosen = backends()[able[0]]
+        skipped = "; ".join(f"{name}: {why}" for name, why in refusals.items() if why)
+        reason = chosen.capability.speed + (f"; not {skipped}" if skipped else "")
+        return chosen, Choice(able[0], reason)
+    if asked in able:
+        return backends()[asked], Choice(asked, "asked for")
+    why = refusals.get(asked, "there is no such backend")
+    what = str(problem.dtype).removeprefix("torch.")
+    got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
+    instead = f"choose among {', '.join(able)}, or auto" if able else "choose another dtype"
+    raise BurstError(
+        f"burst attention: the backend {asked} must be able to compute the call, because nothing "
+        f"is converted silently; got {got}, and {why}; {instead}"
+    )

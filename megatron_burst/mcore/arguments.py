@@ -1,0 +1,149 @@
+"""Burst's flags in Megatron's argument parser, and what must hold when they ask for burst."""
+
+from argparse import ArgumentParser, Namespace
+from typing import get_args, get_type_hints
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import backends
+
+
+def add_flags(add_megatron_arguments):
+    """Replacement of `add_megatron_arguments` that adds burst's group of flags."""
+
+    def add_all(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        group = parser.add_argument_group("burst", "context parallelism by BurstAttention")
+        hints = get_type_hints(BurstConfig)
+        group.add_argument(
+            "--context-parallel-impl",
+            choices=["megatron", "burst"],
+            default="megatron",
+            help="burst: BurstAttention over nested rings instead of Megatron's own",
+        )
+        group.add_argument(
+            "--burst-hosts", type=int, metavar="N", help="pretend that the ranks span N hosts"
+        )
+        group.add_argument(
+            "--burst-circulate",
+            choices=get_args(hints["circulate"]),
+            help="what travels in backward; auto takes what has fewer bytes",
+        )
+        group.add_argument(
+            "--burst-backend", choices=["auto", *backends()], help="attention kernel"
+        )
+        group.add_argument(
+            "--burst-grad-wire",
+            choices=get_args(hints["grad_wire"]),
+            help="dtype of gradients between ranks: accumulate is fp32, input the model's",
+        )
+        group.add_argument(
+            "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"
+        )
+        return parser
+
+    return add_all
+
+
+def validate_flags(validate_args):
+    """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
+
+    def validate_all(args: Namespace, defaults=None):
+        wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
+        if wants_burst:
+            check_args(args)
+            force_args(args)
+        validated = validate_args(args, {} if defaults is None else defaults)
+        if wants_burst:
+            from megatron_burst.mcore.core_attention import provider_patches
+
+            for patch in provider_patches():
+                patch.apply()
+        return validated
+
+    return validate_all
+
+
+def check_args(args: Namespace) -> None:
+    """Refuse arguments under which burst attention would be wrong or meaningless.
+
+    Raises:
+        BurstError: on every rank alike, naming the flag to change.
+    """
+    cp_size, hosts = args.context_parallel_size, args.burst_hosts
+    if cp_size < 2:
+        raise _refusal(
+            "needs --context-parallel-size of at least 2, because a ring of one rank sends nothing",
+            f"--context-parallel-size {cp_size}",
+            "raise it, or leave out --context-parallel-impl burst",
+        )
+    if args.seq_length is not None and args.seq_length % (2 * cp_size):
+        raise _refusal(
+            "needs a sequence length divisible by twice the context parallel size, because zigzag "
+            "gives each rank two chunks",
+            f"--seq-length {args.seq_length} and --context-parallel-size {cp_size}",
+            f"choose a multiple of {2 * cp_size}",
+        )
+    if hosts is not None and (hosts < 1 or cp_size % hosts):
+        raise _refusal(
+            "needs a number of hosts that divides the context parallel size, because nested rings "
+            "need equally many ranks on each",
+            f"--burst-hosts {hosts} and --context-parallel-size {cp_size}",
+            f"choose among the divisors of {cp_size}",
+        )
+    BurstConfig.from_args(args)
+    for name, allowed, flag, reason in _UNSUPPORTED:
+        value = getattr(args, name, allowed)
+        if value != allowed and value is not None:
+            raise _refusal(
+                f"cannot run with {flag}, because {reason}",
+                f"{name}={value}",
+                f"set it {allowed!r}",
+            )
+
+
+def force_args(args: Namespace) -> None:
+    """Set what follows from burst and changes no result; says so once."""
+    forced = []
+    if args.cp_comm_type in (None, ["p2p"]):
+        args.cp_comm_type = ["burst"]
+        forced.append("--cp-comm-type burst")
+    if args.create_attention_mask_in_dataloader:
+        args.create_attention_mask_in_dataloader = False
+        forced.append("--no-create-attention-mask-in-dataloader")
+    if forced and args.rank == 0:
+        print(f"burst attention: adds {' '.join(forced)}", flush=True)
+
+
+# argument, the value that burst supports, the flag, why others are refused
+_UNSUPPORTED = (
+    ("attention_dropout", 0.0, "--attention-dropout", "kernels of a ring drop no weights"),
+    ("reset_attention_mask", False, "--reset-attention-mask", "it would silently be ignored"),
+    (
+        "dataloader_inter_document_masking",
+        False,
+        "--dataloader-inter-document-masking",
+        "packed documents are not supported yet",
+    ),
+    ("sft", False, "--sft", "packed documents are not supported yet"),
+    (
+        "hybrid_context_parallel",
+        False,
+        "--hybrid-context-parallel",
+        "its groups change from batch to batch",
+    ),
+    ("fp8_dot_product_attention", False, "--fp8-dot-product-attention", "kernels are not fp8"),
+    ("fp8_multi_head_attention", False, "--fp8-multi-head-attention", "kernels are not fp8"),
+    ("use_kitchen_attention", False, "--use-kitchen-attention", "it replaces core attention too"),
+    ("softmax_type", "vanilla", "--softmax-type", "attention sinks are not supported yet"),
+    ("window_size", None, "--window-size", "sliding windows are not supported yet"),
+    ("qk_clip", False, "--qk-clip", "the largest logit is not tracked"),
+    ("log_max_attention_logit", False, "--log-max-attention-logit", "it is not tracked"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", "hops are not captured in CUDA graphs"),
+    ("enable_cuda_graph", False, "--enable-cuda-graph", "hops are not captured in CUDA graphs"),
+    ("external_cuda_graph", False, "--external-cuda-graph", "hops are not captured in CUDA graphs"),
+)
+
+
+def _refusal(must: str, got: str, change: str) -> BurstError:
+    return BurstError(f"--context-parallel-impl burst: {must}; got {got}; {change}")

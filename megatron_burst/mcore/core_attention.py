@@ -1,0 +1,219 @@
+"""Burst attention under Megatron-Core's core_attention contract, and how specs come to use it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
+from megatron_burst.mcore.patching import Patch
+from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
+
+
+class BurstCoreAttention(MegatronModule):
+    """Core attention of specs without TransformerEngine.
+
+    Args: those of Megatron's `CoreAttentionBuilder`, and `k_channels`, `v_channels` of its MLA.
+
+    Raises:
+        BurstError: if the configuration asks for something that burst does not do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
+            raise BurstError(
+                f"{WHO}: without TransformerEngine every layer must run burst, because Megatron's "
+                f"own context parallelism needs it; got cp_comm_type={cp_comm_type!r} in layer "
+                f"{layer_number}; install transformer-engine or pass --cp-comm-type burst"
+            )
+        check_config(config, layer_number, attn_mask_type, attention_type, attention_dropout)
+        self.burst = BurstForward.of(config, softmax_scale, pg_collection)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+        check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        return self.burst(query, key, value, CAUSAL[attn_mask_type])
+
+
+if HAVE_TE:
+
+    class BurstTECoreAttention(TEDotProductAttention):
+        """Core attention of TransformerEngine specs: burst in layers whose cp_comm_type says so.
+
+        Other layers, and models without context parallelism, run TransformerEngine's own. What
+        checkpoints hold of this module is TransformerEngine's too.
+
+        Args: those of `TEDotProductAttention`.
+
+        Raises:
+            BurstError: if the configuration asks for something that burst does not do.
+        """
+
+        def __init__(
+            self,
+            config: TransformerConfig,
+            layer_number: int,
+            attn_mask_type: AttnMaskType,
+            attention_type: str,
+            attention_dropout: float | None = None,
+            softmax_scale: float | None = None,
+            cp_comm_type: str | None = None,
+            pg_collection=None,
+            **options,
+        ) -> None:
+            runs_burst = cp_comm_type == "burst" and config.context_parallel_size > 1
+            super().__init__(
+                config,
+                layer_number,
+                attn_mask_type,
+                attention_type,
+                attention_dropout=attention_dropout,
+                softmax_scale=softmax_scale,
+                cp_comm_type="p2p" if runs_burst else cp_comm_type,
+                pg_collection=pg_collection,
+                **options,
+            )
+            self.burst = None
+            if runs_burst:
+                check_config(
+                    config, layer_number, attn_mask_type, attention_type, attention_dropout
+                )
+                self.burst = BurstForward.of(config, softmax_scale, pg_collection)
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            attn_mask_type: AttnMaskType,
+            attention_bias: Tensor | None = None,
+            packed_seq_params=None,
+            num_splits: int | None = None,
+        ) -> Tensor:
+            """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+            if self.burst is None:
+                return super().forward(
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    attn_mask_type,
+                    attention_bias,
+                    packed_seq_params,
+                    num_splits,
+                )
+            check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+            return self.burst(query, key, value, CAUSAL[attn_mask_type])
+
+
+def burst_replacements() -> dict[type, type]:
+    """Which core attention of Megatron's is replaced by which of ours."""
+    replacements = {DotProductAttention: BurstCoreAttention}
+    if HAVE_TE:
+        replacements[TEDotProductAttention] = BurstTECoreAttention
+    return replacements
+
+
+def provider_patches() -> tuple[Patch, ...]:
+    """What makes all of Megatron's GPT specs, multi-token prediction included, use burst."""
+    owners = ["megatron.core.models.backends:LocalSpecProvider"]
+    if HAVE_TE:
+        owners.append("megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider")
+    return tuple(
+        Patch(
+            owner=owner,
+            name="core_attention",
+            parameters=("self",),
+            why="GPT specs ask their backend for core attention; --spec does not reach the layers "
+            "of multi-token prediction",
+            wrap=_replace_provided,
+        )
+        for owner in owners
+    )
+
+
+def _replace_provided(core_attention):
+    def provide(self) -> type:
+        provided = core_attention(self)
+        return burst_replacements().get(provided, provided)
+
+    return provide
+
+
+@dataclass(frozen=True)
+class BurstForward:
+    """What a layer's core attention needs to call `burst_attention`."""
+
+    cp_group: dist.ProcessGroup
+    hcp_groups: Sequence[dist.ProcessGroup] | None
+    softmax_scale: float | None
+    config: BurstConfig
+
+    @classmethod
+    def of(cls, config: TransformerConfig, softmax_scale, pg_collection) -> "BurstForward":
+        """Also makes the group's communicators: all its ranks build their layers together."""
+        burst_config = burst_config_of(config)
+        communicator_for(pg_collection, burst_config)
+        return cls(
+            cp_group_of(pg_collection),
+            hcp_groups_of(pg_collection, burst_config),
+            softmax_scale,
+            burst_config,
+        )
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        out = burst_attention(
+            query,
+            key,
+            value,
+            group=self.cp_group,
+            causal=causal,
+            softmax_scale=self.softmax_scale,
+            qkv_format="sbhd",
+            config=self.config,
+            hcp_groups=self.hcp_groups,
+        )
+        return out.flatten(2)
+
+
+def burst_config_of(config: TransformerConfig) -> BurstConfig:
+    """`config.burst` if somebody set it, else what Megatron's command line says, else defaults."""
+    given = getattr(config, "burst", None)
+    if given is not None:
+        return given
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS  # get_args() fails where there is no command line
+    return BurstConfig() if args is None else BurstConfig.from_args(args)

@@ -1,0 +1,115 @@
+"""Runs a Megatron script with burst's flags; the list of all patches and which are in force."""
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore import arguments
+from megatron_burst.mcore.core_attention import provider_patches
+from megatron_burst.mcore.patching import Patch
+
+_USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
+
+Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own:
+  --context-parallel-impl {megatron,burst}   burst: BurstAttention instead of Megatron's ring
+  --burst-hosts N  --burst-circulate {auto,kv,q}  --burst-backend NAME  --burst-grad-wire ...
+Without --context-parallel-impl burst the script runs as it would without megatron_burst.
+On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
+    return (*flag_patches(), *provider_patches())
+
+
+def flag_patches() -> tuple[Patch, ...]:
+    """What `prepare` applies: flags, their check, and a missing Makefile."""
+    return (
+        Patch(
+            owner="megatron.training.arguments",
+            name="add_megatron_arguments",
+            parameters=("parser",),
+            why="adds burst's flags: Megatron's parser has no hook for plugins",
+            wrap=arguments.add_flags,
+        ),
+        Patch(
+            owner="megatron.training.arguments",
+            name="validate_args",
+            parameters=("args", "defaults"),
+            why="checks burst's flags, and switches burst on if they ask for it",
+            wrap=arguments.validate_flags,
+        ),
+        Patch(
+            owner="megatron.core.datasets.utils",
+            name="compile_helpers",
+            parameters=(),
+            why="the wheel has the data set helpers built, but not the Makefile that would build "
+            "them, and exits without it (training/initialize.py:175)",
+            wrap=_compile_where_there_is_a_makefile,
+        ),
+    )
+
+
+def prepare(argv: list[str]) -> None:
+    """Add burst's flags to Megatron's parser; run on the CPU if the arguments say gloo.
+
+    Args:
+        argv: the script's arguments, as in sys.argv.
+    """
+    if _wants_cpu(argv):
+        from megatron_burst.mcore import on_cpu
+
+        on_cpu.install()
+    for patch in flag_patches():
+        patch.apply()
+
+
+def run_script(argv: list[str]) -> None:
+    """Run a script as `python SCRIPT ...` would, after `prepare`.
+
+    Args:
+        argv: the script's path, then its arguments.
+
+    Raises:
+        BurstError: if there is no such script, or no GPU and no --distributed-backend gloo.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return
+    script = Path(argv[0])
+    if not script.is_file():
+        raise BurstError(
+            "python -m megatron_burst: the first argument must be a script, because it is run with "
+            f"burst's flags added; got {argv[0]!r}; pass the path of your pretrain_gpt.py"
+        )
+    if not torch.cuda.is_available() and not _wants_cpu(argv):
+        raise BurstError(
+            "python -m megatron_burst: a CUDA GPU must be visible, because Megatron trains on "
+            "GPUs; got none; add --distributed-backend gloo to try it on the CPU"
+        )
+    sys.argv = [str(script), *argv[1:]]
+    sys.path.insert(0, str(script.resolve().parent))
+    prepare(sys.argv)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _wants_cpu(argv: list[str]) -> bool:
+    if torch.cuda.is_available():
+        return False
+    joined = " ".join(argv).replace("=", " ")
+    return "--distributed-backend gloo" in joined
+
+
+def _compile_where_there_is_a_makefile(compile_helpers):
+    def compile_unless_built() -> None:
+        from megatron.core.datasets import utils
+
+        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+        if not built or (Path(utils.__file__).parent / "Makefile").is_file():
+            compile_helpers()
+
+    return compile_unless_built

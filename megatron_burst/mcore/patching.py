@@ -1,0 +1,67 @@
+"""Patches of Megatron: few, idempotent, checked against the signature that they replace, listed."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_burst.errors import BurstError
+
+_MARK = "__megatron_burst_original__"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One rebound function or method of Megatron.
+
+    Attributes:
+        owner: module, or "module:Class".
+        name: attribute of the owner.
+        parameters: names that the original must have, in order.
+        why: what it is for and why no public seam does.
+        wrap: makes the replacement from the original.
+    """
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...]
+    why: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    @property
+    def target(self) -> str:
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    def _owner(self) -> Any:
+        module, _, name = self.owner.partition(":")
+        owner = importlib.import_module(module)
+        return getattr(owner, name) if name else owner
+
+    @property
+    def live(self) -> bool:
+        """Whether it is in force."""
+        return hasattr(getattr(self._owner(), self.name, None), _MARK)
+
+    def apply(self) -> None:
+        """Put it in force; a second time changes nothing.
+
+        Raises:
+            BurstError: if the original is not the function that the patch was written for.
+        """
+        if self.live:
+            return
+        original = getattr(self._owner(), self.name, None)
+        found = tuple(inspect.signature(original).parameters) if callable(original) else None
+        if found != self.parameters:
+            from megatron.core import __version__
+
+            raise BurstError(
+                f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
+                f"because a patch replaces it; got {found} in Megatron-Core {__version__}; install "
+                "megatron-core 0.19.2"
+            )
+        replacement = functools.wraps(original)(self.wrap(original))
+        setattr(replacement, _MARK, original)
+        setattr(self._owner(), self.name, replacement)

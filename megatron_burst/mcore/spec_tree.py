@@ -1,0 +1,72 @@
+"""Specs with burst attention in place of Megatron's own: no patch needed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.core_attention import burst_replacements
+
+
+def layer_spec(config, vp_stage: int | None = None):
+    """The layer spec that Megatron would use, with burst attention in it.
+
+    For `--spec megatron_burst.spec layer_spec --cp-comm-type burst` (Megatron-Core 0.19 or newer).
+    Layers of multi-token prediction are not built from it; those need --context-parallel-impl.
+
+    Args:
+        config: Megatron's GPTModelConfig.
+        vp_stage: virtual pipeline stage.
+    """
+    from megatron.training.models.gpt import default_layer_spec
+
+    return burst_spec(default_layer_spec(config, vp_stage))
+
+
+def burst_spec(spec: Any) -> Any:
+    """A copy of a spec tree in which burst attention replaces Megatron's core attention.
+
+    Args:
+        spec: a ModuleSpec or anything that holds some: submodules, block submodules, partials,
+            lists, tuples and dicts. It is left as it is.
+
+    Raises:
+        BurstError: if there is no core attention of Megatron's in it.
+    """
+    replaced: list[type] = []
+    copy = _copy(spec, {}, replaced)
+    if not replaced:
+        raise BurstError(
+            "burst_spec: the spec must hold a core attention of Megatron's, because that is what "
+            f"burst replaces; got none in {type(spec).__name__}; pass a layer or block spec"
+        )
+    return copy
+
+
+def _copy(node: Any, memo: dict[int, Any], replaced: list[type]) -> Any:
+    """Copy what leads to a core attention; `memo` keeps shared specs shared."""
+    if isinstance(node, type):
+        replacement = burst_replacements().get(node)
+        if replacement is not None:
+            replaced.append(node)
+        return replacement or node
+    if id(node) in memo:
+        return memo[id(node)]
+    copy = functools.partial(_copy, memo=memo, replaced=replaced)
+    made = node
+    if isinstance(node, ModuleSpec) or (
+        dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
+    ):
+        values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+        made = dataclasses.replace(node, **{name: copy(value) for name, value in values.items()})
+    elif isinstance(node, functools.partial):
+        keywords = {name: copy(value) for name, value in node.keywords.items()}
+        made = functools.partial(node.func, *map(copy, node.args), **keywords)
+    elif isinstance(node, list | tuple) and type(node) in (list, tuple):
+        made = type(node)(map(copy, node))
+    elif type(node) is dict:
+        made = {key: copy(value) for key, value in node.items()}
+    memo[id(node)] = made
+    return made

@@ -1,0 +1,80 @@
+"""Bytes per link and FLOPs of a schedule, counted from its steps."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
+from megatron_burst.plan.topology import Link
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of one attention call on one rank.
+
+    Attributes:
+        batch: sequences.
+        tokens: rows on a rank.
+        heads_q: query heads on a rank.
+        heads_kv: key and value heads on a rank; divides heads_q.
+        dim_qk: head dimension of queries and keys.
+        dim_v: head dimension of values and output.
+        itemsize: bytes of an input element.
+        stat_bytes: bytes of an lse or delta element.
+        grad_bytes: bytes of a gradient element on the wire.
+    """
+
+    batch: int
+    tokens: int
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    itemsize: int
+    stat_bytes: int
+    grad_bytes: int
+
+    @property
+    def rows_q(self) -> int:
+        """(token, query head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_q
+
+    @property
+    def rows_kv(self) -> int:
+        """(token, key head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_kv
+
+
+def hop_bytes(
+    shape: AttentionShape, direction: Direction, circulate: Circulate
+) -> dict[Cargo, int]:
+    """Bytes of one hop of each cargo.
+
+    K,V: `read` is K and V, `grad` dK and dV. Q (backward only): `read` is Q, dO and the
+    statistics lse and delta, `grad` dQ.
+    """
+    both_dims = shape.dim_qk + shape.dim_v
+    if circulate is Circulate.KV:
+        read = shape.rows_kv * both_dims * shape.itemsize
+        grad = shape.rows_kv * both_dims * shape.grad_bytes
+    else:
+        read = shape.rows_q * (both_dims * shape.itemsize + 2 * shape.stat_bytes)
+        grad = shape.rows_q * shape.dim_qk * shape.grad_bytes
+    return {Cargo.READ: read, Cargo.GRAD: grad if direction is Direction.BACKWARD else 0}
+
+
+def link_bytes(schedule: Schedule, shape: AttentionShape) -> dict[Link, int]:
+    """Bytes that the schedule's rank sends on each link, from its hops."""
+    per_hop = hop_bytes(shape, schedule.direction, schedule.circulate)
+    sent = Counter({Link.INTRA: 0, Link.INTER: 0})
+    for hop in schedule.hops:
+        sent[schedule.topology.link(schedule.cp_rank, hop.dest)] += per_hop[hop.cargo]
+    return dict(sent)
+
+
+def flops(schedule: Schedule, shape: AttentionShape) -> int:
+    """FLOPs of the schedule's tiles: two matmuls forward, five backward, masked pairs left out."""
+    pairs = sum(tile.pairs for step in schedule.steps for tile in step.tiles)
+    dims = shape.dim_qk + shape.dim_v
+    if schedule.direction is Direction.BACKWARD:
+        dims = 3 * shape.dim_qk + 2 * shape.dim_v
+    return 2 * pairs * shape.batch * shape.heads_q * dims

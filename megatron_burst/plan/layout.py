@@ -1,0 +1,56 @@
+"""Which positions of the sequence a rank holds."""
+
+from enum import StrEnum
+
+from megatron_burst.errors import BurstError
+
+
+class Layout(StrEnum):
+    """How the tokens of a sequence are dealt out over the ranks of a context-parallel group."""
+
+    ZIGZAG = "zigzag"  # rank r holds chunks r and 2P-1-r of 2P: Megatron-Core's layout
+    CONTIGUOUS = "contiguous"  # rank r holds chunk r of P
+    STRIPED = "striped"  # rank r holds positions r, r+P, r+2P, ...
+
+
+def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[range, ...]:
+    """Positions in the whole sequence of a rank's rows, in the order of the rows.
+
+    Args:
+        layout: how tokens are dealt out.
+        cp_rank: rank in the context-parallel group.
+        cp_size: size of that group.
+        tokens: rows on each rank.
+
+    Raises:
+        BurstError: if the layout cannot hold that many rows.
+    """
+    check_tokens(layout, cp_size, tokens)
+    match layout:
+        case Layout.ZIGZAG:
+            chunk = tokens // 2
+            starts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
+            return tuple(range(start, start + chunk) for start in starts)
+        case Layout.CONTIGUOUS:
+            return (range(cp_rank * tokens, (cp_rank + 1) * tokens),)
+        case Layout.STRIPED:
+            return (range(cp_rank, cp_size * tokens, cp_size),)
+
+
+def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
+    """Refuse a number of rows per rank that the layout cannot hold.
+
+    Raises:
+        BurstError: if there are no rows, or an odd number of them in zigzag.
+    """
+    if tokens < 1:
+        raise BurstError(
+            "burst attention: a rank must hold at least one token, because an empty shard has "
+            f"nothing to attend to; got {tokens} tokens on a rank; pass a longer sequence"
+        )
+    if layout is Layout.ZIGZAG and tokens % 2:
+        raise BurstError(
+            "burst attention: the number of tokens on a rank must be a multiple of 2, because "
+            f"zigzag holds two chunks on each; got {tokens} tokens on a rank and context parallel "
+            f"size {cp_size}; choose a --seq-length divisible by {2 * cp_size}"
+        )
