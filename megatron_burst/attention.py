@@ -234,9 +234,9 @@ def _check(q, k, v, scale, layout, qkv_format, cp_size) -> None:
             f"{_WHO}: q, k and v must be on one device, because one kernel reads them; got "
             f"{q.device}, {k.device}, {v.device}; move them"
         )
-    if not 0 < abs(scale) < float("inf"):
+    if not 0 < scale < float("inf"):
         raise BurstError(
-            f"{_WHO}: softmax_scale must be finite and not zero, because scores are multiplied by "
-            f"it; got {scale}; leave it out for d ** -0.5"
+            f"{_WHO}: softmax_scale must be positive and finite, because kernels look for the "
+            f"largest score before they scale it; got {scale}; leave it out for d ** -0.5"
         )
     check_tokens(Layout(layout), cp_size, q.shape[0 if qkv_format == "sbhd" else 1])

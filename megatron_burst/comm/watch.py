@@ -43,7 +43,7 @@ class Board:
         self._posts += 1
         try:
             self._store.wait(keys, self._timeout)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:  # what a FileStore raises; a TCPStore a sub-class of it
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise BurstError(
                 f"{who}: all ranks of a context-parallel group must make the same calls, because "

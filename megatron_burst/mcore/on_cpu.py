@@ -8,7 +8,7 @@ PyTorch are its own code. A run on GPUs never touches this module.
 
 import copy
 import functools
-import importlib
+import importlib.util
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -217,7 +217,6 @@ def arguments_that_need_cuda_are_turned_off() -> None:
     arguments = _megatron_training("arguments")
     validate_args = arguments.validate_args
 
-    @functools.wraps(validate_args)
     @functools.wraps(validate_args)
     def validate_adjusted(args: Namespace, *rest: Any, **options: Any) -> Any:
         changed = adjust_args(args)

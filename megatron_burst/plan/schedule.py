@@ -1,4 +1,4 @@
-"""What a schedule is: steps, their hops and their tiles, as data that can be printed or executed."""
+"""What a schedule is: steps with their hops and tiles, as data to print, compare and execute."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,0 +1,159 @@
+"""The demo's table and pictures: losses side by side, and where the bytes went."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from megatron_burst.plan.choose import choose_circulate
+from megatron_burst.plan.cost import AttentionShape, link_bytes
+from megatron_burst.plan.draw import save_picture
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.schedule import Circulate, Direction, Schedule
+from megatron_burst.plan.topology import Link, Topology, pretend_hosts
+
+
+def environment() -> dict[str, str]:
+    """Of the training processes; the package is found wherever the script is started from."""
+    threads = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**threads, **os.environ, "PYTHONWARNINGS": "ignore"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What both runs logged, and what is known of them beforehand."""
+
+    model: dict[str, int]
+    cp_size: int
+    logs: list[list[dict]]  # of CP=1 and of burst, a dict per step
+    seconds: list[float]
+
+    def series(self, name: str) -> list[list[float]]:
+        """One quantity of both runs."""
+        return [[step[name] for step in log] for log in self.logs]
+
+    def largest_difference(self, name: str, steps: int | None = None) -> float:
+        """Between the two runs, over the first steps or all."""
+        ours, theirs = (values[:steps] for values in self.series(name))
+        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+    def tokens_per_s(self, run: int) -> float:
+        """Median over the steps after the first few."""
+        values = sorted(self.series("tokens/s")[run][3:] or self.series("tokens/s")[run])
+        return values[len(values) // 2]
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Of a layer's attention on one rank."""
+        on_gpus = torch.cuda.device_count() > 1
+        model, dim = self.model, self.model["hidden-size"] // self.model["num-attention-heads"]
+        return AttentionShape(
+            batch=model["micro-batch-size"],
+            tokens=model["seq-length"] // self.cp_size,
+            heads_q=model["num-attention-heads"],
+            heads_kv=model["num-query-groups"],
+            dim_qk=dim,
+            dim_v=dim,
+            itemsize=2 if on_gpus else 4,
+            stat_bytes=4,
+            grad_bytes=4,
+        )
+
+    def schedules(self, topology: Topology, direction: Direction) -> list[Schedule]:
+        """Of all ranks."""
+        backward = direction is Direction.BACKWARD
+        circulate = Circulate(choose_circulate(self.shape, "auto").value)
+        return [
+            ring_schedule(
+                topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=self.shape.tokens,
+                direction=direction, circulate=circulate if backward else Circulate.KV,
+            )
+            for rank in range(self.cp_size)
+        ]  # fmt: skip
+
+    def bytes_per_step(self, topology: Topology) -> tuple[Counter, int]:
+        """Attention's bytes of a training step: of all ranks per link; the most of one on inter."""
+        calls = self.model["num-layers"] * (
+            self.model["global-batch-size"] // self.model["micro-batch-size"]
+        )
+        total, busiest = Counter(), 0
+        ranks = zip(*(self.schedules(topology, d) for d in Direction), strict=True)
+        for forward, backward in ranks:
+            sent = Counter(link_bytes(forward, self.shape))
+            sent.update(link_bytes(backward, self.shape))
+            busiest = max(busiest, sent[Link.INTER] * calls)
+            total.update({link: amount * calls for link, amount in sent.items()})
+        return total, busiest
+
+
+def choices_in(output: Path) -> list[str]:
+    """What each `auto` chose, as the run printed it once."""
+    said = "burst attention: "
+    lines = [line for line in output.read_text().splitlines() if line.startswith(said)]
+    return [line.removeprefix(said) for line in lines if "circulate" in line]
+
+
+def table(report: Report) -> Table:
+    """Everything in one table."""
+    made = Table(title="CP=1 (Megatron's attention) against burst attention", show_lines=False)
+    made.add_column("")
+    made.add_column("CP=1", justify="right")
+    made.add_column(f"CP={report.cp_size} burst", justify="right")
+    losses = report.series("lm loss")
+    for label, at in (("loss, first step", 0), ("loss, last step", -1)):
+        made.add_row(label, *(f"{values[at]:.6f}" for values in losses))
+    made.add_row("tokens/s (median)", *(f"{report.tokens_per_s(run):,.0f}" for run in (0, 1)))
+    made.add_row("seconds, start to end", *(f"{seconds:.0f}" for seconds in report.seconds))
+    made.add_section()
+    last = abs(losses[1][-1] / losses[0][-1] - 1)
+    norms = report.series("grad norm")
+    relative = max(abs(b / a - 1) for a, b in zip(*(n[:10] for n in norms), strict=True))
+    for label, text in (
+        ("largest loss difference, steps 1-10", f"{report.largest_difference('lm loss', 10):.1e}"),
+        ("largest loss difference, all steps", f"{report.largest_difference('lm loss'):.1e}"),
+        ("loss difference at the end", f"{last:.2%}"),
+        ("largest grad norm difference, steps 1-10", f"{relative:.1e} of it"),
+        (
+            "largest grad norm difference, all steps",
+            f"{report.largest_difference('grad norm'):.1e}",
+        ),
+    ):
+        made.add_row(label, "", text)
+    made.add_section()
+    nested = pretend_hosts(report.cp_size, 2)
+    (ours, our_busiest), (flat, flat_busiest) = map(report.bytes_per_step, (nested, nested.flat()))
+    made.add_row("[bold]attention's bytes a step[/]", "[bold]flat ring[/]", "[bold]nested ring[/]")
+    for link in Link:
+        where = "inside hosts" if link is Link.INTRA else "between hosts"
+        made.add_row(
+            f"{where}, all ranks", *(f"{sent[link] / 2**20:.2f} MiB" for sent in (flat, ours))
+        )
+    busiest = (flat_busiest, our_busiest)
+    made.add_row("between hosts, busiest rank", *(f"{sent / 2**20:.2f} MiB" for sent in busiest))
+    return made
+
+
+def save_pictures(report: Report, folder: Path) -> list[Path]:
+    """Write loss.png and schedule.svg."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    ours, theirs = report.series("lm loss")
+    axes.plot(range(1, len(ours) + 1), ours, lw=4, alpha=0.35, label="CP=1, Megatron's attention")
+    axes.plot(
+        range(1, len(theirs) + 1), theirs, lw=1.2, label=f"CP={report.cp_size}, burst attention"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Same seeds, same text")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    loss, schedule = folder / "loss.png", folder / "schedule.svg"
+    figure.savefig(loss, dpi=140)
+    topology = pretend_hosts(report.cp_size, 2)
+    save_picture([report.schedules(topology, direction) for direction in Direction], schedule)
+    return [loss, schedule]

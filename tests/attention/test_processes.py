@@ -1,0 +1,149 @@
+"""burst_attention on real processes over gloo: every layout, circulation, topology and grouping.
+
+Catches what simulated ranks cannot: wrong peers or groups, autograd wiring, packing on the wire.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.plan.layout import Layout
+from tests.oracle import full_attention, rows_of
+from tests.ranks import run_ranks
+
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+CASES = list(product(Layout, ("kv", "q"), HEADS, (True, False)))
+
+
+def hosts_of(world):
+    return [hosts for hosts in range(1, world + 1) if world % hosts == 0]
+
+
+def inputs(world, tokens, heads, dims, dtype):
+    """Whole-sequence q, k, v and dout: the same on every rank."""
+    generator = torch.Generator().manual_seed(world)
+    s = world * tokens
+    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
+    return [
+        torch.randn(2, s, *x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes
+    ]
+
+
+def run(tensors, rows, **options):
+    """(out, dq, dk, dv) of this rank's rows."""
+    q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+    out = burst_attention(q, k, v, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+
+
+def truth_of(tensors, causal, scale):
+    q, k, v, dout = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = full_attention(*leaves, causal, scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors_in_float64(rank, world):
+    """The largest error of every case, over out, dq, dk and dv."""
+    errors = {}
+    for layout, circulate, heads, causal in CASES:
+        tokens, dims = (6, (8, 5)) if layout is Layout.ZIGZAG else (5, (3, 4))
+        tensors = inputs(world, tokens, HEADS[heads], dims, torch.float64)
+        rows = rows_of(layout, rank, world, tokens)
+        truth = truth_of(tensors, causal, dims[0] ** -0.5)
+        for hosts in hosts_of(world):
+            got = run(
+                tensors, rows, causal=causal, layout=layout.value,
+                config=BurstConfig(hosts=hosts, circulate=circulate),
+            )  # fmt: skip
+            pairs = zip(got, truth, strict=True)
+            worst = max(float((a - b[:, rows]).abs().max()) for a, b in pairs)
+            errors[layout, circulate, heads, causal, hosts] = worst
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_float64_error_is_at_most_1e_12(world):
+    for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
+        assert len(errors) == len(CASES) * len(hosts_of(world))
+        for case, error in errors.items():
+            assert error <= 1e-12, (rank, case, error)
+
+
+def low_precision_errors(rank, world, dtype):
+    """Relative errors of out, dq, dk, dv over the whole sequence, for kv and q."""
+    tokens, heads, dims = 256 // world, (4, 2), (32, 32)
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(heads[0], 32), (heads[1], 32), (heads[1], 32), (heads[0], 32)]
+    tensors = [torch.randn(1, 256, *x, generator=generator).to(dtype) for x in shapes]
+    rows = rows_of(Layout.ZIGZAG, rank, world, tokens)
+    truth = truth_of(tensors, True, dims[0] ** -0.5)
+    results = {}
+    for circulate in ("kv", "q"):
+        config = BurstConfig(hosts=2 if world % 2 == 0 else 1, circulate=circulate)
+        got = run(tensors, rows, config=config)
+        squares = [((a.double() - b[:, rows]) ** 2).sum() for a, b in zip(got, truth, strict=True)]
+        total = torch.stack(squares)
+        dist.all_reduce(total)
+        norms = torch.stack([(b**2).sum() for b in truth])
+        results[circulate] = (total / norms).sqrt().tolist()
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_error_is_at_most_twice_the_undistributed_run_at_every_size(dtype):
+    """Gradients summed in bf16 on the way would grow with the number of ranks."""
+    (baseline,) = run_ranks(low_precision_errors, 1, 1, dtype)
+    for world in (2, 4, 8):
+        for circulate, errors in run_ranks(low_precision_errors, world, world, dtype)[0].items():
+            for error, alone in zip(errors, baseline[circulate], strict=True):
+                assert error <= 2 * alone, (world, circulate, errors, baseline)
+                assert alone < 1e-2  # a baseline that is itself right
+
+
+def float32_and_formats(rank):
+    """sbhd against bshd, strided inputs, lse, no_grad: differences that must vanish."""
+    tensors = [x.float() for x in inputs(2, 8, (4, 2), (8, 8), torch.float64)]
+    rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
+    q, k, v = (x[:, rows] for x in tensors[:3])
+    plain, lse = burst_attention(q, k, v, return_lse=True)
+    moved = burst_attention(*(x.transpose(0, 1) for x in (q, k, v)), qkv_format="sbhd")
+    strided = [torch.stack([x, -x], dim=-1)[..., 0] for x in (q, k, v)]
+    (scores,) = [tensors[0].double().transpose(1, 2) @ _expand(tensors[1]) * 8**-0.5]
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    true_lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)[:, :, rows]
+    return [
+        float((moved.transpose(0, 1) - plain).abs().max()),
+        float((burst_attention(*strided) - plain).abs().max()),
+        float((lse - true_lse).abs().max()),
+        lse.requires_grad,
+    ]
+
+
+def _expand(k):
+    return k.double().repeat_interleave(2, dim=2).transpose(1, 2).transpose(-1, -2)
+
+
+def test_formats_strides_and_lse():
+    for moved, strided, lse, has_grad in run_ranks(float32_and_formats, 2):
+        assert moved == 0 and strided == 0 and lse < 1e-5 and not has_grad
+
+
+def what_is_kept(rank):
+    """Whether outputs have a graph, and what autograd saved: under no_grad and without."""
+    q, k, v = (torch.randn(1, 8, 2, 4).requires_grad_() for _ in range(3))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with torch.no_grad():
+            quiet = burst_attention(q, k, v)
+        num_quiet = len(saved)
+        loud = burst_attention(q, k, v)
+    return quiet.grad_fn is None, num_quiet, loud.grad_fn is not None, len(saved)
+
+
+def test_no_grad_keeps_nothing():
+    assert run_ranks(what_is_kept, 2) == [(True, 0, True, 5)] * 2

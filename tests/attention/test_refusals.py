@@ -1,0 +1,148 @@
+"""Bad input is refused in one sentence, on all ranks, before anything hangs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError, DisagreementError
+from tests.ranks import run_ranks
+
+
+def shard(tokens=4, heads=2, dim=8, dtype=torch.float32):
+    return torch.randn(1, tokens, heads, dim, dtype=dtype)
+
+
+def default_call():
+    return {"q": shard(), "k": shard(), "v": shard()}
+
+
+CASES = {  # what differs from a good call, and words of the sentence
+    "odd zigzag shard": (
+        {n: shard(3) for n in "qkv"},
+        "multiple of 2.*divisible by 4",
+    ),
+    "empty shard": ({n: shard(0) for n in "qkv"}, "no axis may be empty"),
+    "heads": ({"q": shard(heads=3)}, "key heads must divide.*--num-query-groups"),
+    "more key heads": ({"k": shard(heads=4), "v": shard(heads=4)}, "key heads must divide"),
+    "tokens of q and k": ({"q": shard(6)}, "must agree in batch and tokens"),
+    "heads of k and v": ({"v": shard(heads=1)}, "must agree.*k and v in heads"),
+    "dims of q and k": ({"k": shard(dim=4)}, "must agree.*head dimension"),
+    "three axes": ({n: shard()[0] for n in "qkv"}, r"four axes \(bshd\)"),
+    "dtypes": ({"k": shard(dtype=torch.bfloat16)}, "one dtype among.*got torch.float32, torch.bf"),
+    "integer": ({n: torch.ones(1, 4, 2, 8, dtype=torch.int64) for n in "qkv"}, "one dtype among"),
+    "scale": ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite.*got -0.5"),
+    "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
+    "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
+    "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
+    "hosts": ({"config": BurstConfig(hosts=3)}, "hosts must divide.*got 3 hosts"),
+    "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
+}
+
+
+def sentences(rank):
+    """The error of every case on this rank."""
+    found = {}
+    for name, (changes, _) in CASES.items():
+        call = default_call() | changes
+        try:
+            burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+        except BurstError as error:
+            found[name] = str(error)
+    good = burst_attention(*default_call().values())  # nothing is left broken
+    return found, bool(good.isfinite().all())
+
+
+def test_each_misfit_is_one_sentence_on_every_rank():
+    import re
+
+    for found, good in run_ranks(sentences, 2):
+        assert good and found.keys() == CASES.keys()
+        for name, (_, words) in CASES.items():
+            assert re.search(words, found[name]), (name, found[name])
+            assert "\n" not in found[name] and found[name].count("; got ") == 1
+
+
+def odd_one_out(rank, change):
+    """A good call, then one in which rank 1 alone differs."""
+    burst_attention(*default_call().values(), config=BurstConfig(timeout_s=20))
+    call = default_call() | {"config": BurstConfig(timeout_s=20)}
+    call |= change if rank == 1 else {"causal": False}
+    try:
+        burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+    except DisagreementError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({n: shard(6) for n in "qkv"}, r"got \w+=\(1, \d, 2, 8\) on cp rank"),
+        ({n: shard(3) for n in "qkv"}, r"got \w+=\(1, \d, 2, 8\) on cp rank"),
+        ({n: shard(dtype=torch.bfloat16) for n in "qkv"}, "got dtype=torch.b?fl"),
+        ({"layout": "striped"}, "got layout="),
+        ({"softmax_scale": 2.0}, "got softmax_scale="),
+        ({"config": BurstConfig(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_rank_with_other_shapes_or_options_is_named_on_all_ranks(change, words):
+    import re
+
+    change = {"causal": False} | change
+    for text in run_ranks(odd_one_out, 3, change):
+        assert text and re.search(words, text) and "on cp rank 1" in text, text
+
+
+def late_odd_one(rank):
+    """All have agreed on two shapes; then rank 1 alone brings a third and the others do not."""
+    config = BurstConfig(timeout_s=3)
+    burst_attention(*default_call().values(), config=config)
+    tensors = [shard(8)] * 3 if rank == 1 else default_call().values()
+    try:
+        burst_attention(*tensors, config=config)
+    except BurstError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_rank_that_differs_later_does_not_hang_the_others():
+    (_, first), (kind, odd), (_, last) = run_ranks(late_odd_one, 3)
+    assert kind == "BurstError" and "no word from cp ranks [0, 2] within 3 s" in odd
+    for text in (first, last):
+        assert "a call from cp rank 1 that this rank" in text and "(1, 8, 2, 8)" in text
+
+
+def outside(rank):
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(BurstError, match="calling rank must belong to the group"):
+            burst_attention(*default_call().values(), group=group)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    run_ranks(outside, 2)
+
+
+def test_without_process_groups_it_says_so():
+    with pytest.raises(BurstError, match="torch.distributed must be initialised"):
+        burst_attention(*default_call().values())
+
+
+@pytest.mark.parametrize(
+    "option", [{"circulate": "vk"}, {"grad_wire": "bf16"}, {"timeout_s": 0.0}], ids=str
+)
+def test_misspelt_options_are_refused_when_they_are_made(option):
+    with pytest.raises(BurstError, match="must be (one of|positive).*got"):
+        BurstConfig(**option)
+
+
+def second_order(rank):
+    q, k, v = (x.requires_grad_() for x in default_call().values())
+    (dq,) = torch.autograd.grad(burst_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_second_derivatives_are_refused():
+    run_ranks(second_order, 2)

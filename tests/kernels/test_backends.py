@@ -1,0 +1,121 @@
+"""Each backend against float64; what each can do, as data; the choice among them.
+
+The rule for low precision is relative: at most twice the error of torch's own attention.
+"""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
+from megatron_burst.kernels.partial import delta_stand_in, row_delta
+from tests.oracle import full_attention
+
+ON_CPU = ["reference", "torch-cpu"]
+SHAPES = [  # batch, query rows, key rows, heads, key heads, d_qk, d_v, causal
+    (2, 7, 7, 4, 2, 8, 8, True),
+    (1, 1, 1, 1, 1, 1, 1, True),
+    (1, 5, 9, 4, 4, 6, 3, False),
+    (2, 9, 5, 6, 2, 3, 10, False),
+    (1, 33, 1, 2, 1, 16, 16, False),
+    (1, 1100, 1100, 2, 1, 4, 4, True),  # more than one block of rows
+]
+
+
+def tensors_of(shape, dtype=torch.float64):
+    b, n, m, h, h_kv, d_qk, d_v, _ = shape
+    torch.manual_seed(n * m + h)
+    sizes = [(b, n, h, d_qk), (b, m, h_kv, d_qk), (b, m, h_kv, d_v), (b, n, h, d_v)]
+    return [torch.randn(*size, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def truth_of(tensors, causal, scale):
+    q, k, v, dout = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = full_attention(*leaves, causal, scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def run_backend(name, tensors, causal, scale, stand_in):
+    """(out, dq, dk, dv); with `stand_in` backward never sees the output."""
+    q, k, v, dout = tensors
+    backend = backends()[name]
+    out, lse = backend.forward(q, k, v, scale, causal)
+    delta = row_delta(dout, out)
+    given = delta_stand_in(dout, delta) if stand_in else out.to(q.dtype)
+    side = QuerySide(q, dout, lse, delta, None if backend.capability.takes_delta else given)
+    return [out, *backend.backward(side, k, v, scale, causal)], lse
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_float64_equals_the_definition(name, shape, stand_in):
+    tensors, causal, scale = tensors_of(shape), shape[-1], 0.37
+    got, lse = run_backend(name, tensors, causal, scale, stand_in)
+    for result, expected in zip(got, truth_of(tensors, causal, scale), strict=True):
+        assert (result - expected).abs().max() <= 1e-11
+    assert lse.shape == (shape[0], shape[3], shape[1]) and lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_low_precision_is_no_worse_than_twice_torchs(name, dtype, stand_in):
+    tensors, scale = tensors_of((2, 64, 64, 4, 2, 16, 16, True), dtype), 0.25
+    truth = truth_of(tensors, True, scale)
+    got, lse = run_backend(name, tensors, True, scale, stand_in)
+    assert lse.dtype == torch.float32
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    out = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    theirs = [out, *torch.autograd.grad(out, leaves, tensors[3])]
+    for ours, other, true in zip(got, theirs, truth, strict=True):
+        error, baseline = ((x.double() - true).norm() / true.norm() for x in (ours, other))
+        assert error <= 2 * baseline + 1e-7
+
+
+def test_strided_views_are_read_as_they_are():
+    """Rows of a hop buffer and sbhd slices are views with gaps."""
+    tensors = tensors_of((2, 8, 8, 4, 2, 8, 8, True))
+    gaps = [torch.stack([x, x + 1], dim=2)[:, :, 0].transpose(0, 1).contiguous() for x in tensors]
+    views = [x.transpose(0, 1) for x in gaps]
+    for name in ON_CPU:
+        ours, _ = run_backend(name, views, True, 0.5, False)
+        plain, _ = run_backend(name, tensors, True, 0.5, False)
+        for a, b in zip(ours, plain, strict=True):
+            assert (a - b).abs().max() <= 1e-13
+
+
+def problem(device="cpu", dtype=torch.float32, dim_qk=64, dim_v=64):
+    return Problem(device, dtype, dim_qk, dim_v)
+
+
+@pytest.mark.parametrize(
+    "given, chosen",
+    [
+        (problem(), "torch-cpu"),
+        (problem("cuda", torch.bfloat16), "flash"),
+        (problem("cuda", torch.float32), "reference"),
+        (problem("cuda", torch.bfloat16, 192, 128), "reference"),
+        (problem("cuda", torch.float16, 512, 512), "reference"),
+        (problem("cuda", torch.bfloat16, 36, 36), "reference"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others(given, chosen):
+    backend, choice = choose_backend(given, "auto")
+    assert backend.capability.name == choice.value == chosen
+    for name in list(backends())[: list(backends()).index(chosen)]:
+        assert f"{name}: it" in choice.reason
+
+
+def test_a_backend_that_cannot_do_the_call_is_refused_with_those_that_can():
+    with pytest.raises(BurstError, match=r"backend flash must.*on cpu.*choose among torch-cpu, re"):
+        choose_backend(problem(), "flash")
+    with pytest.raises(BurstError, match="there is no such backend.*choose among torch-cpu"):
+        choose_backend(problem(), "flsh")
+    with pytest.raises(BurstError, match="int64 on cpu.*choose another dtype"):
+        choose_backend(problem(dtype=torch.int64), "auto")

@@ -1,0 +1,65 @@
+"""Merging of partial results and delta's stand-in, against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.kernels.partial import delta_stand_in, merge_partial, row_delta
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1.0, 30.0, 2000.0]))
+def test_merging_equals_softmax_over_all_keys_in_any_order(seed, spread):
+    """Catches an overflowing or order-dependent merge; scores are up to thousands apart."""
+    torch.manual_seed(seed)
+    scores = torch.randn(1, 2, 3, 12, dtype=torch.float64) * spread
+    v = torch.randn(1, 12, 2, 4, dtype=torch.float64)
+    expected = torch.einsum("bhqs,bshd->bqhd", scores.softmax(-1), v)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        out = torch.zeros(1, 3, 2, 4, dtype=torch.float64)
+        lse = torch.full((1, 2, 3), -torch.inf, dtype=torch.float64)
+        for part in order:
+            keys = slice(4 * part, 4 * part + 4)
+            tile = torch.einsum("bhqs,bshd->bqhd", scores[..., keys].softmax(-1), v[:, keys])
+            merge_partial(out, lse, tile, scores[..., keys].logsumexp(-1))
+        assert (out - expected).abs().max() <= 1e-12
+        assert (lse - scores.logsumexp(-1)).abs().max() <= 1e-12 * spread
+
+
+def test_a_row_that_no_side_has_seen_stays_empty():
+    out, lse = torch.zeros(1, 2, 1, 3), torch.full((1, 1, 2), -torch.inf)
+    tile_lse = torch.tensor([[[-torch.inf, 0.5]]])
+    merge_partial(out, lse, torch.ones(1, 2, 1, 3), tile_lse)
+    assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 1.0]))
+    assert torch.equal(lse, tile_lse)
+
+
+@pytest.mark.parametrize(
+    "dtype, bound",
+    [(torch.bfloat16, 1e-6), (torch.float16, 1e-7), (torch.float32, 1e-7), (torch.float64, 1e-15)],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_the_stand_in_has_the_same_delta(dtype, bound, scale):
+    """Error relative to |dO||O|; bf16's real output, rounded, has about 1e-4 (also checked)."""
+    torch.manual_seed(0)
+    dout = (torch.randn(2, 500, 4, 64) * scale).to(dtype)
+    exact = torch.randn(2, 500, 4, 64, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+    delta = (dout.double() * exact).sum(-1).transpose(1, 2)
+    size = (dout.double().norm(dim=-1) * exact.norm(dim=-1)).transpose(1, 2)
+    stand_in = delta_stand_in(dout, delta.to(wide))
+    assert stand_in.dtype == dtype and stand_in.ne(0).sum(-1).max() <= 3
+    ours = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
+    assert ((ours - delta) / size).abs().max() <= bound
+    if dtype is torch.bfloat16:
+        rounded = row_delta(dout, exact.to(dtype)).double()
+        assert ((rounded - delta) / size).abs().max() > 100 * bound
+
+
+def test_a_row_without_gradient_has_an_empty_stand_in():
+    dout = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+    assert not delta_stand_in(dout, torch.zeros(1, 1, 2)).any()
+    narrow = torch.ones(1, 2, 1, 2)
+    assert torch.equal(delta_stand_in(narrow, torch.ones(1, 1, 2)).sum(-1), torch.ones(1, 2, 1))
