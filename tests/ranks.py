@@ -1,6 +1,7 @@
 """Runs a function on several processes that form a process group."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,12 +13,18 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
 
 
+def preload(*modules: str) -> None:
+    """Let every process start with modules imported; call it where a test module is imported."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+
+
 def run_ranks(
     function: Callable[..., Any],
     world: int,
     *args: Any,
     backend: str = "gloo",
     timeout_s: int = 120,
+    environment: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world` processes in a process group.
 
@@ -27,6 +34,7 @@ def run_ranks(
         args: passed to the function.
         backend: of the process group.
         timeout_s: how long all of it may take.
+        environment: variables to set in each process before anything else.
 
     Returns:
         the results in rank order.
@@ -40,7 +48,7 @@ def run_ranks(
         store, pipes, processes = Path(folder) / "store", [], []
         for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
-            work = (sender, function, rank, world, str(store), backend, args)
+            work = (sender, function, rank, world, str(store), backend, environment or {}, args)
             processes.append(context.Process(target=_enter, args=work, daemon=True))
             processes[-1].start()
             sender.close()
@@ -70,10 +78,15 @@ def _collect(pipes: list, timeout_s: int) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _enter(sender, function, rank, world, store, backend, args) -> None:
+def _enter(sender, function, rank, world, store, backend, environment, args) -> None:
+    os.environ.update(environment)
     import torch.distributed as dist
 
     try:
+        if backend == "nccl":
+            import torch
+
+            torch.cuda.set_device(rank)
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

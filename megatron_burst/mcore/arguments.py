@@ -91,6 +91,12 @@ def check_args(args: Namespace) -> None:
             f"--burst-hosts {hosts} and --context-parallel-size {cp_size}",
             f"choose among the divisors of {cp_size}",
         )
+    if args.cp_comm_type not in (None, ["p2p"]) and "burst" not in args.cp_comm_type:
+        raise _refusal(
+            "needs burst in --cp-comm-type, because no layer would run burst otherwise",
+            f"--cp-comm-type {' '.join(args.cp_comm_type)}",
+            "leave it out, or name burst for the layers that shall run it",
+        )
     BurstConfig.from_args(args)
     for name, allowed, flag, reason in _UNSUPPORTED:
         value = getattr(args, name, allowed)
@@ -132,8 +138,6 @@ _UNSUPPORTED = (
         "--hybrid-context-parallel",
         "its groups change from batch to batch",
     ),
-    ("fp8_dot_product_attention", False, "--fp8-dot-product-attention", "kernels are not fp8"),
-    ("fp8_multi_head_attention", False, "--fp8-multi-head-attention", "kernels are not fp8"),
     ("use_kitchen_attention", False, "--use-kitchen-attention", "it replaces core attention too"),
     ("softmax_type", "vanilla", "--softmax-type", "attention sinks are not supported yet"),
     ("window_size", None, "--window-size", "sliding windows are not supported yet"),

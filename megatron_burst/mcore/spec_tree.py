@@ -63,7 +63,7 @@ def _copy(node: Any, memo: dict[int, Any], replaced: list[type]) -> Any:
         made = dataclasses.replace(node, **{name: copy(value) for name, value in values.items()})
     elif isinstance(node, functools.partial):
         keywords = {name: copy(value) for name, value in node.keywords.items()}
-        made = functools.partial(node.func, *map(copy, node.args), **keywords)
+        made = functools.partial(copy(node.func), *map(copy, node.args), **keywords)
     elif isinstance(node, list | tuple) and type(node) in (list, tuple):
         made = type(node)(map(copy, node))
     elif type(node) is dict:

@@ -128,7 +128,6 @@ _STYLES = {
 def _draw_step(ax, step: Step, schedule: Schedule, index: int, y: float) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
-    from matplotlib.patheffects import withStroke
 
     size, home = schedule.topology.cp_size, step.owner is None
     color = "0.93" if home else colormaps["turbo"](0.1 + 0.8 * step.owner / max(size - 1, 1))
@@ -142,8 +141,8 @@ def _draw_step(ax, step: Step, schedule: Schedule, index: int, y: float) -> None
         if home
         else f"shard {step.owner}\n{_work(step.tiles, schedule.tokens)}"
     )
-    halo = [withStroke(linewidth=3, foreground="white", alpha=0.85)]
-    ax.text(index, y, label, ha="center", va="center", fontsize=7.5, zorder=4, path_effects=halo)
+    paper = {"fc": "white", "ec": "none", "alpha": 0.6, "pad": 0.5}  # hops may run behind it
+    ax.text(index, y, label, ha="center", va="center", fontsize=7.5, zorder=4, bbox=paper)
 
 
 def _draw_hop(ax, hop: Hop, schedule: Schedule, index: int, height: dict[int, float]) -> None:

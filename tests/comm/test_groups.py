@@ -1,0 +1,86 @@
+"""Communicators of a group: which sub-groups they use, and that buffers are allocated once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import communicator_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.topology import Link
+from tests.ranks import run_ranks
+
+
+def sub_groups(rank):
+    """Ranks of each communicator of a 2 x 2 group, pretended and from the hosts' own names."""
+    nested = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    flat = communicator_of(dist.group.WORLD, BurstConfig())
+    again = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    groups = {key: dist.get_process_group_ranks(group) for key, group in nested._groups.items()}
+    distinct = len({group.group_name for group in nested._groups.values()})
+    return groups, distinct, sorted(flat._groups), flat.topology.grid, nested is again
+
+
+def test_read_and_gradients_intra_and_inter_have_a_communicator_each():
+    for rank, (groups, distinct, flat, grid, same) in enumerate(run_ranks(sub_groups, 4)):
+        row, column = divmod(rank, 2)
+        for cargo in Cargo:
+            assert groups[Link.INTRA, cargo] == [2 * row, 2 * row + 1]
+            assert groups[Link.INTER, cargo] == [column, column + 2]
+        assert distinct == 4 and same
+        assert grid == ((0, 1, 2, 3),)  # all on this host
+        assert flat == sorted((Link.INTRA, cargo) for cargo in Cargo)
+
+
+def given_groups(rank):
+    """Existing groups are read over when they tile the group, and refused when they do not."""
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    row, column = divmod(rank, 2)
+    mine = [rows[row], columns[column]]
+    used = communicator_of(dist.group.WORLD, BurstConfig(), mine)._groups
+    assert [used[link, Cargo.READ] for link in Link] == mine
+    assert used[Link.INTRA, Cargo.GRAD] is not rows[row]
+    wrong = [rows[row], crossed[0 if rank in (0, 3) else 1]]
+    with pytest.raises(BurstError, match="must be the rows and columns of a grid.*INTRA INTER"):
+        communicator_of(dist.group.WORLD, BurstConfig(), wrong)
+
+
+def test_given_sub_groups_are_used_or_refused():
+    run_ranks(given_groups, 4)
+
+
+def named_hosts(rank):
+    """Hosts by NCCL's own override: uneven ones are flattened, with a warning."""
+    import os
+
+    os.environ["NCCL_HOSTID"] = "a" if rank < 3 else "b"
+    with pytest.warns(UserWarning, match=r"got \[3, 1\] ranks on 2 hosts"):
+        communicator = communicator_of(dist.group.WORLD, BurstConfig())
+    out = burst_attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)))
+    return str(communicator.topology), bool(out.isfinite().all())
+
+
+def test_uneven_hosts_run_one_flat_ring():
+    assert run_ranks(named_hosts, 4) == [("flat ring of 4 ranks over 2 hosts", True)] * 4
+
+
+def addresses(rank):
+    """Where hop buffers lie after each of several calls, and how often one was allocated."""
+    communicator = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    seen = []
+    for tokens in (4, 8, 8, 4, 8):
+        q, k, v = (torch.randn(1, tokens, 2, 8).requires_grad_() for _ in range(3))
+        burst_attention(q, k, v, config=BurstConfig(hosts=2)).sum().backward()
+        buffers = [buffer for pool in communicator._buffers.values() for buffer in pool]
+        seen.append(sorted(buffer.data_ptr() for buffer in buffers))
+    return seen
+
+
+def test_hop_buffers_are_allocated_once_and_only_ever_grow():
+    for small, grown, *later in run_ranks(addresses, 4):
+        assert len(small) == len(grown) == 2 + 1 + 3  # visitors, home, gradients
+        assert all(pointers == grown for pointers in later)

@@ -1,0 +1,98 @@
+"""burst_attention on NCCL: the same schedules with kernels and transfers that overlap.
+
+Catches a transfer that is read before it landed or overwritten while it flies, wrong communicators,
+and low-precision sums on the way: errors are compared with one GPU's own run of the same backend.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.plan.layout import Layout
+from tests.oracle import full_attention, rows_of
+from tests.ranks import run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+
+
+def errors(rank, world, dtype, heads, tokens):
+    """Relative errors of (out, dq, dk, dv) over the whole sequence for every hosts x circulate."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    sizes = [(heads[0], 64), (heads[1], 64), (heads[1], 64), (heads[0], 64)]
+    tensors = [
+        torch.randn(2, tokens, *x, generator=generator, device="cuda").to(dtype) for x in sizes
+    ]
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    with torch.device("cuda"):
+        out = full_attention(*leaves, True, 0.125)
+    truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    rows = rows_of(Layout.ZIGZAG, rank, world, tokens // world).cuda()
+    found = {}
+    for hosts in (h for h in (1, 2, 4) if world % h == 0):
+        for circulate in ("kv", "q"):
+            config = BurstConfig(hosts=hosts, circulate=circulate)
+            for _ in range(3):  # buffers are used again; a race shows as a difference
+                q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+                out = burst_attention(q, k, v, config=config)
+                got = [out, *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+                key = (hosts, circulate)
+                found[key] = max(found.get(key, (0,)), relative(got, truth, rows))
+    return found
+
+
+def relative(got, truth, rows):
+    pairs = list(zip(got, truth, strict=True))
+    wrong = torch.stack([((a.double() - b[:, rows]) ** 2).sum() for a, b in pairs])
+    dist.all_reduce(wrong)
+    return tuple((wrong / torch.stack([(b**2).sum() for b in truth])).sqrt().tolist())
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
+    settings = {
+        "backend": "nccl",
+        "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": connections},
+        "timeout_s": 300,
+    }
+    tokens = 4096 if dtype is torch.bfloat16 else 1024
+    (alone,) = run_ranks(errors, 1, 1, dtype, heads, tokens, **settings)
+    for world in (w for w in (2, 4) if w <= GPUS):
+        found = run_ranks(errors, world, world, dtype, heads, tokens, **settings)[0]
+        for (hosts, circulate), several in found.items():
+            print(f"{dtype} heads {heads} ranks {world} hosts {hosts} {circulate}: {several}")
+            for error, single in zip(several, alone[1, circulate], strict=True):
+                assert error <= 2 * single, (world, hosts, circulate, several, alone)
+
+
+def many_calls_without_a_sync(rank, world):
+    """Sixteen forward and backward passes in a row: buffers change hands on the GPU's own time."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
+    config = BurstConfig(hosts=2 if world % 2 == 0 else 1, circulate="q")
+    results = []
+    for _ in range(16):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*leaves, config=config)
+        out.square().sum().backward()
+        results.append([out.detach(), leaves[1].grad])  # flash's dq is not deterministic
+    first = results[0]
+    return max(
+        float((a - b).abs().max())
+        for other in results[1:]
+        for a, b in zip(other, first, strict=True)
+    )
+
+
+def test_back_to_back_calls_give_the_same_results():
+    for difference in run_ranks(
+        many_calls_without_a_sync, min(GPUS, 4), min(GPUS, 4), backend="nccl"
+    ):
+        assert difference == 0

@@ -1,0 +1,188 @@
+"""A two-layer GPT of Megatron's own modules in float64, and its loss and gradients.
+
+Import it where a test module is imported, for its processes to start with Megatron loaded. They
+call `start` first: nothing here changes the process that runs pytest.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.ranks import preload
+
+preload("megatron.core.models.gpt", "megatron.training.arguments", "megatron_burst.mcore.launch")
+
+SEQ, VOCAB, HEADS = 64, 96, 4
+FULL_RECOMPUTE = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is made of; the same for a run and the run that it is compared with.
+
+    Attributes:
+        groups: of query heads, that is key heads.
+        tied: whether embedding and output layer share their weights.
+        recompute: whether backward runs each layer's forward again.
+        latent: multi-head latent attention (MLA) instead of grouped queries.
+    """
+
+    groups: int = 2
+    tied: bool = False
+    recompute: bool = False
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How it is spread over four ranks, as arguments of `initialize_model_parallel`."""
+
+    cp: int = 1
+    tp: int = 1
+    hierarchical: tuple[int, ...] | None = None
+
+
+@dataclass
+class Run:
+    """What a run gave.
+
+    Attributes:
+        loss: summed over all tokens.
+        grads: by parameter, complete but for the tensor-parallel split.
+        attention_calls: how often a core attention ran its forward.
+    """
+
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    attention_calls: int = 0
+
+
+def start(parallel: Parallel) -> None:
+    """Make Megatron's groups afresh, on the CPU."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron_burst.mcore import on_cpu
+
+    on_cpu.install(training=False)
+    parallel_state.destroy_model_parallel()
+    sizes = {} if parallel.hierarchical is None else parallel.hierarchical
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
+        hierarchical_context_parallel_sizes=list(sizes) or None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrides):
+    """Megatron's configuration of a model."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    options = dict(
+        num_layers=2, hidden_size=64, num_attention_heads=HEADS, num_query_groups=model.groups,
+        ffn_hidden_size=128, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        params_dtype=torch.float64, pipeline_dtype=torch.float64, use_cpu_initialization=True,
+        masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        persist_layer_norm=False, gradient_accumulation_fusion=False,
+        context_parallel_size=parallel.cp, tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1, cp_comm_type="burst" if parallel.cp > 1 else None,
+    )  # fmt: skip
+    if model.recompute:
+        options |= FULL_RECOMPUTE
+    if not model.latent:
+        return TransformerConfig(**options | overrides)
+    options |= dict(num_query_groups=HEADS, kv_channels=16, rope_type="rope", q_lora_rank=None)
+    options |= dict(kv_lora_rank=24, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=16)
+    return MLATransformerConfig(**options | overrides)
+
+
+def build(config, spec, tied: bool = False):
+    """A GPTModel from a spec; equal weights for equal configurations and tensor-parallel sizes."""
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(1234)
+    gpt = GPTModel(
+        config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
+        share_embeddings_and_output_weights=tied,
+    )  # fmt: skip
+    return gpt.double()  # torch's RMSNorm is built in float32
+
+
+def loss_and_grads(gpt) -> Run:
+    """Loss and gradients of one fixed batch; torch's cross entropy, as Megatron's is float32."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(7)
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
+    positions = torch.arange(SEQ).expand_as(tokens)
+    batch = get_batch_on_this_cp_rank(
+        {"tokens": tokens, "labels": labels, "position_ids": positions},
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+    )
+    calls = []
+    for layer in gpt.decoder.layers:
+        core = layer.self_attention.core_attention
+        core.register_forward_hook(lambda *_: calls.append(1))
+    logits = gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    loss.backward()
+    return Run(_sum_over_cp(loss.detach()), _complete_grads(gpt), len(calls))
+
+
+def _sum_over_cp(x: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(x, group=parallel_state.get_context_parallel_group())
+    return x
+
+
+def _complete_grads(gpt) -> dict[str, torch.Tensor]:
+    """Gradients summed over what Megatron's `finalize_model_grads` sums over."""
+    from megatron.core import parallel_state
+
+    grads = {}
+    for name, parameter in gpt.named_parameters():
+        grads[name] = _sum_over_cp(parameter.grad.clone())
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grads[name], group=parallel_state.get_tensor_model_parallel_group())
+    return grads
+
+
+def megatrons_own(model: Model, parallel: Parallel) -> Run:
+    """A model without context parallelism, by Megatron alone."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class ForLatent(DotProductAttention):
+        """Megatron's, which computes MLA rightly but does not know its two extra arguments."""
+
+        def __init__(self, *args, k_channels=None, v_channels=None, **options):
+            super().__init__(*args, **options)
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=model.latent)
+    if model.latent:
+        spec.submodules.self_attention.submodules.core_attention = ForLatent
+    gpt = build(config_of(parallel, model), spec, model.tied)
+    assert isinstance(gpt.decoder.layers[0].self_attention.core_attention, DotProductAttention)
+    return loss_and_grads(gpt)
+
+
+def relative_errors(got: Run, truth: Run) -> dict[str, float]:
+    """Relative errors of the loss and of each gradient."""
+    assert got.grads.keys() == truth.grads.keys()
+    assert got.attention_calls == truth.attention_calls
+    errors = {name: _relative(got.grads[name], truth.grads[name]) for name in truth.grads}
+    return errors | {"loss": _relative(got.loss, truth.loss)}
+
+
+def _relative(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference over the largest true value."""
+    assert got.dtype == truth.dtype == torch.float64 and got.shape == truth.shape
+    return float((got - truth).abs().max() / truth.abs().max())

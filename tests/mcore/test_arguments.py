@@ -1,0 +1,174 @@
+"""Burst's flags in Megatron's own parser: what they mean, what is refused, what is forced.
+
+Each test parses with Megatron's parser in a process of its own, where patches cannot leak. Catches
+flags of Megatron under which burst would be wrong or off, and any change to runs without burst.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+
+import pytest
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.arguments import _UNSUPPORTED
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.ranks import run_ranks
+
+STOCK = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 3
+    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2
+    --tokenizer-type NullTokenizer --vocab-size 127 --distributed-backend gloo"""
+CP4 = f"{STOCK} --context-parallel-size 4"
+BURST = f"{CP4} --context-parallel-impl burst --attention-dropout 0"
+
+
+def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
+    """Megatron's arguments, and what was printed meanwhile."""
+    from megatron.training import arguments
+
+    sys.argv = ["pretrain_gpt.py", *shlex.split(flags)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        args = arguments.parse_args()
+        if validate:
+            arguments.validate_args(args, {})
+    return vars(args), printed.getvalue()
+
+
+def start(rank: str = "0", patched: bool = True) -> None:
+    """Be rank `rank` of four, on the CPU, with or without burst's patches."""
+    from megatron_burst.mcore import launch, on_cpu
+
+    os.environ |= {"WORLD_SIZE": "4", "RANK": rank}
+    on_cpu.install()
+    if patched:
+        launch.prepare([])
+
+
+def values_of_flags(rank):
+    start()
+    every = "--burst-hosts 2 --burst-circulate q --burst-backend reference"
+    every += " --burst-grad-wire input --burst-timeout-s 12.5"
+    configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
+    legal = {}
+    for flag in ("context-parallel-impl", "burst-circulate", "burst-backend", "burst-grad-wire"):
+        with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
+            parse(f"{CP4} --{flag} bruts", validate=False)
+        assert exit.value.code == 2
+        choices = re.search(r"invalid choice: 'bruts' \(choose from (.*)\)", said.getvalue())
+        legal[flag] = re.findall(r"\w+", choices[1])
+    return configs, parse(CP4, validate=False)[0]["context_parallel_impl"], legal
+
+
+def _namespace(flags):
+    from argparse import Namespace
+
+    return Namespace(**parse(flags, validate=False)[0])
+
+
+def test_flags_have_the_legal_values_and_become_a_config():
+    ((given, default), impl, legal), = run_ranks(values_of_flags, 1)  # fmt: skip
+    assert given == BurstConfig(
+        hosts=2, circulate="q", backend="reference", grad_wire="input", timeout_s=12.5
+    )
+    assert default == BurstConfig() and impl == "megatron"
+    assert legal.pop("burst-backend")[:1] == ["auto"]
+    assert legal == {
+        "context-parallel-impl": ["megatron", "burst"],
+        "burst-circulate": ["auto", "kv", "q"],
+        "burst-grad-wire": ["accumulate", "input"],
+    }
+
+
+def arguments_without_burst(rank, patched):
+    start(patched=patched)
+    values, printed = parse(CP4)
+    from megatron.core.models.backends import LocalSpecProvider
+
+    values = {name: repr(value) for name, value in values.items()}
+    return values, printed.count("burst attention"), LocalSpecProvider().core_attention().__name__
+
+
+def test_without_burst_no_argument_of_megatrons_is_changed():
+    ((stock, _, attention),) = run_ranks(arguments_without_burst, 1, False)
+    ((ours, said, ours_attention),) = run_ranks(arguments_without_burst, 1, True)
+    added = {name for name in ours if name.startswith("burst_")} | {"context_parallel_impl"}
+    assert len(added) == 6 and added.isdisjoint(stock)
+    assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
+    assert attention == ours_attention == "DotProductAttention" and said == 0
+
+
+def forced(rank, flags, as_rank):
+    start(as_rank)
+    values, printed = parse(flags)
+    from megatron.core.models.backends import LocalSpecProvider
+
+    lines = [line for line in printed.splitlines() if line.startswith("burst attention")]
+    names = ("cp_comm_type", "create_attention_mask_in_dataloader")
+    return [values[n] for n in names], lines, LocalSpecProvider().core_attention().__name__
+
+
+GIVEN = f"{BURST} --cp-comm-type burst --no-create-attention-mask-in-dataloader"
+
+
+@pytest.mark.parametrize(
+    "flags, as_rank, lines",
+    [
+        (BURST, "0", ["--cp-comm-type burst --no-create-attention-mask-in-dataloader"]),
+        (f"{BURST} --cp-comm-type burst", "0", ["--no-create-attention-mask-in-dataloader"]),
+        (BURST, "1", []),
+        (GIVEN, "0", []),
+    ],
+)
+def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
+    """Left alone, layers would run Megatron's ring, and the loader would make an s x s mask."""
+    ((values, said, attention),) = run_ranks(forced, 1, flags, as_rank)
+    assert values == [["burst"], False] and attention == "BurstCoreAttention"
+    assert said == [f"burst attention: adds {flags}" for flags in lines]
+
+
+REFUSED = {
+    "--context-parallel-size 1": r"needs --context-parallel-size of at least 2.*-size 1; raise",
+    "--seq-length 60": r"divisible by twice.*--seq-length 60 and --context-parallel-size 4; .* 8",
+    "--burst-hosts 3": r"hosts that divides.*--burst-hosts 3 and --context-parallel-size 4; choose",
+    "--burst-hosts 0": r"hosts that divides.*--burst-hosts 0",
+    "--burst-hosts -2": r"hosts that divides.*--burst-hosts -2",
+    "--cp-comm-type a2a": r"needs burst in --cp-comm-type.*got --cp-comm-type a2a; leave it out",
+    "--cp-comm-type p2p p2p": r"needs burst in --cp-comm-type.*got --cp-comm-type p2p p2p",
+    "--attention-dropout 0.1": r"cannot run with --attention-dropout.*attention_dropout=0.1; set",
+    "--reset-attention-mask": r"cannot run with --reset-attention-mask.*silently be ignored; got",
+    "--dataloader-inter-document-masking": r"with --dataloader-inter-document-masking.*packed doc",
+    "--sft": r"cannot run with --sft, because packed documents.*sft=True; set it False",
+    "--hybrid-context-parallel": r"with --hybrid-context-parallel.*groups change from batch to b",
+    "--use-kitchen-attention": r"with --use-kitchen-attention.*replaces core attention too",
+    "--softmax-type off-by-one": r"with --softmax-type.*softmax_type=off-by-one; set it 'vanilla'",
+    "--window-size 8,0": r"with --window-size.*sliding windows.*window_size=\(8, 0\); set it None",
+    "--qk-clip": r"with --qk-clip, because the largest logit.*qk_clip=True; set it False",
+    "--log-max-attention-logit": r"with --log-max-attention-logit.*not tracked",
+    "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; set it 'none'",
+    "--enable-cuda-graph": r"with --enable-cuda-graph, because hops are not captured",
+    "--external-cuda-graph": r"with --external-cuda-graph, because hops are not captured",
+}
+
+
+def refuse_all(rank):
+    """Refused on validation, before Megatron's own checks; the last of equal flags counts."""
+    start()
+    for flags, message in REFUSED.items():
+        with pytest.raises(BurstError, match=rf"^--context-parallel-impl burst: .*{message}"):
+            parse(f"{BURST} {flags}")
+        assert parse(f"{CP4} {flags}", validate=False)  # Megatron's flags stay legal without burst
+    with pytest.raises(BurstError, match=r"timeout_s must be positive.*got 0\.0; pass seconds"):
+        parse(f"{BURST} --burst-timeout-s 0")
+    return len(REFUSED)
+
+
+def test_refuses_flags_under_which_burst_would_be_wrong_or_off():
+    assert run_ranks(refuse_all, 1) == [20]
+
+
+def test_every_flag_that_is_refused_has_a_case():
+    assert {flag for _, _, flag, _ in _UNSUPPORTED} <= {flags.split()[0] for flags in REFUSED}

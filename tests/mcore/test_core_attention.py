@@ -1,0 +1,171 @@
+"""Burst's core attention: Megatron's contract for it, what it computes, and what it refuses.
+
+Catches a contract of Megatron that has changed, and options that would be silently ignored.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import CoreAttentionBuilder, CoreAttentionInterface
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.core_attention import BurstCoreAttention
+from megatron_burst.mcore.refusals import check_call, check_config
+from megatron_burst.plan.layout import Layout
+from tests.mcore.gpt import Parallel, config_of, start
+from tests.oracle import full_attention, rows_of
+from tests.ranks import run_ranks
+
+CAUSAL = AttnMaskType.causal
+CP4 = Parallel(cp=4)
+
+
+def named(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_the_constructor_takes_what_megatron_passes():
+    ours = inspect.signature(BurstCoreAttention).parameters
+    passed = named(CoreAttentionBuilder.__call__)
+    assert {"config", "cp_comm_type", "pg_collection"} <= set(passed) <= set(ours)
+    assert {"k_channels", "v_channels"} <= set(ours)  # MLA's, multi_latent_attention.py:214
+    required = {name for name, p in ours.items() if p.default is p.empty}
+    assert required <= set(passed)
+
+
+def test_forward_takes_what_megatron_passes():
+    """Tensors come by position, the rest by name."""
+    ours, interface = (
+        inspect.signature(BurstCoreAttention.forward).parameters,
+        named(CoreAttentionInterface.forward),
+    )
+    assert list(ours)[1:5] == interface[:4] == ["query", "key", "value", "attention_mask"]
+    assert set(interface) == set(ours) - {"self"}
+
+
+def test_parameters_are_in_the_order_of_the_class_that_is_replaced():
+    """Who passes them to Megatron's DotProductAttention by position may do so to burst's."""
+    theirs = named(DotProductAttention.__init__)
+    ours = [name for name in named(BurstCoreAttention.__init__) if name in theirs]
+    assert ours == theirs
+    assert named(BurstCoreAttention.forward) == named(DotProductAttention.forward)
+
+
+REFUSED_CONFIGS = [
+    (dict(attention_dropout=0.1), {}, r"layer 1 must not drop.*attention_dropout=0\.1; pass --att"),
+    ({}, dict(attention_dropout=0.2), r"must not drop weights.*attention_dropout=0\.2"),
+    (dict(window_size=(8, 0)), {}, r"all earlier keys.*window_size=\(8, 0\).*--cp-comm-type a2a"),
+    (dict(softmax_type="off-by-one"), {}, r"plain softmax.*off-by-one; use --cp-comm-type a2a"),
+    (dict(softmax_type="learnable"), {}, r"plain softmax.*softmax_type=learnable"),
+    (dict(fp8_dot_product_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
+    (dict(fp8_multi_head_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
+    (dict(qk_clip=True), {}, r"must not track the largest logit.*qk_clip.*; switch it off"),
+    (dict(log_max_attention_logit=True), {}, r"must not track the largest logit.*log_max_att"),
+    ({}, dict(attention_type="cross"), r"must be self-attention.*attention_type=cross; use Mega"),
+    ({}, dict(attn_mask_type=AttnMaskType.padding), r"must be causal or.*attn_mask_type=padding"),
+    ({}, dict(attn_mask_type=AttnMaskType.arbitrary), r"causal or unmasked.*mask_type=arbitrary"),
+]
+
+
+@pytest.mark.parametrize("overrides, arguments, message", REFUSED_CONFIGS)
+def test_refuses_a_layer_that_asks_for_something_else(overrides, arguments, message):
+    """Each would otherwise train a model other than the one that was asked for."""
+    config = config_of(CP4)
+    for name, value in overrides.items():
+        assert hasattr(config, name)  # an option of Megatron's, spelt as it spells it
+        setattr(config, name, value)
+    layer = dict(layer_number=1, attn_mask_type=CAUSAL, attention_type="self")
+    with pytest.raises(BurstError, match=message):
+        BurstCoreAttention(config=config, **layer | arguments)
+
+
+def test_refuses_only_the_layers_with_a_window():
+    """window_attn_skip_freq=2 gives every second layer full attention."""
+    config = config_of(CP4, window_size=(8, 0), window_attn_skip_freq=2)
+    with pytest.raises(BurstError, match=r"layer 1 must see all earlier keys"):
+        check_config(config, 1, CAUSAL, "self", None)
+    check_config(config, 2, CAUSAL, "self", None)
+
+
+def test_dropout_that_megatron_passes_counts_before_the_configured_one():
+    check_config(config_of(CP4, attention_dropout=0.5), 1, CAUSAL, "self", 0.0)
+
+
+@pytest.mark.parametrize("other", ["p2p", "a2a", "all_gather", "a2a+p2p", "bruts"])
+def test_refuses_megatrons_own_context_parallelism_without_transformer_engine(other):
+    """It would run burst where another was asked for."""
+    message = rf"every layer must run burst.*cp_comm_type='{other.replace('+', '.')}' in layer 3"
+    with pytest.raises(BurstError, match=message + ".*or pass --cp-comm-type burst"):
+        BurstCoreAttention(config_of(CP4), 3, CAUSAL, "self", cp_comm_type=other)
+
+
+REFUSED_CALLS = [
+    (
+        dict(attention_mask=torch.ones(1, 1, 4, 4)),
+        r"no mask tensor.*shape \(1, 1, 4, 4\); pass --n",
+    ),
+    (dict(attention_bias=torch.ones(1, 2, 4, 4)), r"no attention bias.*shape \(1, 2, 4, 4\); use"),
+    (dict(packed_seq_params=SimpleNamespace(qkv_format="thd")), r"not be packed.*in thd; switch"),
+    (dict(attn_mask_type=AttnMaskType.padding), r"mask must be causal or none.*type=padding; use"),
+    (dict(attn_mask_type=AttnMaskType.padding_causal), r"causal or none.*type=padding_causal"),
+    (dict(attn_mask_type=None), r"mask must be causal or none.*attn_mask_type=None"),
+]
+PLAIN_CALL = dict(
+    attention_mask=None, attn_mask_type=CAUSAL, attention_bias=None, packed_seq_params=None
+)
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED_CALLS)
+def test_refuses_a_call_with_more_than_query_key_and_value(arguments, message):
+    """A mask, bias or packing that is dropped would give another model without a word."""
+    check_call(**PLAIN_CALL)
+    with pytest.raises(BurstError, match=r"^burst core attention: .*" + message):
+        check_call(**PLAIN_CALL | arguments)
+
+
+def whole_sequence(scale, causal):
+    """Query, key, value, the output's gradient; output and gradients of full attention."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(4, 8), (2, 8), (2, 5), (4, 5)]  # heads and dimension: MLA's differ for values
+    q, k, v, dout = (
+        torch.randn(2, 16, *shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = full_attention(*leaves, causal, scale)
+    return [q, k, v, dout], [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors_of_a_layer(rank):
+    """Errors of output and gradients by mask type, the output's shape, and the state's names."""
+    parallel, shapes, errors = Parallel(cp=2), [], {}
+    start(parallel)
+    rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
+    core = BurstCoreAttention(
+        config_of(parallel), 1, CAUSAL, "self", softmax_scale=0.5, cp_comm_type="burst",
+        k_channels=8, v_channels=5, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
+    for mask_type, causal in ((CAUSAL, True), (AttnMaskType.no_mask, False)):
+        tensors, truth = whole_sequence(0.5, causal)
+        *leaves, dout = (x.detach()[:, rows].transpose(0, 1).requires_grad_() for x in tensors)
+        out = core(*leaves, **PLAIN_CALL | dict(attn_mask_type=mask_type))
+        shapes.append(tuple(out.shape))
+        got = [out.unflatten(2, (4, 5)), *torch.autograd.grad(out, leaves, dout.flatten(2))]
+        pairs = zip(got, truth, strict=True)
+        errors[causal] = max(float((a.transpose(0, 1) - b[:, rows]).abs().max()) for a, b in pairs)
+    for arguments, message in REFUSED_CALLS:
+        with pytest.raises(BurstError, match=message):
+            core(*leaves, **PLAIN_CALL | arguments)
+    return shapes, errors, list(core.state_dict())
+
+
+def test_a_layer_is_full_attention_with_the_mask_and_scale_that_megatron_passes():
+    """Catches an ignored mask type or softmax_scale, transposed heads, and refusals not called."""
+    for shapes, errors, state in run_ranks(errors_of_a_layer, 2):
+        assert shapes == [(8, 2, 4 * 5)] * 2
+        assert errors.keys() == {True, False} and max(errors.values()) <= 1e-12, errors
+        assert state == []  # checkpoints of Megatron's DotProductAttention fit

@@ -1,0 +1,127 @@
+"""Megatron's GPTModel at CP=4 with burst against CP=1 with its own attention: loss, every gradient.
+
+Catches whatever is wrong between Megatron and the ring: another token layout or RoPE slice, another
+softmax scale, groups of other ranks, gradients lost in recomputation or sequence parallelism.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_burst.config import BurstConfig
+from tests.mcore.gpt import (
+    Model,
+    Parallel,
+    Run,
+    build,
+    config_of,
+    loss_and_grads,
+    megatrons_own,
+    relative_errors,
+    start,
+)
+from tests.ranks import run_ranks
+
+FLAT, NESTED = Parallel(cp=4), Parallel(cp=4, hierarchical=(2, 2))
+TP_AND_CP = Parallel(cp=2, tp=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its groups, and burst's options for it."""
+
+    model: Model = Model()
+    parallel: Parallel = FLAT
+    burst: BurstConfig = BurstConfig()
+
+
+CASES = {
+    "flat": Case(),
+    "two hosts": Case(burst=BurstConfig(hosts=2)),
+    "Megatron's hierarchical groups": Case(parallel=NESTED),
+    "kv circulates": Case(burst=BurstConfig(hosts=2, circulate="kv")),
+    "q circulates": Case(burst=BurstConfig(hosts=2, circulate="q")),
+    "MHA, kv": Case(Model(groups=4), NESTED, BurstConfig(circulate="kv")),
+    "MHA, q": Case(Model(groups=4), NESTED, BurstConfig(circulate="q")),
+    "MQA, kv": Case(Model(groups=1), burst=BurstConfig(hosts=2, circulate="kv")),
+    "MQA, q": Case(Model(groups=1), burst=BurstConfig(hosts=2, circulate="q")),
+    "full recompute": Case(Model(recompute=True)),
+    "full recompute, kv": Case(Model(recompute=True), NESTED, BurstConfig(circulate="kv")),
+    "full recompute, q": Case(Model(recompute=True), NESTED, BurstConfig(circulate="q")),
+    "tied embeddings": Case(Model(tied=True), burst=BurstConfig(hosts=2)),
+    "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
+    "tensor and sequence parallel": Case(parallel=TP_AND_CP),
+    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig(circulate="q")),
+    "tensor parallel, full recompute": Case(Model(recompute=True), TP_AND_CP, BurstConfig(hosts=2)),
+    "MLA, kv": Case(Model(latent=True), NESTED, BurstConfig(circulate="kv")),
+    "MLA, q": Case(Model(latent=True), burst=BurstConfig(hosts=2, circulate="q")),
+}
+
+
+def with_burst(case: Case) -> tuple[Run, tuple]:
+    """The run with burst, and the grid of ranks over which it went."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_burst import burst_spec
+    from megatron_burst.mcore.groups import communicator_for
+
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", multi_latent_attention=case.model.latent
+    )
+    config = config_of(case.parallel, case.model)
+    config.burst = case.burst
+    run = loss_and_grads(build(config, burst_spec(spec), case.model.tied))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return run, communicator_for(groups, case.burst).topology.grid
+
+
+def compare_all(rank: int) -> dict:
+    """By case: errors of loss and gradients, grid, attention calls of burst and of Megatron."""
+    results, truths = {}, {}
+    for tp in (1, 2):
+        start(Parallel(tp=tp))
+        for model in dict.fromkeys(c.model for c in CASES.values() if c.parallel.tp == tp):
+            truths[model, tp] = megatrons_own(model, Parallel(tp=tp))
+    for parallel in (FLAT, NESTED, TP_AND_CP):  # the last finds the second's groups left behind
+        start(parallel)
+        for name, case in CASES.items():
+            if case.parallel == parallel:
+                truth, (got, grid) = truths[case.model, parallel.tp], with_burst(case)
+                results[name] = relative_errors(got, truth), grid, got.attention_calls
+    return results
+
+
+def test_loss_and_every_gradient_equal_those_without_context_parallelism():
+    for rank, results in enumerate(run_ranks(compare_all, 4, timeout_s=300)):
+        assert results.keys() == CASES.keys()
+        for name, (errors, grid, calls) in results.items():
+            case = CASES[name]
+            assert len(errors) >= 14, errors.keys()
+            assert max(errors.values()) <= 1e-9, (rank, name, errors)
+            nested = case.parallel.hierarchical or case.burst.hosts == 2
+            assert len(grid) == (2 if nested else 1), (name, grid)
+            assert calls == (4 if case.model.recompute else 2), name
+
+
+def left_behind(rank: int) -> list[tuple]:
+    """Hierarchical groups that Megatron hands over after `destroy_model_parallel`, and burst's."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_burst.mcore.groups import hcp_groups_of
+
+    found = []
+    for parallel in (NESTED, Parallel(cp=2), TP_AND_CP):
+        start(parallel)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ranks = [dist.get_process_group_ranks(group) for group in groups.hcp]
+        found.append((ranks, hcp_groups_of(groups, BurstConfig()) is not None))
+    return found
+
+
+def test_hierarchical_groups_that_are_left_behind_are_not_used():
+    """core/parallel_state.py:2506 forgets them; rings over them would leave the cp group."""
+    for rank, (fresh, smaller, crossed) in enumerate(run_ranks(left_behind, 4)):
+        ranks = [[rank & ~1, rank | 1], [rank & ~2, rank | 2]]
+        assert fresh == (ranks, True)
+        assert smaller == (ranks, False) and crossed == (ranks, False)

@@ -1,0 +1,216 @@
+"""Patches of Megatron and the doors that apply them: `python -m megatron_burst`, the patch module.
+
+Catches a patch that is applied twice or to another Megatron, and a command line that fails with a
+traceback where one sentence would do.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+import runpy
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.patching import Patch
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.ranks import run_ranks
+
+
+def doubled(original):
+    def double(a, b=1):
+        return 2 * original(a, b)
+
+    return double
+
+
+def patch_of(owner="stub_of_megatron", parameters=("a", "b")):
+    return Patch(owner=owner, name="add", parameters=parameters, why="a test", wrap=doubled)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A module that stands in for one of Megatron's."""
+
+    def add(a, b=1):
+        """Sum."""
+        return a + b
+
+    module = ModuleType("stub_of_megatron")
+    module.add, module.Adder = add, type("Adder", (), {"add": staticmethod(add)})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_patch_is_applied_once(stub):
+    patch = patch_of()
+    assert not patch.live and stub.add(1) == 2
+    for _ in range(3):
+        patch.apply()
+        assert patch.live and stub.add(1) == 4 and stub.add(1, b=4) == 10
+    assert stub.add.__name__ == "add" and stub.add.__doc__ == "Sum."
+    assert patch_of().live  # another object that means the same patch
+
+
+def test_a_patch_may_replace_a_method(stub):
+    patch = patch_of("stub_of_megatron:Adder")
+    patch.apply()
+    assert patch.target == "stub_of_megatron.Adder.add" and patch.live
+    assert stub.Adder.add(1) == 4 and stub.add(1) == 2
+
+
+@pytest.mark.parametrize("parameters", [("a",), ("b", "a"), ("a", "b", "c")])
+def test_a_patch_refuses_a_function_with_other_parameters(stub, parameters):
+    """Megatron moves parameters between releases; a wrapper would pass them on wrongly."""
+    message = r"stub_of_megatron\.add must have.*got \('a', 'b'\) in Megatron-Core \d.*; install"
+    with pytest.raises(BurstError, match=message):
+        patch_of(parameters=parameters).apply()
+    assert stub.add(1) == 2
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_a_patch_refuses_what_is_no_function(stub, found):
+    stub.add = found
+    with pytest.raises(BurstError, match=r"stub_of_megatron\.add must have.*got None in Megatron"):
+        patch_of().apply()
+
+
+def test_a_missing_function_is_refused_and_not_live(stub):
+    del stub.add
+    assert not patch_of().live
+    with pytest.raises(BurstError, match=r"because a patch replaces it; got None"):
+        patch_of().apply()
+
+
+def live_patches(rank):
+    """Which patches are on: at first, after `prepare`, and after burst was asked for."""
+    from megatron_burst.mcore import launch
+
+    def live():
+        return [patch.target for patch in launch.all_patches() if patch.live]
+
+    found = [live()]
+    launch.prepare([])
+    found.append(live())
+    for patch in launch.provider_patches():
+        patch.apply()
+    return [*found, live()], [(patch.target, patch.why) for patch in launch.all_patches()]
+
+
+def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
+    """apply() would refuse where Megatron's parameters are others."""
+    ((at_first, prepared, asked), listed), = run_ranks(live_patches, 1)  # fmt: skip
+    flags = [
+        "megatron.training.arguments.add_megatron_arguments",
+        "megatron.training.arguments.validate_args",
+        "megatron.core.datasets.utils.compile_helpers",
+    ]
+    assert at_first == [] and prepared == flags
+    assert asked == [*flags, "megatron.core.models.backends.LocalSpecProvider.core_attention"]
+    assert [target for target, _ in listed] == asked and all(why for _, why in listed)
+
+
+def import_the_patch_module(rank):
+    sys.argv = ["own_script.py", "--context-parallel-impl", "burst", "--burst-hosts", "2"]
+    importlib.import_module("megatron_burst.patch")
+    from megatron.training import arguments
+
+    args = arguments.parse_args()
+    return args.context_parallel_impl, args.burst_hosts
+
+
+def test_importing_the_patch_module_adds_the_flags():
+    assert run_ranks(import_the_patch_module, 1) == [("burst", 2)]
+
+
+def make_is_run(rank, folder):
+    """Whether Megatron's compile_helpers is reached: as installed, and with a Makefile."""
+    from megatron.core.datasets import utils
+
+    from megatron_burst.mcore import launch
+
+    calls = []
+
+    def compile_helpers():
+        calls.append(utils.__file__)
+
+    utils.compile_helpers = compile_helpers
+    launch.prepare([])
+    utils.compile_helpers()
+    utils.__file__ = f"{folder}/utils.py"
+    utils.compile_helpers()
+    return calls == [utils.__file__]
+
+
+def test_helpers_are_compiled_only_where_there_is_a_makefile(tmp_path):
+    """The wheel has none, and Megatron's make would end the process; a checkout has one."""
+    (tmp_path / "Makefile").touch()
+    assert run_ranks(make_is_run, 1, str(tmp_path)) == [True]
+
+
+def run_as_module(rank, arguments):
+    """What `python -m megatron_burst ARGUMENTS` prints, and its exit status or message."""
+    sys.argv = ["megatron_burst", *arguments]
+    status = 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_module("megatron_burst", run_name="__main__", alter_sys=True)
+        except SystemExit as exit:
+            status = exit.code
+    return printed.getvalue(), status
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_usage_names_the_flags(arguments):
+    ((printed, status),) = run_ranks(run_as_module, 1, arguments)
+    assert status == 0 and printed.startswith("usage: ")
+    for flag in ("impl {megatron,burst}", "--burst-hosts", "--burst-backend", "--burst-grad-wire"):
+        assert flag in printed
+
+
+SCRIPT = """
+import sys
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.training import arguments
+import neighbour
+print(__name__, neighbour.WHO, sys.argv[1:], LocalSpecProvider().core_attention().__name__)
+print("burst_hosts" in vars(arguments.parse_args()))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "neighbour.py").write_text("WHO = 'beside the script'\n")
+    path = tmp_path / "pretrain_own.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no/such.py"], "error: .*first argument must be a script.*got 'no/such.py'; pass the"),
+        (["--burst-hosts", "2"], "error: .*must be a script.*got '--burst-hosts'"),
+        ([None, "--bf16"], "error: .*a CUDA GPU must be visible.*add --distributed-backend gloo"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_sentence(script, arguments, message):
+    """sys.exit with a text prints it to stderr and ends with status 1."""
+    arguments = [script if argument is None else argument for argument in arguments]
+    ((printed, status),) = run_ranks(run_as_module, 1, arguments)
+    assert printed == "" and "\n" not in status and re.match(message, status)
+
+
+@pytest.mark.parametrize(
+    "gloo", [["--distributed-backend", "gloo"], ["--distributed-backend=gloo"]]
+)
+def test_a_script_runs_as_python_would_run_it_and_keeps_megatrons_attention(script, gloo):
+    ((printed, status),) = run_ranks(run_as_module, 1, [script, *gloo])
+    assert status == 0
+    assert printed.splitlines() == [
+        f"__main__ beside the script {gloo} DotProductAttention",
+        "True",
+    ]

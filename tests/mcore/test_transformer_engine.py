@@ -1,0 +1,126 @@
+"""Burst's core attention of TransformerEngine specs, over a stand-in for TransformerEngine.
+
+TransformerEngine itself needs a GPU. The stand-in has the signature of Megatron's wrapper, which is
+read from Megatron's source, and answers "own"; catches layers that run the wrong one of the two,
+and arguments that get lost between.
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_burst.errors import BurstError
+from tests.mcore.gpt import Parallel, config_of, start
+from tests.ranks import run_ranks
+
+OPTIONS = dict(layer_number=1, attention_type="self", k_channels=8, v_channels=5, num_splits=1)
+
+
+class StandIn(torch.nn.Module):
+    """Notes what it is given."""
+
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
+        softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p",
+        pg_collection=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.given = {name: value for name, value in locals().items() if name != "self"}
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type, attention_bias=None,
+        packed_seq_params=None, num_splits=None,
+    ):  # fmt: skip
+        return "own", attention_mask, num_splits
+
+
+def burst_class():
+    """BurstTECoreAttention as it is defined where TransformerEngine is installed."""
+    from megatron.core.extensions import transformer_engine
+
+    from megatron_burst.mcore import core_attention
+
+    transformer_engine.HAVE_TE, transformer_engine.TEDotProductAttention = True, StandIn
+    return importlib.reload(core_attention)
+
+
+def signatures(rank):
+    """Parameters of Megatron's wrapper, by method, from its source; burst's; the replacements."""
+    module = burst_class()
+    path = Path(inspect.getfile(importlib.import_module("megatron.core.extensions")))
+    tree = ast.parse(path.with_name("transformer_engine.py").read_text())
+    (wrapper,) = [
+        node for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TEDotProductAttention"
+    ]  # fmt: skip
+    methods = {node.name: node for node in wrapper.body if isinstance(node, ast.FunctionDef)}
+    theirs = {name: [a.arg for a in methods[name].args.args] for name in ("__init__", "forward")}
+    ours = {
+        name: list(inspect.signature(getattr(module.BurstTECoreAttention, name)).parameters)
+        for name in theirs
+    }
+    stand_in = {name: list(inspect.signature(getattr(StandIn, name)).parameters) for name in theirs}
+    replaced = [(a.__name__, b.__name__) for a, b in module.burst_replacements().items()]
+    owners = [patch.target for patch in module.provider_patches()]
+    return theirs, ours, stand_in, replaced, owners
+
+
+def test_signatures_are_those_of_megatrons_wrapper():
+    ((theirs, ours, stand_in, replaced, owners),) = run_ranks(signatures, 1)
+    assert stand_in == theirs and ours["forward"] == theirs["forward"]
+    assert set(ours["__init__"]) - {"options"} < set(theirs["__init__"])  # the rest is passed on
+    assert replaced == [
+        ("DotProductAttention", "BurstCoreAttention"),
+        ("StandIn", "BurstTECoreAttention"),
+    ]
+    assert [owner.split(".")[-2] for owner in owners] == ["LocalSpecProvider", "TESpecProvider"]
+
+
+def layers(rank):
+    """What layers of each cp_comm_type pass to TransformerEngine and answer, at CP=2."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    parallel = Parallel(cp=2)
+    start(parallel)
+    core_attention, causal = burst_class(), AttnMaskType.causal
+    options = OPTIONS | dict(attn_mask_type=causal, softmax_scale=0.5)
+    query, key, value = (torch.randn(8, 2, 4, size) for size in (8, 8, 5))
+    mask = torch.ones(1, 1, 8, 8)
+    found = {}
+    for comm_type in ("burst", "a2a", None):
+        core = core_attention.BurstTECoreAttention(
+            config_of(parallel), cp_comm_type=comm_type, **options
+        )
+        given = {name: core.given[name] for name in (*OPTIONS, "softmax_scale", "cp_comm_type")}
+        if comm_type == "burst":
+            plain = core_attention.BurstCoreAttention(
+                config_of(parallel), 1, causal, "self", softmax_scale=0.5
+            )
+            out = core(query, key, value, None, causal)
+            answer = torch.equal(out, plain(query, key, value, None, causal)), tuple(out.shape)
+            with pytest.raises(BurstError, match="no mask tensor may be passed"):
+                core(query, key, value, mask, causal)
+        else:
+            own, passed_mask, num_splits = core(query, key, value, mask, causal, num_splits=3)
+            answer = own, passed_mask is mask, num_splits
+        found[comm_type] = given, answer
+    with pytest.raises(BurstError, match="layer 1 must not drop weights"):
+        config = config_of(parallel, attention_dropout=0.1)
+        core_attention.BurstTECoreAttention(config, cp_comm_type="burst", **options)
+    core_attention.BurstTECoreAttention(config, cp_comm_type="p2p", **options)
+    alone = core_attention.BurstTECoreAttention(config_of(), cp_comm_type="burst", **options)
+    return found, alone(query, key, value, mask, causal)[0]
+
+
+def test_layers_run_burst_only_where_their_cp_comm_type_says_so():
+    for found, alone in run_ranks(layers, 2):
+        for comm_type, (given, _) in found.items():
+            passed = "p2p" if comm_type == "burst" else comm_type
+            assert given == OPTIONS | dict(softmax_scale=0.5, cp_comm_type=passed)
+        assert found["burst"][1] == (True, (8, 2, 4 * 5))
+        assert found["a2a"][1] == found[None][1] == ("own", True, 3)
+        assert alone == "own"  # without context parallelism TransformerEngine has nothing to beat
