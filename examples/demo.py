@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ def flags(steps: int, text: Path) -> list[str]:
     --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --adam-eps 1e-6
     --embedding-init-method-std 1.0 --calculate-per-token-loss
     --data-path {text} --tokenizer-type NullTokenizer --vocab-size 257 --split 98,1,1
-    --seed 1234 --use-cpu-initialization --num-workers 0 --log-interval 1
+    --seed 1234 --num-workers 0 --log-interval 1
     --eval-iters 0 --eval-interval 1000000
     """.split()
     return shape + words + device_flags()
@@ -83,10 +84,8 @@ def flags(steps: int, text: Path) -> list[str]:
 def device_flags() -> list[str]:
     """fp32 over gloo on the CPU; bf16 over NCCL on GPUs, with TransformerEngine if it is there."""
     if torch.cuda.device_count() < 2:
-        return ["--distributed-backend", "gloo"]
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    impl = "transformer_engine" if HAVE_TE else "local"
+        return ["--distributed-backend", "gloo", "--use-cpu-initialization"]
+    impl = "transformer_engine" if find_spec("transformer_engine") else "local"
     plain = "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
     return ["--bf16", "--transformer-impl", impl, *plain.split()]
 

@@ -116,7 +116,7 @@ def table(report: Report) -> Table:
     for label, text in (
         ("largest loss difference, steps 1-10", f"{report.largest_difference('lm loss', 10):.1e}"),
         ("largest loss difference, all steps", f"{report.largest_difference('lm loss'):.1e}"),
-        ("loss difference at the end", f"{last:.2%}"),
+        ("loss difference at the end", f"{last:.4%}"),
         ("largest grad norm difference, steps 1-10", f"{relative:.1e} of it"),
         (
             "largest grad norm difference, all steps",
