@@ -5,10 +5,14 @@ softmax scale, groups of other ranks, gradients lost in recomputation or sequenc
 """
 
 from dataclasses import dataclass
+from unittest import mock
 
 import torch.distributed as dist
 
+from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
+from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.topology import Link
 from tests.mcore.gpt import (
     Model,
     Parallel,
@@ -58,26 +62,31 @@ CASES = {
 }
 
 
-def with_burst(case: Case) -> tuple[Run, tuple]:
-    """The run with burst, and the grid of ranks over which it went."""
+def with_burst(case: Case) -> tuple[Run, set, set]:
+    """The run with burst, along which rings it sent, and how large what it sent to be read was."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_burst import burst_spec
-    from megatron_burst.mcore.groups import communicator_for
 
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm", multi_latent_attention=case.model.latent
     )
     config = config_of(case.parallel, case.model)
     config.burst = case.burst
-    run = loss_and_grads(build(config, burst_spec(spec), case.model.tied))
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return run, communicator_for(groups, case.burst).topology.grid
+    hops, start_hop = [], Communicator.start
+
+    def noted(self, hop, send, recv):
+        hops.append((hop, send.numel()))
+        return start_hop(self, hop, send, recv)
+
+    with mock.patch.object(Communicator, "start", noted):
+        run = loss_and_grads(build(config, burst_spec(spec), case.model.tied))
+    sizes = {size for hop, size in hops if hop.cargo is Cargo.READ}
+    return run, {hop.ring for hop, _ in hops}, sizes
 
 
 def compare_all(rank: int) -> dict:
-    """By case: errors of loss and gradients, grid, attention calls of burst and of Megatron."""
+    """By case: errors of loss and gradients, attention calls, rings and sizes of hops."""
     results, truths = {}, {}
     for tp in (1, 2):
         start(Parallel(tp=tp))
@@ -87,21 +96,29 @@ def compare_all(rank: int) -> dict:
         start(parallel)
         for name, case in CASES.items():
             if case.parallel == parallel:
-                truth, (got, grid) = truths[case.model, parallel.tp], with_burst(case)
-                results[name] = relative_errors(got, truth), grid, got.attention_calls
+                truth, (got, *sent) = truths[case.model, parallel.tp], with_burst(case)
+                results[name] = relative_errors(got, truth), got.attention_calls, *sent
     return results
 
 
 def test_loss_and_every_gradient_equal_those_without_context_parallelism():
     for rank, results in enumerate(run_ranks(compare_all, 4, timeout_s=300)):
         assert results.keys() == CASES.keys()
-        for name, (errors, grid, calls) in results.items():
+        for name, (errors, calls, rings, sizes) in results.items():
             case = CASES[name]
             assert len(errors) >= 14, errors.keys()
             assert max(errors.values()) <= 1e-9, (rank, name, errors)
-            nested = case.parallel.hierarchical or case.burst.hosts == 2
-            assert len(grid) == (2 if nested else 1), (name, grid)
             assert calls == (4 if case.model.recompute else 2), name
+            assert rings == rings_of(case), (name, rings)
+            if case.burst.circulate != "auto":  # k and v are always read in forward
+                assert len(sizes) == {"kv": 1, "q": 2}[case.burst.circulate], (name, sizes)
+
+
+def rings_of(case: Case) -> set[Link]:
+    """Along which rings the case must send."""
+    hosts = case.burst.hosts or (2 if case.parallel.hierarchical else 1)
+    inter = {Link.INTER} if hosts > 1 else set()
+    return inter | ({Link.INTRA} if case.parallel.cp > hosts else set())
 
 
 def left_behind(rank: int) -> list[tuple]:
@@ -111,7 +128,7 @@ def left_behind(rank: int) -> list[tuple]:
     from megatron_burst.mcore.groups import hcp_groups_of
 
     found = []
-    for parallel in (NESTED, Parallel(cp=2), TP_AND_CP):
+    for parallel in (NESTED, Parallel(cp=2), Parallel(cp=2, hierarchical=(2, 1)), TP_AND_CP):
         start(parallel)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         ranks = [dist.get_process_group_ranks(group) for group in groups.hcp]
@@ -121,7 +138,9 @@ def left_behind(rank: int) -> list[tuple]:
 
 def test_hierarchical_groups_that_are_left_behind_are_not_used():
     """core/parallel_state.py:2506 forgets them; rings over them would leave the cp group."""
-    for rank, (fresh, smaller, crossed) in enumerate(run_ranks(left_behind, 4)):
-        ranks = [[rank & ~1, rank | 1], [rank & ~2, rank | 2]]
-        assert fresh == (ranks, True)
-        assert smaller == (ranks, False) and crossed == (ranks, False)
+    for rank, (of_four, smaller, of_two, crossed) in enumerate(run_ranks(left_behind, 4)):
+        pair = [rank & ~1, rank | 1]
+        assert of_four == ([pair, [rank & ~2, rank | 2]], True)
+        assert smaller == (of_four[0], False)
+        assert of_two == ([pair, [rank]], True)
+        assert crossed == (of_two[0], False)  # as many ranks as the cp group has, but others

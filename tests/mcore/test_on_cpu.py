@@ -74,6 +74,25 @@ def test_a_second_install_changes_nothing():
     assert all(changed) and all(same) and on_device == "cpu"
 
 
+def arguments_adjusted(rank):
+    """Megatron's arguments as CPU mode leaves them, and as the flags that it names leave them."""
+    from megatron.training import arguments
+
+    sys.argv = shlex.split(f"pretrain.py {FLAGS.replace('gloo', 'nccl')}")
+    args = arguments.parse_args()
+    flags = on_cpu.adjust_args(args)
+    sys.argv += [word for flag in flags for word in flag.split()]
+    again = arguments.parse_args()
+    differing = [name for name, value in vars(args).items() if getattr(again, name) != value]
+    return flags, differing, on_cpu.adjust_args(again)
+
+
+def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
+    ((flags, differing, more),) = run_ranks(arguments_adjusted, 1)
+    assert "--transformer-impl local" in flags and "--distributed-backend gloo" in flags
+    assert differing == [] and more == []
+
+
 def initial_weights(rank, cp_size):
     """Digests of the generators' states and of the weights, as pretrain() comes to them."""
     on_cpu.install()

@@ -1,0 +1,101 @@
+"""A pretrain script of Megatron's kind under torchrun, by each of the three doors, from end to end.
+
+Catches what no part shows alone: flags that do not reach the layers, patches that come too late,
+ranks that build other models. The truth is the same script at CP=1 without burst.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+FLAGS = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --ffn-hidden-size 128 --seq-length 64 --max-position-embeddings 64
+--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --min-lr 1e-3
+--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+--use-cpu-initialization --distributed-backend gloo --log-interval 1 --eval-iters 1
+--eval-interval 1000 --num-workers 0 --split 98,1,1 --calculate-per-token-loss
+""".split()
+OWN_SCRIPT = f"""import megatron_burst.patch
+import runpy, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+FLAG_DOOR = "--context-parallel-impl burst --context-parallel-size"
+SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --context-parallel-size 4
+    --no-create-attention-mask-in-dataloader --hierarchical-context-parallel-sizes 2 2
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
+RUNS = {  # ranks, what torchrun starts, its flags
+    "megatron": (1, [str(SCRIPT)], ""),
+    "launcher": (4, ["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 4 --burst-hosts 2"),
+    "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
+    "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-circulate q"),
+}
+
+
+def started(name: str, folder: Path) -> subprocess.Popen:
+    """A run under torchrun, which leaves steps.jsonl and output.txt in its folder."""
+    ranks, program, flags = RUNS[name]
+    folder.mkdir()
+    (folder / "own_script.py").write_text(OWN_SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", *program, *FLAGS, *flags.split()]
+    with (folder / "output.txt").open("w") as output:
+        return subprocess.Popen(
+            [*command, "--step-log", "steps.jsonl"], cwd=folder, stdout=output, stderr=output,
+            start_new_session=True, env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])},
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Steps and output of each run; all go at once, as most of their time is imports."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    processes = {name: started(name, folder / name) for name in RUNS}
+    results = {}
+    try:
+        for name, process in processes.items():
+            status = process.wait(timeout=400)
+            output = (folder / name / "output.txt").read_text()
+            assert status == 0, f"{name}: {output[-4000:]}"
+            steps = (folder / name / "steps.jsonl").read_text().splitlines()
+            results[name] = [json.loads(step) for step in steps], output
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+                process.wait()
+    return results
+
+
+def test_the_truth_is_a_training_run_of_megatrons_own(runs):
+    steps, output = runs["megatron"]
+    losses = [step["lm loss"] for step in steps]
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert 4.5 < losses[0] < 5.2 and losses[2] < losses[0] - 0.1  # log(128) is 4.85
+    assert "burst attention" not in output
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("launcher", "2 hosts x 2 ranks; circulate kv"),
+        ("spec", "2 hosts x 2 ranks; circulate kv"),
+        ("import", "1 host x 2 ranks; circulate q (asked for"),
+    ],
+)
+def test_every_step_has_the_loss_and_gradient_norm_of_the_run_without_burst(runs, name, said):
+    steps, output = runs[name]
+    for step, truth in zip(steps, runs["megatron"][0], strict=True):
+        assert step["lm loss"] == pytest.approx(truth["lm loss"], abs=2e-6)
+        assert step["grad norm"] == pytest.approx(truth["grad norm"], rel=2e-5)
+    lines = {line for line in output.splitlines() if line.startswith("burst attention: ")}
+    assert any(said in line for line in lines), lines
