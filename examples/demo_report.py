@@ -21,7 +21,8 @@ from megatron_burst.plan.topology import Link, Topology, pretend_hosts
 def environment() -> dict[str, str]:
     """Of the training processes; the package is found wherever the script is started from."""
     threads = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {**threads, **os.environ, "PYTHONWARNINGS": "ignore"}
+    lone_gpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() == 1 else {}
+    return {**threads, **os.environ, "PYTHONWARNINGS": "ignore", **lone_gpu}
 
 
 @dataclass(frozen=True)

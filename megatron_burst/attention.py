@@ -76,8 +76,7 @@ def burst_attention(
     terms = _terms(q, k, v, causal, scale, layout, qkv_format, config)
     board = board_of(group, config.timeout_s)
     is_new = board.agree(terms, _WHO)
-    if is_new:
-        _check(q, k, v, scale, layout, qkv_format, group.size())
+    _check(q, k, v, scale, layout, qkv_format, group.size())
     if qkv_format == "sbhd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -96,7 +95,8 @@ class BurstAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        out, lse = run_forward(call, q, k, v)
+        with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
+            out, lse = run_forward(call, q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
@@ -111,7 +111,8 @@ class BurstAttentionFunction(torch.autograd.Function):
             return None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        grads = run_backward(ctx.call, q, k, v, out, lse, dout)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = run_backward(ctx.call, q, k, v, out, lse, dout)
         return *(grad.to(q.dtype) for grad in grads), None
 
 
@@ -190,7 +191,9 @@ def _terms(q, k, v, causal, scale, layout, qkv_format, config) -> dict[str, str]
     """What all ranks must have in common, in words."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     terms = {name: str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
-    terms |= {"dtype": str(q.dtype), "device": q.device.type, "causal": str(causal)}
+    terms["dtype"] = ", ".join(str(x.dtype) for x in (q, k, v))
+    terms["device"] = ", ".join(x.device.type for x in (q, k, v))
+    terms["causal"] = str(causal)
     terms |= {"softmax_scale": repr(scale), "layout": layout, "qkv_format": qkv_format}
     return terms | {"gradients": str(needs_grad), "config": str(config)}
 

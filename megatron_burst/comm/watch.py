@@ -101,7 +101,7 @@ class Board:
 def _disagreement(
     who: str, mine: dict[str, str], my_rank: int, theirs: dict[str, str], their_rank: int
 ) -> DisagreementError:
-    term = next(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
     return DisagreementError(
         f"{who}: all ranks of a context-parallel group must call with the same shapes and options, "
         f"because they exchange shards; got {term}={mine.get(term)} on cp rank {my_rank} and "
