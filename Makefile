@@ -12,7 +12,7 @@ help: ## print this list
 	@echo "make TARGET [ARGS='...' for the program that it runs] [PYTHON=/path/to/python]"
 	@sed -n 's/^\([a-z-]*\):.* ## /  \1\t/p' Makefile | expand -t 14
 
-demo: ## run examples/demo.py on the CPU
+demo: ## train a small GPT without and with burst, and compare
 	@$(RUN) examples/demo.py $(ARGS)
 
 test: ## run the tests, e.g. make test ARGS="-k layout"
