@@ -9,7 +9,6 @@ and --step-log FILE. Where no GPU is, Megatron runs on the CPU (megatron_burst.m
 """
 
 import argparse
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ if not torch.cuda.is_available():
 
     on_cpu.install()
 
-import megatron.core.datasets.utils
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -34,6 +32,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from step_log import StepLog
+
+from megatron_burst.mcore.datasets import use_built_dataset_helpers
 
 Batch = dict[str, torch.Tensor]
 
@@ -107,9 +107,7 @@ def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
 
 def main() -> None:
     """Parse Megatron's flags and train."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
-        # Built already. Megatron would run make all the same, and its wheel has no Makefile.
-        megatron.core.datasets.utils.compile_helpers = lambda: None
+    use_built_dataset_helpers()
     args = parse_and_validate_args(add_arguments)
     if args.step_log:
         StepLog(args.step_log)

@@ -45,7 +45,8 @@ def burst_attention(
     Every rank passes its own rows and gets its own rows of the output. K and V travel round nested
     rings in forward; in backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results
     are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is
-    kept. All ranks of the group must call with the same shapes and options.
+    kept. All ranks of the group must call with the same shapes and options, and all of them must
+    run backward through the output if one does: each needs the others' shards.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -66,7 +67,9 @@ def burst_attention(
         s_local] in max(float32, input dtype), which carries no gradient.
 
     Raises:
-        BurstError: on all ranks, before anything is sent, if the input does not fit.
+        BurstError: if the input does not fit; before anything is sent, and on all ranks if they
+            pass the same, or if one differs in a call that the others have not made before. A
+            rank that differs in a later call is found out by its hops, within `timeout_s` on CPU.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """

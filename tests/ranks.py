@@ -83,6 +83,8 @@ def _enter(sender, function, rank, world, store, backend, environment, args) -> 
     import torch.distributed as dist
 
     try:
+        if backend == "gloo":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is seen
         if backend == "nccl":
             import torch
 

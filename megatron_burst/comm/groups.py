@@ -1,11 +1,14 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
+import json
 from collections.abc import Sequence
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.watch import Board
@@ -39,13 +42,11 @@ class Communicator:
         group: dist.ProcessGroup,
         topology: Topology,
         board: Board,
-        timeout_s: float,
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
-        self._timeout_s = timeout_s
         self._buffers: dict[tuple, list[Tensor]] = {}
         row, column = topology.coord(self.cp_rank)
         members = {
@@ -53,6 +54,8 @@ class Communicator:
             Link.INTER: tuple(ranks[column] for ranks in topology.grid),
         }
         given = dict(zip(members, read_groups or (), strict=False))
+        self._backend = dist.get_backend(group)
+        self._level_names()
         self._groups = {
             (link, cargo): given.get(link) if cargo is Cargo.READ and given else self._new(ranks)
             for link, ranks in members.items()
@@ -62,12 +65,27 @@ class Communicator:
 
     def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
         """A new group of some of the ranks; only its members take part in making it."""
-        nccl = dist.get_backend() == "nccl"
         options = None
-        if nccl:
+        if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        ranks = [self._ranks[rank] for rank in cp_ranks]
-        return dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
+        return dist.new_group(
+            [self._ranks[rank] for rank in cp_ranks],
+            timeout=timedelta(seconds=self.board.timeout_s),
+            backend=self._backend,
+            pg_options=options,
+            use_local_synchronization=True,
+        )
+
+    def _level_names(self) -> None:
+        """Let all ranks know of equally many process groups.
+
+        torch counts them into the name under which the members of a locally synchronised group
+        find each other (distributed_c10d.py, _hash_ranks_to_str); with unequal counts they hang.
+        """
+        known = len(distributed_c10d._world.pg_names)
+        most = max(map(int, self.board.share(f"{known}", _WHO)))
+        for _ in range(most - known):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def buffers(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> list:
         """`count` flat byte buffers, the same ones in every call: allocated once, kept, grown."""
@@ -91,15 +109,15 @@ class Communicator:
         )
         name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
-        timeout_s = self._timeout_s if recv.device.type == "cpu" else None
+        timeout_s = self.board.timeout_s if recv.device.type == "cpu" else None
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, _WHO, name))
 
 
 def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
     """The group's board; made at first use."""
-    if group not in _BOARDS:
-        _BOARDS[group] = Board(group, timeout_s)
-    return _BOARDS[group]
+    board = _BOARDS.setdefault(group, Board(group, timeout_s))
+    board.timeout_s = timeout_s
+    return board
 
 
 def communicator_of(
@@ -123,7 +141,7 @@ def communicator_of(
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         topology = _topology(group, config, board, hcp_groups)
-        made[key] = Communicator(group, topology, board, config.timeout_s, hcp_groups)
+        made[key] = Communicator(group, topology, board, hcp_groups)
     return made[key]
 
 
@@ -137,19 +155,26 @@ def _topology(
         return pretend_hosts(group.size(), config.hosts)
     if not hcp_groups:
         return topology_of(board.share(host_name(), _WHO))
-    intra, inter = (dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups)
-    ranks = dist.get_process_group_ranks(group)
-    topology = topology_of(board.share(f"{intra}", _WHO))
-    row, column = topology.coord(group.rank())
-    expected = (
-        [ranks[rank] for rank in topology.grid[row]],
-        [ranks[cp_ranks[column]] for cp_ranks in topology.grid],
-    )
-    if (intra, inter) != expected:
-        raise BurstError(
-            f"{_WHO}: hierarchical context-parallel groups must be the rows and columns of a grid "
-            f"over the context-parallel group, because the rings run along them; got {intra} and "
-            f"{inter} in {ranks}; pass --hierarchical-context-parallel-sizes INTRA INTER whose "
-            "product is the context parallel size, or leave them out"
+    mine = [dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups]
+    given = [json.loads(text) for text in board.share(json.dumps(mine), _WHO)]
+    return _topology_of_hcp(dist.get_process_group_ranks(group), given)
+
+
+def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology:
+    """The grid whose rows and columns are all ranks' [intra, inter] groups."""
+    topology = topology_of([f"{intra}" for intra, _ in given])
+    for cp_rank, (intra, inter) in enumerate(given):
+        row, column = topology.coord(cp_rank)
+        expected = (
+            [ranks[rank] for rank in topology.grid[row]],
+            [ranks[cp_ranks[column]] for cp_ranks in topology.grid],
         )
+        if (intra, inter) != expected:
+            raise BurstError(
+                f"{_WHO}: hierarchical context-parallel groups must be the rows and columns of a "
+                "grid over the context-parallel group, because the rings run along them; got "
+                f"{intra} and {inter} for rank {ranks[cp_rank]} in {ranks}; pass "
+                "--hierarchical-context-parallel-sizes INTRA INTER whose product is the context "
+                "parallel size, or leave them out"
+            )
     return topology

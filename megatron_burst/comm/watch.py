@@ -21,13 +21,13 @@ class Board:
     Args:
         group: the context-parallel group; all its ranks must post the same topics in the same
             order.
-        timeout_s: seconds to wait for the others' posts.
+        timeout_s: seconds to wait for the others' posts; may be changed later.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._store = group.get_group_store()
         self._rank, self._size = group.rank(), group.size()
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self._posts = 0
         self._agreed: set[str] = set()
         self._said: set[str] = set()
@@ -42,13 +42,13 @@ class Board:
         self._store.set(keys[self._rank], text)
         self._posts += 1
         try:
-            self._store.wait(keys, self._timeout)
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:  # what a FileStore raises; a TCPStore a sub-class of it
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise BurstError(
                 f"{who}: all ranks of a context-parallel group must make the same calls, because "
                 f"they exchange shards in every call; got no word from cp ranks {late} within "
-                f"{self._timeout.total_seconds():g} s about {text}; check that they run and that "
+                f"{self.timeout_s:g} s about {text}; check that they run and that "
                 "their batches have the same shape"
             ) from error
         return [self._store.get(key).decode() for key in keys]

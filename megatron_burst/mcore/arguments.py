@@ -1,5 +1,6 @@
 """Burst's flags in Megatron's argument parser, and what must hold when they ask for burst."""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import get_args, get_type_hints
 
@@ -64,6 +65,21 @@ def validate_flags(validate_args):
     return validate_all
 
 
+def refuse_yaml(load_yaml):
+    """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
+
+    def load(yaml_path):
+        if "burst" in sys.argv or "--context-parallel-impl=burst" in sys.argv:
+            raise _refusal(
+                "cannot run with --yaml-cfg, because Megatron then drops the command line",
+                f"--yaml-cfg {yaml_path}",
+                "pass the file's values as flags",
+            )
+        return load_yaml(yaml_path)
+
+    return load
+
+
 def check_args(args: Namespace) -> None:
     """Refuse arguments under which burst attention would be wrong or meaningless.
 
@@ -98,14 +114,11 @@ def check_args(args: Namespace) -> None:
             "leave it out, or name burst for the layers that shall run it",
         )
     BurstConfig.from_args(args)
-    for name, allowed, flag, reason in _UNSUPPORTED:
+    for name, allowed, flag, reason, change in _UNSUPPORTED:
         value = getattr(args, name, allowed)
-        if value != allowed and value is not None:
-            raise _refusal(
-                f"cannot run with {flag}, because {reason}",
-                f"{name}={value}",
-                f"set it {allowed!r}",
-            )
+        value = getattr(value, "name", value)  # an enum of Megatron's
+        if value not in (None, *allowed):
+            raise _refusal(f"cannot run with {flag}, because {reason}", f"{name}={value}", change)
 
 
 def force_args(args: Namespace) -> None:
@@ -121,32 +134,60 @@ def force_args(args: Namespace) -> None:
         print(f"burst attention: adds {' '.join(forced)}", flush=True)
 
 
-# argument, the value that burst supports, the flag, why others are refused
+_OFF = (False, "none")
+_LEAVE_OUT = "leave it out"
+
+# argument, values that burst supports, the flag, why others are refused, what to change
 _UNSUPPORTED = (
-    ("attention_dropout", 0.0, "--attention-dropout", "kernels of a ring drop no weights"),
-    ("reset_attention_mask", False, "--reset-attention-mask", "it would silently be ignored"),
     (
-        "dataloader_inter_document_masking",
-        False,
-        "--dataloader-inter-document-masking",
-        "packed documents are not supported yet",
+        "attention_dropout", (0.0,), "--attention-dropout", "kernels of a ring drop no weights",
+        "pass --attention-dropout 0",
     ),
-    ("sft", False, "--sft", "packed documents are not supported yet"),
     (
-        "hybrid_context_parallel",
-        False,
-        "--hybrid-context-parallel",
-        "its groups change from batch to batch",
+        "reset_attention_mask", _OFF, "--reset-attention-mask", "it would silently be ignored",
+        _LEAVE_OUT,
     ),
-    ("use_kitchen_attention", False, "--use-kitchen-attention", "it replaces core attention too"),
-    ("softmax_type", "vanilla", "--softmax-type", "attention sinks are not supported yet"),
-    ("window_size", None, "--window-size", "sliding windows are not supported yet"),
-    ("qk_clip", False, "--qk-clip", "the largest logit is not tracked"),
-    ("log_max_attention_logit", False, "--log-max-attention-logit", "it is not tracked"),
-    ("cuda_graph_impl", "none", "--cuda-graph-impl", "hops are not captured in CUDA graphs"),
-    ("enable_cuda_graph", False, "--enable-cuda-graph", "hops are not captured in CUDA graphs"),
-    ("external_cuda_graph", False, "--external-cuda-graph", "hops are not captured in CUDA graphs"),
-)
+    (
+        "dataloader_inter_document_masking", _OFF, "--dataloader-inter-document-masking",
+        "packed documents are not supported yet", _LEAVE_OUT,
+    ),
+    ("sft", _OFF, "--sft", "packed documents are not supported yet", _LEAVE_OUT),
+    (
+        "hybrid_context_parallel", _OFF, "--hybrid-context-parallel",
+        "its groups change from batch to batch", _LEAVE_OUT,
+    ),
+    (
+        "use_kitchen_attention", _OFF, "--use-kitchen-attention",
+        "it replaces core attention too", _LEAVE_OUT,
+    ),
+    (
+        "softmax_type", ("vanilla",), "--softmax-type", "attention sinks are not supported yet",
+        _LEAVE_OUT,
+    ),
+    ("window_size", (), "--window-size", "sliding windows are not supported yet", _LEAVE_OUT),
+    ("qk_clip", _OFF, "--qk-clip", "the largest logit is not tracked", _LEAVE_OUT),
+    (
+        "log_max_attention_logit", _OFF, "--log-max-attention-logit", "it is not tracked",
+        _LEAVE_OUT,
+    ),
+    *(
+        (name, _OFF, f"--{name.replace('_', '-')}", "hops are not captured in CUDA graphs",
+         _LEAVE_OUT)
+        for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    ),
+    (
+        "attention_backend", ("auto",), "--attention-backend",
+        "it names a kernel of Megatron's own attention", "leave it out, or pass --burst-backend",
+    ),
+    (
+        "batch_invariant_mode", _OFF, "--batch-invariant-mode",
+        "its kernels are Megatron's own", _LEAVE_OUT,
+    ),
+    (
+        "transformer_impl", ("local", "transformer_engine"), "--transformer-impl",
+        "only these two have layers to train with", "pass --transformer-impl transformer_engine",
+    ),
+)  # fmt: skip
 
 
 def _refusal(must: str, got: str, change: str) -> BurstError:

@@ -1,5 +1,8 @@
 """Burst attention under Megatron-Core's core_attention contract, and how specs come to use it."""
 
+import functools
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -151,7 +154,7 @@ def provider_patches() -> tuple[Patch, ...]:
     owners = ["megatron.core.models.backends:LocalSpecProvider"]
     if HAVE_TE:
         owners.append("megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider")
-    return tuple(
+    provided = [
         Patch(
             owner=owner,
             name="core_attention",
@@ -161,7 +164,32 @@ def provider_patches() -> tuple[Patch, ...]:
             wrap=_replace_provided,
         )
         for owner in owners
+    ]
+    return (*provided, *map(_refuse_in, burst_replacements()))
+
+
+def _refuse_in(megatrons_own: type) -> Patch:
+    return Patch(
+        owner=f"{megatrons_own.__module__}:{megatrons_own.__name__}",
+        name="__init__",
+        parameters=("self", *inspect.signature(megatrons_own).parameters),
+        why="specs past GPT's (hybrid, T5, heterogeneous) name this class themselves, and it does "
+        "not know what burst means",
+        wrap=functools.partial(_refuse_burst, megatrons_own),
     )
+
+
+def _refuse_burst(megatrons_own: type, init):
+    def checked(self, *arguments, **options) -> None:
+        if type(self) is megatrons_own and options.get("cp_comm_type") == "burst":
+            raise BurstError(
+                f"{WHO}: the model's spec must name burst's core attention, because Megatron's own "
+                f"has no burst; got {megatrons_own.__name__} with cp_comm_type=burst; put the spec "
+                "through megatron_burst.burst_spec, or train this model without burst"
+            )
+        init(self, *arguments, **options)
+
+    return checked
 
 
 def _replace_provided(core_attention):
@@ -184,10 +212,17 @@ class BurstForward:
     @classmethod
     def of(cls, config: TransformerConfig, softmax_scale, pg_collection) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
-        burst_config = burst_config_of(config)
+        burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
+        if config.context_parallel_size != cp_group.size():
+            raise BurstError(
+                f"{WHO}: the layer's context parallel size must be that of its group, because a "
+                "layer that holds whole sequences must not join a ring; got "
+                f"context_parallel_size={config.context_parallel_size} and a group of "
+                f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
+            )
         communicator_for(pg_collection, burst_config)
         return cls(
-            cp_group_of(pg_collection),
+            cp_group,
             hcp_groups_of(pg_collection, burst_config),
             softmax_scale,
             burst_config,
@@ -213,7 +248,6 @@ def burst_config_of(config: TransformerConfig) -> BurstConfig:
     given = getattr(config, "burst", None)
     if given is not None:
         return given
-    from megatron.training import global_vars
-
-    args = global_vars._GLOBAL_ARGS  # get_args() fails where there is no command line
+    global_vars = sys.modules.get("megatron.training.global_vars")  # Megatron-Core goes without
+    args = getattr(global_vars, "_GLOBAL_ARGS", None)  # get_args() fails without a command line
     return BurstConfig() if args is None else BurstConfig.from_args(args)

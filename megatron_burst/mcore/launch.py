@@ -1,6 +1,5 @@
 """Runs a Megatron script with burst's flags; the list of all patches and which are in force."""
 
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
+from megatron_burst.mcore.datasets import HELPERS_PATCH
 from megatron_burst.mcore.patching import Patch
 
 _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
@@ -44,13 +44,13 @@ def flag_patches() -> tuple[Patch, ...]:
             wrap=arguments.validate_flags,
         ),
         Patch(
-            owner="megatron.core.datasets.utils",
-            name="compile_helpers",
-            parameters=(),
-            why="the wheel has the data set helpers built, but not the Makefile that would build "
-            "them, and exits without it (training/initialize.py:175)",
-            wrap=_compile_where_there_is_a_makefile,
+            owner="megatron.training.yaml_arguments",
+            name="load_yaml",
+            parameters=("yaml_path",),
+            why="refuses burst with --yaml-cfg, which drops the command line unseen",
+            wrap=arguments.refuse_yaml,
         ),
+        HELPERS_PATCH,
     )
 
 
@@ -102,14 +102,3 @@ def _wants_cpu(argv: list[str]) -> bool:
         return False
     joined = " ".join(argv).replace("=", " ")
     return "--distributed-backend gloo" in joined
-
-
-def _compile_where_there_is_a_makefile(compile_helpers):
-    def compile_unless_built() -> None:
-        from megatron.core.datasets import utils
-
-        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-        if not built or (Path(utils.__file__).parent / "Makefile").is_file():
-            compile_helpers()
-
-    return compile_unless_built

@@ -8,7 +8,7 @@ PyTorch are its own code. A run on GPUs never touches this module.
 
 import copy
 import functools
-import importlib.util
+import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.datasets import use_built_dataset_helpers
 
 logger = logging.getLogger(__name__)
 
@@ -235,13 +236,6 @@ def no_fused_function_is_warmed_up() -> None:
     _megatron_training("training").set_jit_fusion_options = lambda *args, **options: None
 
 
-@functools.cache
-def built_dataset_helpers_are_used() -> None:
-    """training/initialize.py:178 runs make, but the wheel has the helpers built and no Makefile."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
-        importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
-
-
 _FOR_MODELS = (
     tensors_stay_on_the_cpu,
     current_device_is_the_cpu,
@@ -255,5 +249,5 @@ _FOR_TRAINING = (
     no_gpu_architecture_is_asked_for,
     arguments_that_need_cuda_are_turned_off,
     no_fused_function_is_warmed_up,
-    built_dataset_helpers_are_used,
+    use_built_dataset_helpers,
 )

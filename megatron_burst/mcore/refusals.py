@@ -30,9 +30,10 @@ def check_config(
         (not dropout, "must not drop weights, because kernels of a ring cannot",
          f"attention_dropout={dropout}", "pass --attention-dropout 0"),
         (not window, "must see all earlier keys, because windows are not supported yet",
-         f"window_size={config.window_size}", "leave it out, or use --cp-comm-type a2a"),
+         f"window_size={config.window_size}", "leave it out, or train without burst"),
         (config.softmax_type == "vanilla", "must use the plain softmax, because sinks are not "
-         "supported yet", f"softmax_type={config.softmax_type}", "use --cp-comm-type a2a"),
+         "supported yet", f"softmax_type={config.softmax_type}",
+         "leave it out, or train without burst"),
         (not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
          "must not be fp8, because its kernels are not", "fp8 attention", "switch it off"),
         (not (config.qk_clip or config.log_max_attention_logit), "must not track the largest "
@@ -69,7 +70,7 @@ def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params
         raise BurstError(
             f"{WHO}: sequences must not be packed, because masks between documents are not "
             f"supported yet; got packed_seq_params in {packed_seq_params.qkv_format}; switch "
-            "packing off, or use --cp-comm-type p2p"
+            "packing off, or train without burst"
         )
     if attn_mask_type not in CAUSAL:
         name = getattr(attn_mask_type, "name", attn_mask_type)

@@ -147,3 +147,18 @@ def what_is_kept(rank):
 
 def test_no_grad_keeps_nothing():
     assert run_ranks(what_is_kept, 2) == [(True, 0, True, 5)] * 2
+
+
+def under_autocast(rank):
+    """The sums must stay in fp32: autocast would compute the reference's products in bf16."""
+    tensors = [x.float() for x in inputs(2, 8, (4, 2), (8, 8), torch.float64)]
+    rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
+    options = dict(causal=True, config=BurstConfig(backend="reference"))
+    plain = run(tensors, rows, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(tensors, rows, **options)
+    return all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_autocast_changes_nothing():
+    assert run_ranks(under_autocast, 2) == [True] * 2

@@ -53,6 +53,34 @@ def test_given_sub_groups_are_used_or_refused():
     run_ranks(given_groups, 4)
 
 
+def given_groups_that_one_rank_has_wrong(rank):
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    alone = dist.new_group([3])
+    mine = [rows[rank // 2], alone if rank == 3 else columns[rank % 2]]
+    with pytest.raises(BurstError, match=r"got \[2, 3\] and \[3\] for rank 3 in.*INTRA INTER"):
+        communicator_of(dist.group.WORLD, BurstConfig(timeout_s=20), mine)
+
+
+def test_sub_groups_that_one_rank_alone_has_wrong_are_refused_on_all():
+    """The others would wait for it for ever."""
+    run_ranks(given_groups_that_one_rank_has_wrong, 4)
+
+
+def groups_before(rank):
+    """Ranks that know of different numbers of process groups make their communicators."""
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    q, k, v = (torch.randn(1, 4, 2, 8).requires_grad_() for _ in range(3))
+    burst_attention(q, k, v, config=BurstConfig(timeout_s=30)).sum().backward()
+    return bool(q.grad.isfinite().all())
+
+
+def test_ranks_with_different_numbers_of_groups_find_each_other():
+    """torch names a locally synchronised group by that number; unequal ones hang in new_group."""
+    assert run_ranks(groups_before, 3) == [True] * 3
+
+
 def named_hosts(rank):
     """Hosts by NCCL's own override: uneven ones are flattened, with a warning."""
     import os

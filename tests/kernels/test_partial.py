@@ -63,3 +63,12 @@ def test_a_row_without_gradient_has_an_empty_stand_in():
     assert not delta_stand_in(dout, torch.zeros(1, 1, 2)).any()
     narrow = torch.ones(1, 2, 1, 2)
     assert torch.equal(delta_stand_in(narrow, torch.ones(1, 1, 2)).sum(-1), torch.ones(1, 2, 1))
+
+
+def test_in_fp16_a_share_that_does_not_fit_is_left_to_the_next_entry():
+    """delta / dO may be past 65504 in fp16; an infinite stand-in would make NaN of dQ."""
+    dout = torch.full((1, 1, 1, 8), 1e-4, dtype=torch.float16)
+    delta = torch.full((1, 1, 1), 16.0)
+    stand_in = delta_stand_in(dout, delta)
+    assert stand_in.isfinite().all()
+    assert (row_delta(dout, stand_in) - delta).abs().max() <= 1e-3 * 16

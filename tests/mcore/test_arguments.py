@@ -138,19 +138,23 @@ REFUSED = {
     "--burst-hosts -2": r"hosts that divides.*--burst-hosts -2",
     "--cp-comm-type a2a": r"needs burst in --cp-comm-type.*got --cp-comm-type a2a; leave it out",
     "--cp-comm-type p2p p2p": r"needs burst in --cp-comm-type.*got --cp-comm-type p2p p2p",
-    "--attention-dropout 0.1": r"cannot run with --attention-dropout.*attention_dropout=0.1; set",
+    "--attention-dropout 0.1": r"with --attention-dropout.*ion_dropout=0.1; pass --att.*opout 0$",
     "--reset-attention-mask": r"cannot run with --reset-attention-mask.*silently be ignored; got",
     "--dataloader-inter-document-masking": r"with --dataloader-inter-document-masking.*packed doc",
-    "--sft": r"cannot run with --sft, because packed documents.*sft=True; set it False",
+    "--sft": r"cannot run with --sft, because packed documents.*sft=True; leave it out",
     "--hybrid-context-parallel": r"with --hybrid-context-parallel.*groups change from batch to b",
     "--use-kitchen-attention": r"with --use-kitchen-attention.*replaces core attention too",
-    "--softmax-type off-by-one": r"with --softmax-type.*softmax_type=off-by-one; set it 'vanilla'",
-    "--window-size 8,0": r"with --window-size.*sliding windows.*window_size=\(8, 0\); set it None",
-    "--qk-clip": r"with --qk-clip, because the largest logit.*qk_clip=True; set it False",
+    "--softmax-type off-by-one": r"with --softmax-type.*softmax_type=off-by-one; leave",
+    "--window-size 8,0": r"with --window-size.*sliding windows.*window_size=\(8, 0\); leave it",
+    "--qk-clip": r"with --qk-clip, because the largest logit.*qk_clip=True; leave it out",
     "--log-max-attention-logit": r"with --log-max-attention-logit.*not tracked",
-    "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; set it 'none'",
+    "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; leave it out",
     "--enable-cuda-graph": r"with --enable-cuda-graph, because hops are not captured",
     "--external-cuda-graph": r"with --external-cuda-graph, because hops are not captured",
+    "--attention-backend local": r"with --attention-backend.*=local; leave.*or pass --burst-back",
+    "--attention-backend flash": r"with --attention-backend, because it names a kernel of Megat",
+    "--batch-invariant-mode": r"with --batch-invariant-mode, because its kernels are Megatron's",
+    "--transformer-impl inference_optimized": r"with --transformer-impl.*; pass --transformer-im",
 }
 
 
@@ -160,6 +164,8 @@ def refuse_all(rank):
     for flags, message in REFUSED.items():
         with pytest.raises(BurstError, match=rf"^--context-parallel-impl burst: .*{message}"):
             parse(f"{BURST} {flags}")
+        with pytest.raises(BurstError):  # not only the first time
+            parse(f"{BURST} {flags}")
         assert parse(f"{CP4} {flags}", validate=False)  # Megatron's flags stay legal without burst
     with pytest.raises(BurstError, match=r"timeout_s must be positive.*got 0\.0; pass seconds"):
         parse(f"{BURST} --burst-timeout-s 0")
@@ -167,8 +173,39 @@ def refuse_all(rank):
 
 
 def test_refuses_flags_under_which_burst_would_be_wrong_or_off():
-    assert run_ranks(refuse_all, 1) == [20]
+    assert run_ranks(refuse_all, 1) == [len(REFUSED)]
 
 
 def test_every_flag_that_is_refused_has_a_case():
-    assert {flag for _, _, flag, _ in _UNSUPPORTED} <= {flags.split()[0] for flags in REFUSED}
+    assert {flag for _, _, flag, _, _ in _UNSUPPORTED} <= {flags.split()[0] for flags in REFUSED}
+
+
+def yaml_of(rank):
+    """Megatron's --yaml-cfg replaces the parsed flags, burst's with them."""
+    from megatron.training import yaml_arguments
+
+    yaml_arguments.load_yaml = lambda yaml_path: f"loaded {yaml_path}"  # needs PyYAML
+    start()
+    for flag in ("--context-parallel-impl burst", "--context-parallel-impl=burst"):
+        with pytest.raises(BurstError, match=r"cannot run with --yaml-cfg.*got.*a.yaml; pass the"):
+            parse(f"{CP4} {flag} --yaml-cfg a.yaml", validate=False)
+    sys.argv = ["pretrain_gpt.py", "--yaml-cfg", "a.yaml"]
+    return yaml_arguments.load_yaml("a.yaml")
+
+
+def test_refuses_a_yaml_file_that_would_drop_the_flag():
+    assert run_ranks(yaml_of, 1) == ["loaded a.yaml"]
+
+
+def spec_that_names_megatrons_own(rank):
+    """As hybrid, T5 and heterogeneous specs do."""
+    start()
+    parse(BURST)
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    with pytest.raises(BurstError, match="got DotProductAttention with.*burst_spec, or train"):
+        DotProductAttention(None, 1, None, "self", cp_comm_type="burst")
+
+
+def test_refuses_a_spec_that_names_megatrons_own_attention():
+    run_ranks(spec_that_names_megatrons_own, 1)

@@ -59,8 +59,8 @@ def test_parameters_are_in_the_order_of_the_class_that_is_replaced():
 REFUSED_CONFIGS = [
     (dict(attention_dropout=0.1), {}, r"layer 1 must not drop.*attention_dropout=0\.1; pass --att"),
     ({}, dict(attention_dropout=0.2), r"must not drop weights.*attention_dropout=0\.2"),
-    (dict(window_size=(8, 0)), {}, r"all earlier keys.*window_size=\(8, 0\).*--cp-comm-type a2a"),
-    (dict(softmax_type="off-by-one"), {}, r"plain softmax.*off-by-one; use --cp-comm-type a2a"),
+    (dict(window_size=(8, 0)), {}, r"all earlier keys.*window_size=\(8, 0\); leave it out, or"),
+    (dict(softmax_type="off-by-one"), {}, r"plain softmax.*off-by-one; leave it out, or train"),
     (dict(softmax_type="learnable"), {}, r"plain softmax.*softmax_type=learnable"),
     (dict(fp8_dot_product_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
     (dict(fp8_multi_head_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
@@ -126,6 +126,17 @@ def test_refuses_a_call_with_more_than_query_key_and_value(arguments, message):
     check_call(**PLAIN_CALL)
     with pytest.raises(BurstError, match=r"^burst core attention: .*" + message):
         check_call(**PLAIN_CALL | arguments)
+
+
+def layer_of_another_size(rank):
+    start(Parallel(cp=2))
+    with pytest.raises(BurstError, match="context_parallel_size=1 and a group of 2 ranks; pass"):
+        BurstCoreAttention(config_of(), 1, CAUSAL, "self")
+
+
+def test_refuses_a_layer_whose_context_parallel_size_is_not_its_groups():
+    """A layer that holds whole sequences would be computed as if it held a shard."""
+    run_ranks(layer_of_another_size, 2)
 
 
 def whole_sequence(scale, causal):

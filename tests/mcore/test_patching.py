@@ -106,10 +106,15 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
     flags = [
         "megatron.training.arguments.add_megatron_arguments",
         "megatron.training.arguments.validate_args",
+        "megatron.training.yaml_arguments.load_yaml",
         "megatron.core.datasets.utils.compile_helpers",
     ]
     assert at_first == [] and prepared == flags
-    assert asked == [*flags, "megatron.core.models.backends.LocalSpecProvider.core_attention"]
+    assert asked == [
+        *flags,
+        "megatron.core.models.backends.LocalSpecProvider.core_attention",
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+    ]
     assert [target for target, _ in listed] == asked and all(why for _, why in listed)
 
 

@@ -66,6 +66,11 @@ def signatures(rank):
     stand_in = {name: list(inspect.signature(getattr(StandIn, name)).parameters) for name in theirs}
     replaced = [(a.__name__, b.__name__) for a, b in module.burst_replacements().items()]
     owners = [patch.target for patch in module.provider_patches()]
+    (patch,) = [patch for patch in module.provider_patches() if "StandIn" in patch.target]
+    wrapped = patch.wrap(StandIn.__init__)
+    with pytest.raises(BurstError, match="got StandIn with cp_comm_type=burst; put the spec"):
+        wrapped(StandIn.__new__(StandIn), None, 1, None, "self", cp_comm_type="burst")
+    wrapped(StandIn(None, 1, None, "self"), None, 1, None, "self", cp_comm_type="p2p")
     return theirs, ours, stand_in, replaced, owners
 
 
@@ -77,7 +82,12 @@ def test_signatures_are_those_of_megatrons_wrapper():
         ("DotProductAttention", "BurstCoreAttention"),
         ("StandIn", "BurstTECoreAttention"),
     ]
-    assert [owner.split(".")[-2] for owner in owners] == ["LocalSpecProvider", "TESpecProvider"]
+    assert [owner.split(".")[-2] for owner in owners] == [
+        "LocalSpecProvider",
+        "TESpecProvider",
+        "DotProductAttention",
+        "StandIn",
+    ]
 
 
 def layers(rank):
