@@ -1,7 +1,6 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -9,18 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.comm.groups import Communicator, board_of, communicator_of
+from megatron_burst.comm.groups import board_of, communicator_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine import Call, run_backward, run_forward
+from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, choose_backend
-from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.layout import Layout, check_tokens
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
 
 _WHO = "burst attention"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -42,11 +36,12 @@ def burst_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
 
-    Every rank passes its own rows and gets its own rows of the output. K and V travel round nested
-    rings in forward; in backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results
-    are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is
-    kept. All ranks of the group must call with the same shapes and options, and all of them must
-    run backward through the output if one does: each needs the others' shards.
+    Every rank passes its own rows and gets its own rows of the output. On the GPUs of one host keys
+    are gathered a few heads at a time. Elsewhere K and V travel round nested rings in forward; in
+    backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results are merged and
+    gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is kept. All ranks
+    of the group must call with the same shapes and options, and all of them must run backward
+    through the output if one does: each needs the others' shards.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -85,7 +80,7 @@ def burst_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     carrier = communicator_of(group, config, hcp_groups)
     mask = Mask.CAUSAL if causal else Mask.FULL
-    call, choices = _call(q, k, v, carrier, Layout(layout), mask, scale, config)
+    call, choices = set_up(q, k, v, carrier, Pattern(Layout(layout), mask, scale), config)
     if is_new:
         board.say_once(f"{_WHO}: {choices}")
     out, lse = BurstAttentionFunction.apply(q, k, v, call)
@@ -117,58 +112,6 @@ class BurstAttentionFunction(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             grads = run_backward(ctx.call, q, k, v, out, lse, dout)
         return *(grad.to(q.dtype) for grad in grads), None
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    carrier: Communicator,
-    layout: Layout,
-    mask: Mask,
-    scale: float,
-    config: BurstConfig,
-) -> tuple[Call, str]:
-    """The call's schedules, backend and carrier, and what was chosen, in words."""
-    wide = accumulate_dtype(q.dtype)
-    grad_dtype = q.dtype if config.grad_wire == "input" else wide
-    shape = attention_shape(q, k, v, grad_dtype)
-    circulate = choose_circulate(shape, config.circulate)
-    problem = Problem(q.device.type, q.dtype, shape.dim_qk, shape.dim_v)
-    backend, backend_choice = choose_backend(problem, config.backend)
-    schedule = partial(
-        ring_schedule,
-        carrier.topology,
-        carrier.cp_rank,
-        layout=layout,
-        mask=mask,
-        tokens=shape.tokens,
-    )
-    call = Call(
-        forward=schedule(direction=Direction.FORWARD),
-        backward=schedule(direction=Direction.BACKWARD, circulate=Circulate(circulate.value)),
-        backend=backend,
-        carrier=carrier,
-        scale=scale,
-        grad_dtype=grad_dtype,
-    )
-    return call, f"{carrier.topology}; circulate {circulate}; backend {backend_choice}"
-
-
-def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:
-    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire."""
-    batch, tokens, heads_q, dim_qk = q.shape
-    return AttentionShape(
-        batch=batch,
-        tokens=tokens,
-        heads_q=heads_q,
-        heads_kv=k.shape[2],
-        dim_qk=dim_qk,
-        dim_v=v.shape[3],
-        itemsize=q.dtype.itemsize,
-        stat_bytes=accumulate_dtype(q.dtype).itemsize,
-        grad_bytes=grad_dtype.itemsize,
-    )
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

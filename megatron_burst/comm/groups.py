@@ -1,7 +1,7 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_burst.comm.hop import Transfer
+from megatron_burst.comm.hop import Parcels, Transfer
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig, host_name
 from megatron_burst.errors import BurstError
@@ -42,9 +42,11 @@ class Communicator:
         group: dist.ProcessGroup,
         topology: Topology,
         board: Board,
+        nccl_ctas: int | None = None,
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
+        self._nccl_ctas = nccl_ctas
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
@@ -68,6 +70,8 @@ class Communicator:
         options = None
         if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if self._nccl_ctas is not None:
+                options.config.max_ctas = options.config.min_ctas = self._nccl_ctas
         return dist.new_group(
             [self._ranks[rank] for rank in cp_ranks],
             timeout=timedelta(seconds=self.board.timeout_s),
@@ -87,10 +91,10 @@ class Communicator:
         for _ in range(most - known):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
-    def buffers(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> list:
+    def buffers(self, use: Hashable, count: int, num_bytes: int, device: torch.device) -> list:
         """`count` flat byte buffers, the same ones in every call: allocated once, kept, grown."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        pool = self._buffers.setdefault((cargo, device, stream), [])
+        pool = self._buffers.setdefault((use, device, stream), [])
         if pool and pool[0].numel() < num_bytes:
             pool.clear()
         size = pool[0].numel() if pool else num_bytes
@@ -98,19 +102,39 @@ class Communicator:
             pool.append(torch.empty(size, dtype=torch.uint8, device=device))
         return [buffer[:num_bytes] for buffer in pool[:count]]
 
+    def release_buffers(self) -> None:
+        """Give the memory of all buffers back; the next call allocates them again."""
+        self._buffers.clear()
+
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
         """Post one hop behind what the current stream has queued; returns at once."""
-        group = self._groups[hop.ring, hop.cargo]
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, send, self._ranks[hop.dest], group),
-                dist.P2POp(dist.irecv, recv, self._ranks[hop.source], group),
-            ]
-        )
         name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
+        return self._post((hop.ring, hop.cargo), [(hop.dest, send)], [(hop.source, recv)], name)
+
+    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
+        """Post sends and receives inside the host; those between two ranks match in order."""
+        name = f"{Link.INTRA} {cargo} exchange of cp rank {self.cp_rank}"
+        return self._post((Link.INTRA, cargo), sends, recvs, name)
+
+    def _post(
+        self, group: tuple[Link, Cargo], sends: Parcels, recvs: Parcels, name: str
+    ) -> Transfer:
+        operations = [
+            dist.P2POp(operation, tensor, self._ranks[peer], self._groups[group])
+            for operation, parcels in ((dist.isend, sends), (dist.irecv, recvs))
+            for peer, tensor in parcels
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
-        timeout_s = self.board.timeout_s if recv.device.type == "cpu" else None
+        on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
+        timeout_s = self.board.timeout_s if on_cpu else None
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, _WHO, name))
+
+
+def release_buffers(group: dist.ProcessGroup) -> None:
+    """Give back the memory that a group's communicators keep for their hops."""
+    for communicator in _COMMUNICATORS.get(group, {}).values():
+        communicator.release_buffers()
 
 
 def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
@@ -129,19 +153,20 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: `hosts` pretends hosts; otherwise ranks tell each other their host's name.
+        config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
+            `nccl_ctas` limits NCCL.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
 
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
     made = _COMMUNICATORS.setdefault(group, {})
-    key = (config.hosts, tuple(hcp_groups or ()))
+    key = (config.hosts, config.nccl_ctas, tuple(hcp_groups or ()))
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         topology = _topology(group, config, board, hcp_groups)
-        made[key] = Communicator(group, topology, board, hcp_groups)
+        made[key] = Communicator(group, topology, board, config.nccl_ctas, hcp_groups)
     return made[key]
 
 

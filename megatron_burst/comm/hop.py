@@ -1,7 +1,7 @@
 """Hops in flight and the packed buffers that they move."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -85,16 +85,21 @@ class Transfer:
             raise self._explain(error) from error
 
 
+Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
+
+
 class Carrier(Protocol):
     """What carries hops: a `Communicator`, or a stand-in that joins simulated ranks."""
 
     cp_rank: int
 
     def buffers(
-        self, cargo: Cargo, count: int, num_bytes: int, device: torch.device
+        self, use: Hashable, count: int, num_bytes: int, device: torch.device
     ) -> list[Tensor]: ...
 
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer: ...
+
+    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer: ...
 
 
 class Flight:

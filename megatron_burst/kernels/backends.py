@@ -19,6 +19,9 @@ class Problem:
     dtype: torch.dtype
     dim_qk: int
     dim_v: int
+    grouped: bool = False  # fewer key heads than query heads
+    deterministic: bool = False  # gradients must be bitwise the same twice
+    arch: int = 0  # major number of the GPU's compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,13 @@ class Capability:
         max_dim: largest head dimension; 0 means any.
         dim_multiple: head dimensions must be a multiple of this.
         equal_dims: whether queries and values need the same head dimension.
-        takes_delta: whether backward takes delta; otherwise it takes an output or its stand-in.
+        equal_dims_if_grouped: the same, for grouped heads only.
+        takes_delta: whether backward takes delta instead of an output; if not, a stand-in of it.
+        rectangular_causal: whether a causal tile may have more keys than queries (the diagonal
+            then ends in the last corner).
+        wide_grads: whether gradients come in the accumulation dtype, not the input's.
+        deterministic: whether it can compute the same gradients twice, bit by bit.
+        archs: major compute capabilities; empty means any.
         speed: for the reason that is printed.
     """
 
@@ -41,9 +50,14 @@ class Capability:
     dtypes: frozenset[torch.dtype]
     max_dim: int
     dim_multiple: int
-    equal_dims: bool
     takes_delta: bool
     speed: str
+    equal_dims: bool = False
+    equal_dims_if_grouped: bool = False
+    rectangular_causal: bool = False
+    wide_grads: bool = False
+    deterministic: bool = True
+    archs: frozenset[int] = frozenset()
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend cannot do the problem, or None if it can."""
@@ -51,7 +65,12 @@ class Capability:
             return f"it runs on {'/'.join(sorted(self.devices))} only"
         if problem.dtype not in self.dtypes:
             return f"it has no {str(problem.dtype).removeprefix('torch.')}"
-        if self.equal_dims and problem.dim_qk != problem.dim_v:
+        if self.archs and problem.arch not in self.archs:
+            return f"it runs on GPUs of compute capability {sorted(self.archs)}, not {problem.arch}"
+        if problem.deterministic and not self.deterministic:
+            return "its gradients are not deterministic"
+        equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
+        if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
         for dim in (problem.dim_qk, problem.dim_v):
             if self.max_dim and dim > self.max_dim:
@@ -69,58 +88,89 @@ class QuerySide:
         q: [b, n, h, dqk].
         dout: [b, n, h, dv].
         lse: [b, h, n] over all keys of the sequence, natural logarithm.
-        delta: [b, h, n], rowsum(dO * O).
-        out: [b, n, h, dv], the output or a stand-in with the same delta; None for backends that
-            take delta.
+        delta: [b, h, n], rowsum(dO * O); None where the output is there.
+        out: [b, n, h, dv], the output or a stand-in with the same delta; None where delta is there
+            and the backend takes it.
     """
 
     q: Tensor
     dout: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
     out: Tensor | None
 
-    def rows(self, rows: slice) -> "QuerySide":
-        """The side restricted to some rows."""
+    def rows(self, rows: slice, heads: slice = slice(None)) -> "QuerySide":
+        """The side restricted to some rows and query heads."""
         return replace(
             self,
-            q=self.q[:, rows],
-            dout=self.dout[:, rows],
-            lse=self.lse[:, :, rows],
-            delta=self.delta[:, :, rows],
-            out=None if self.out is None else self.out[:, rows],
+            q=self.q[:, rows, heads],
+            dout=self.dout[:, rows, heads],
+            lse=self.lse[:, heads, rows],
+            delta=None if self.delta is None else self.delta[:, heads, rows],
+            out=None if self.out is None else self.out[:, rows, heads],
         )
 
 
 class Backend(Protocol):
     """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
 
-    A causal tile is square. Grouped heads are native: query head i uses key head i // (h / h_kv).
+    A causal tile is square, or has more keys than queries where `rectangular_causal` says so: then
+    the last query sees every key. Grouped heads are native: query head i uses key head
+    i // (h / h_kv). What is given as `into` is written to and returned.
     """
 
     capability: Capability
 
+    def missing(self) -> str | None:
+        """What must be installed to use it, or None if it is there."""
+        ...
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out [b, n, h, dv], lse [b, h, n]); lse is natural, -inf for rows without a key."""
         ...
 
     def backward(
-        self, side: QuerySide, k: Tensor, v: Tensor, scale: float, causal: bool
+        self,
+        side: QuerySide,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this tile, given statistics over the whole sequence."""
         ...
 
 
+def deliver(results: tuple[Tensor, ...], into: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """Results of a kernel that cannot write where it is told, copied there if anywhere."""
+    if into is None:
+        return results
+    for target, result in zip(into, results, strict=True):
+        target.copy_(result)
+    return into
+
+
 @lru_cache(maxsize=1)
 def backends() -> dict[str, Backend]:
     """All backends by name, fastest first."""
+    from megatron_burst.kernels.cudnn import Cudnn
+    from megatron_burst.kernels.fa4 import FlashAttention4
     from megatron_burst.kernels.flash import Flash
     from megatron_burst.kernels.reference import Reference
     from megatron_burst.kernels.torch_cpu import TorchCpu
 
-    return {backend.capability.name: backend for backend in (Flash(), TorchCpu(), Reference())}
+    every = (FlashAttention4(), Cudnn(), Flash(), TorchCpu(), Reference())
+    return {backend.capability.name: backend for backend in every}
 
 
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
@@ -129,7 +179,9 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     Raises:
         BurstError: if the one asked for is unknown or cannot do it, or if none can.
     """
-    refusals = {name: b.capability.refusal(problem) for name, b in backends().items()}
+    refusals = {
+        name: b.capability.refusal(problem) or b.missing() for name, b in backends().items()
+    }
     able = [name for name, refusal in refusals.items() if refusal is None]
     if asked == "auto" and able:
         chosen = backends()[able[0]]
@@ -142,6 +194,9 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
     instead = f"choose among {', '.join(able)}, or auto" if able else "choose another dtype"
+    uninstalled = [b.missing() for b in backends().values() if not b.capability.refusal(problem)]
+    if any(uninstalled) and asked not in able:
+        instead += f"; {next(filter(None, uninstalled))}"
     raise BurstError(
         f"burst attention: the backend {asked} must be able to compute the call, because nothing "
         f"is converted silently; got {got}, and {why}; {instead}"

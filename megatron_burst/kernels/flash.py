@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.determinism import deterministic_algorithms
 
 _aten = torch.ops.aten
 
@@ -18,19 +19,26 @@ class Flash:
         dim_multiple=8,
         equal_dims=True,
         takes_delta=False,
+        rectangular_causal=True,
+        archs=frozenset({8, 9, 10, 12}),
         speed="FlashAttention-2, which torch ships",
     )
 
-    def forward(self, q, k, v, scale, causal):
+    def missing(self) -> str | None:
+        return None
+
+    def forward(self, q, k, v, scale, causal, into=None):
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
-        return out, lse
+        return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal):
+    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
         no_dropout = torch.empty(2, dtype=torch.uint64, device=k.device)
         unused = torch.empty((), dtype=torch.uint64, device=k.device)
-        return _aten._flash_attention_backward(
-            side.dout, side.q, k, v, side.out, side.lse.contiguous(), None, None,
-            side.q.shape[1], k.shape[1], 0.0, causal, no_dropout, unused, scale=scale,
-        )  # fmt: skip
+        with deterministic_algorithms(deterministic):
+            grads = _aten._flash_attention_backward(
+                side.dout, side.q, k, v, side.out, side.lse.contiguous(), None, None,
+                side.q.shape[1], k.shape[1], 0.0, causal, no_dropout, unused, scale=scale,
+            )  # fmt: skip
+        return deliver(grads, into)

@@ -68,3 +68,19 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
         stand_in.scatter_(-1, column, share)
         left = left - share.to(left.dtype) * factor
     return stand_in
+
+
+def merge_parts(out, lse, parts):
+    """Temporary."""
+    part_lse = torch.stack([l.expand_as(lse) for _, l in parts])
+    merged = part_lse.logsumexp(0)
+    w = torch.exp(part_lse - merged.masked_fill(merged == -torch.inf, 0.0))
+    total = sum(o.to(lse.dtype) * x.transpose(1, 2).unsqueeze(-1) for (o, _), x in zip(parts, w))
+    out.copy_(total)
+    lse.copy_(merged)
+
+
+def sum_parts(target, parts):
+    """Temporary."""
+    dtype = accumulate_dtype(target.dtype)
+    target.copy_(sum(p.to(dtype) for p in parts))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype
 
 _aten = torch.ops.aten
@@ -23,27 +23,30 @@ class TorchCpu:
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_dim=0,
         dim_multiple=1,
-        equal_dims=False,
         takes_delta=False,
+        wide_grads=True,
         speed="the fastest attention that torch has on CPU",
     )
 
-    def forward(self, q, k, v, scale, causal):
+    def missing(self) -> str | None:
+        return None
+
+    def forward(self, q, k, v, scale, causal, into=None):
         dim_v = v.shape[-1]
         q, k, v = _for_kernel(q, k, v)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, scale=scale
         )
-        return out[..., :dim_v].transpose(1, 2), lse
+        return deliver((out[..., :dim_v].transpose(1, 2), lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal):
+    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
         dim_qk, dim_v = k.shape[-1], v.shape[-1]
         q, k, v, dout, out = _for_kernel(side.q, k, v, side.dout, side.out)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, side.lse, 0.0, causal, scale=scale
         )
         dq, dk, dv = dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return deliver((dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), into)
 
 
 def _for_kernel(*tensors: Tensor) -> list[Tensor]:

@@ -26,6 +26,20 @@ def add_flags(add_megatron_arguments):
             "--burst-hosts", type=int, metavar="N", help="pretend that the ranks span N hosts"
         )
         group.add_argument(
+            "--burst-intra",
+            choices=get_args(hints["intra"]),
+            help="inside a host: ring passes shards on, gather collects a few heads at a time",
+        )
+        group.add_argument(
+            "--burst-heads-per-round", type=int, metavar="N", help="key heads gathered at a time"
+        )
+        group.add_argument(
+            "--burst-deterministic",
+            action="store_true",
+            default=None,
+            help="bitwise the same gradients every time",
+        )
+        group.add_argument(
             "--burst-circulate",
             choices=get_args(hints["circulate"]),
             help="what travels in backward; auto takes what has fewer bytes",
@@ -37,6 +51,9 @@ def add_flags(add_megatron_arguments):
             "--burst-grad-wire",
             choices=get_args(hints["grad_wire"]),
             help="dtype of gradients between ranks: accumulate is fp32, input the model's",
+        )
+        group.add_argument(
+            "--burst-nccl-ctas", type=int, metavar="N", help="most thread blocks of a transfer"
         )
         group.add_argument(
             "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"

@@ -1,9 +1,17 @@
 """The choices that `auto` makes from a shape alone, each with its reason."""
 
 from dataclasses import dataclass
+from math import ceil
 
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, hop_bytes
+from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.topology import Topology
+
+_QUERY_TILE = 128  # rows that one thread block of an attention kernel takes
+_TILES_PER_ROUND = 1024  # about eight waves of a GPU's 132 multiprocessors
+_ROUND_BYTES = 512 << 20  # gathered keys and values of one round, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,62 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
     if asked != "auto":
         return Choice(Circulate(asked), f"asked for; {figures}")
     return Choice(min(cost, key=cost.get), figures)
+
+
+def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) -> Choice:
+    """How keys come together inside a host: "ring" or "gather".
+
+    Args:
+        topology: of the group.
+        layout: how tokens are dealt out.
+        device: torch device type.
+        asked: "auto", "ring" or "gather".
+
+    Raises:
+        BurstError: if gathering was asked for across hosts or in the striped layout.
+    """
+    hosts = len(set(topology.host_of))
+    cannot = None
+    if hosts > 1:
+        cannot = f"all ranks must share a host, because keys are gathered over NVLink; got {hosts}"
+    elif layout is Layout.STRIPED:
+        cannot = "the layout must not be striped, because gathered keys lie in order; got striped"
+    if asked == "gather" and cannot:
+        raise BurstError(
+            f"burst attention: to gather, {cannot}; pass --burst-intra ring (intra='ring') or auto"
+        )
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    if cannot or topology.cp_size == 1:
+        return Choice("ring", "one rank" if topology.cp_size == 1 else "gathering cannot do it")
+    if device == "cpu":
+        return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
+    return Choice("gather", "one host: few long kernel calls, no merging")
+
+
+def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+    """Key heads that are gathered at a time: enough to fill a GPU, few enough for the buffer.
+
+    Args:
+        shape: sizes of the call on one rank.
+        cp_size: size of the context-parallel group.
+        asked: by the user; None lets the rule decide.
+
+    Raises:
+        BurstError: if more heads were asked for than there are.
+    """
+    if asked is not None and asked > shape.heads_kv:
+        raise BurstError(
+            "burst attention: heads_per_round must not exceed the key heads of a rank, because a "
+            f"round gathers some of them; got {asked} of {shape.heads_kv}; leave it out"
+        )
+    if asked is not None:
+        return asked
+    head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
+    most = max(1, _ROUND_BYTES // (head_bytes * shape.itemsize))
+    group = shape.heads_q // shape.heads_kv
+    tiles = shape.batch * group * ceil(shape.tokens / _QUERY_TILE)
+    return min(shape.heads_kv, most, ceil(_TILES_PER_ROUND / tiles))
 
 
 def _size(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 from megatron_burst.plan.topology import Link
 
@@ -69,6 +70,31 @@ def link_bytes(schedule: Schedule, shape: AttentionShape) -> dict[Link, int]:
     for hop in schedule.hops:
         sent[schedule.topology.link(schedule.cp_rank, hop.dest)] += per_hop[hop.cargo]
     return dict(sent)
+
+
+def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: int) -> int:
+    """Bytes that a rank of a gather schedule sends.
+
+    Args:
+        schedule: of the rank, for one pass.
+        shape: sizes of the call.
+        share_bytes: bytes of a gradient element as it leaves; 0 in forward, where none does.
+    """
+    row = shape.batch * (shape.dim_qk + shape.dim_v)
+    peers = len(schedule.gathered_tiles[0]) - 1
+    sent = 0
+    for round_ in schedule.rounds:
+        sent += peers * shape.tokens * len(round_.heads) * row * shape.itemsize
+        leaving = sum(
+            len(piece.rows)
+            for tile in round_.tiles
+            for piece in schedule.pieces
+            if piece.owner != schedule.cp_rank
+            and tile.kv.start <= piece.whole.start
+            and piece.whole.stop <= tile.kv.stop
+        )
+        sent += leaving * len(round_.heads) * row * share_bytes
+    return sent
 
 
 def flops(schedule: Schedule, shape: AttentionShape) -> int:

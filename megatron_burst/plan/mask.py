@@ -32,7 +32,8 @@ class Span:
 class Tile:
     """One call of an attention kernel.
 
-    A causal tile is square: its query row i sees its key rows 0..i.
+    In a causal tile the last query row sees every key row, the one before it all but the last key
+    row, and so on; it has at least as many key rows as query rows.
     """
 
     q: Span
@@ -43,7 +44,7 @@ class Tile:
     def pairs(self) -> int:
         """Number of (query, key) pairs that the tile computes."""
         if self.mask is Mask.CAUSAL:
-            return len(self.q) * (len(self.q) + 1) // 2
+            return len(self.q) * (2 * len(self.kv) - len(self.q) + 1) // 2
         return len(self.q) * len(self.kv)
 
 

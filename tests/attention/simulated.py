@@ -36,6 +36,18 @@ class SimulatedCarrier:
     def buffers(self, cargo, count, num_bytes, device):
         return [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(count)]
 
+    def exchange(self, cargo, sends, recvs):
+        time.sleep(self._delay.random() * 1e-3)
+        taken = []
+        for peer, send in sends:
+            self.sent_bytes += send.numel() * send.itemsize
+            taken.append(threading.Event())
+            self._wire.queue(cargo, self.cp_rank, peer).put((send, taken[-1]))
+        for _, recv in recvs:
+            recv.fill_(float("nan"))
+        inboxes = [(self._wire.queue(cargo, peer, self.cp_rank), recv) for peer, recv in recvs]
+        return SimulatedExchange(inboxes, taken)
+
     def start(self, hop, send, recv):
         time.sleep(self._delay.random() * 1e-3)  # ranks must not have to run in step
         self.sent_bytes += send.numel()
@@ -44,6 +56,21 @@ class SimulatedCarrier:
         self._wire.queue(hop.ring, hop.cargo, self.cp_rank, hop.dest).put(parcel)
         inbox = self._wire.queue(hop.ring, hop.cargo, hop.source, self.cp_rank)
         return SimulatedTransfer(inbox, recv, taken)
+
+
+class SimulatedExchange:
+    """Several messages under way; those between two ranks arrive in the order of their posts."""
+
+    def __init__(self, inboxes, taken):
+        self._inboxes, self._taken = inboxes, taken
+
+    def wait(self):
+        for inbox, recv in self._inboxes:
+            data, taken = inbox.get(timeout=_TIMEOUT_S)
+            recv.copy_(data)
+            taken.set()
+        for taken in self._taken:
+            assert taken.wait(_TIMEOUT_S), "nobody took what was sent"
 
 
 class SimulatedTransfer:

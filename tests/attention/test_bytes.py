@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.attention import attention_shape, burst_attention
+from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.plan.cost import link_bytes
+from megatron_burst.engine.setup import attention_shape
+from megatron_burst.plan.cost import gather_bytes, link_bytes
+from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.topology import Link, pretend_hosts
 from tests.ranks import run_ranks
 
 PASSES = [
@@ -76,3 +78,41 @@ def test_bytes_on_each_link_are_exactly_the_plans(world):
         assert len(found) == len(PASSES)
         for sent, planned in found:
             assert sent == planned and sum(sent.values()) > 0
+
+
+GATHERS = [(heads, wire) for heads in (1, 2) for wire in ("accumulate", "input")]
+
+
+def gathered_and_planned(rank, world):
+    restore = dict(vars(dist))
+    found = []
+    for heads, grad_wire in GATHERS:
+        config = BurstConfig(intra="gather", heads_per_round=heads, grad_wire=grad_wire)
+        q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        sent = count_sends(pretend_hosts(world, 1), rank)
+        burst_attention(q, k, v, config=config).sum().backward()
+        vars(dist).update(restore)
+        grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
+        shape = attention_shape(q, k, v, grad_dtype)
+        planned = sum(
+            gather_bytes(
+                gather_schedule(
+                    rank, world, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=2,
+                    heads_per_round=heads, direction=direction, rectangular_causal=False,
+                ),
+                shape,
+                grad_dtype.itemsize if direction is Direction.BACKWARD else 0,
+            )
+            for direction in Direction
+        )  # fmt: skip
+        found.append((dict(sent), planned))
+    return found
+
+
+def test_bytes_of_gathering_are_exactly_the_plans():
+    """All of them inside the host."""
+    for found in run_ranks(gathered_and_planned, 4, 4):
+        assert len(found) == len(GATHERS)
+        for sent, planned in found:
+            assert sent == {Link.INTRA: planned} and planned > 0

@@ -56,20 +56,26 @@ def errors_in_float64(rank, world):
         rows = rows_of(layout, rank, world, tokens)
         truth = truth_of(tensors, causal, dims[0] ** -0.5)
         for hosts in hosts_of(world):
-            got = run(
-                tensors, rows, causal=causal, layout=layout.value,
-                config=BurstConfig(hosts=hosts, circulate=circulate),
-            )  # fmt: skip
-            pairs = zip(got, truth, strict=True)
-            worst = max(float((a - b[:, rows]).abs().max()) for a, b in pairs)
-            errors[layout, circulate, heads, causal, hosts] = worst
+            config = BurstConfig(hosts=hosts, circulate=circulate)
+            got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
+            errors[layout, circulate, heads, causal, hosts] = worst(got, truth, rows)
+        if layout is not Layout.STRIPED:
+            for backend in ("reference", "torch-cpu"):  # causal tiles rectangular, and square
+                config = BurstConfig(intra="gather", heads_per_round=1, backend=backend)
+                got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
+                errors[layout, circulate, heads, causal, backend] = worst(got, truth, rows)
     return errors
+
+
+def worst(got, truth, rows):
+    return max(float((a - b[:, rows]).abs().max()) for a, b in zip(got, truth, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_float64_error_is_at_most_1e_12(world):
     for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
-        assert len(errors) == len(CASES) * len(hosts_of(world))
+        gathering = sum(layout is not Layout.STRIPED for layout, *_ in CASES)
+        assert len(errors) == len(CASES) * len(hosts_of(world)) + 2 * gathering
         for case, error in errors.items():
             assert error <= 1e-12, (rank, case, error)
 
@@ -83,14 +89,18 @@ def low_precision_errors(rank, world, dtype):
     rows = rows_of(Layout.ZIGZAG, rank, world, tokens)
     truth = truth_of(tensors, True, dims[0] ** -0.5)
     results = {}
-    for circulate in ("kv", "q"):
-        config = BurstConfig(hosts=2 if world % 2 == 0 else 1, circulate=circulate)
+    hosts = 2 if world % 2 == 0 else 1
+    for name, config in {
+        "kv": BurstConfig(hosts=hosts, circulate="kv"),
+        "q": BurstConfig(hosts=hosts, circulate="q"),
+        "gather": BurstConfig(intra="gather", heads_per_round=1),
+    }.items():
         got = run(tensors, rows, config=config)
         squares = [((a.double() - b[:, rows]) ** 2).sum() for a, b in zip(got, truth, strict=True)]
         total = torch.stack(squares)
         dist.all_reduce(total)
         norms = torch.stack([(b**2).sum() for b in truth])
-        results[circulate] = (total / norms).sqrt().tolist()
+        results[name] = (total / norms).sqrt().tolist()
     return results
 
 
@@ -99,9 +109,9 @@ def test_low_precision_error_is_at_most_twice_the_undistributed_run_at_every_siz
     """Gradients summed in bf16 on the way would grow with the number of ranks."""
     (baseline,) = run_ranks(low_precision_errors, 1, 1, dtype)
     for world in (2, 4, 8):
-        for circulate, errors in run_ranks(low_precision_errors, world, world, dtype)[0].items():
-            for error, alone in zip(errors, baseline[circulate], strict=True):
-                assert error <= 2 * alone, (world, circulate, errors, baseline)
+        for way, errors in run_ranks(low_precision_errors, world, world, dtype)[0].items():
+            for error, alone in zip(errors, baseline[way], strict=True):
+                assert error <= 2 * alone, (world, way, errors, baseline)
                 assert alone < 1e-2  # a baseline that is itself right
 
 

@@ -1,18 +1,22 @@
-"""The engine with the schedules of any hosts x ranks, on simulated ranks, in float64.
+"""The engine with ring and gather schedules of any size, on simulated ranks, in float64.
 
 Catches wrong tiles, a merge or an accumulation that misses or repeats a share, a buffer used
 before it landed or after it was given away, bytes other than the plan's.
 """
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.attention import attention_shape
-from megatron_burst.engine import Call, run_backward, run_forward
+from megatron_burst.engine.call import Call
+from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.cost import link_bytes
+from megatron_burst.plan.cost import gather_bytes, link_bytes
+from megatron_burst.plan.gather import GatherSchedule, gather_schedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
@@ -36,26 +40,41 @@ def truth(q, k, v, dout, causal, scale):
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def run_engine(topology, tensors, *, layout, mask, circulate, backend, scale, seed=0):
-    """(out, dq, dk, dv) of each rank, and the bytes that each sent."""
+def ring_schedules(topology, rank, circulate, **rows):
+    return (
+        ring_schedule(topology, rank, direction=Direction.FORWARD, **rows),
+        ring_schedule(topology, rank, direction=Direction.BACKWARD, circulate=circulate, **rows),
+    )
+
+
+def gather_schedules(topology, rank, heads, **rows):
+    """`heads`: key heads, heads of a round, whether causal tiles may be rectangular."""
+    options = dict(zip(("heads_kv", "heads_per_round", "rectangular_causal"), heads, strict=True))
+    return [
+        gather_schedule(rank, topology.cp_size, direction=direction, **options, **rows)
+        for direction in Direction
+    ]
+
+
+def planned_bytes(schedules, shape):
+    if isinstance(schedules[0], GatherSchedule):
+        shares = (0, shape.grad_bytes)
+        return sum(gather_bytes(s, shape, n) for s, n in zip(schedules, shares, strict=True))
+    return sum(sum(link_bytes(schedule, shape).values()) for schedule in schedules)
+
+
+def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, seed=0):
+    """(out, dq, dk, dv) of each rank; `schedules` makes a rank's two."""
     size = topology.cp_size
     tokens = tensors[0].shape[1] // size
 
     def one(rank, carrier):
         q, k, v, dout = (x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        options = {"layout": layout, "mask": mask, "tokens": tokens}
-        call = Call(
-            ring_schedule(topology, rank, direction=Direction.FORWARD, **options),
-            ring_schedule(
-                topology, rank, direction=Direction.BACKWARD, circulate=circulate, **options
-            ),
-            backends()[backend], carrier, scale, torch.float64,
-        )  # fmt: skip
+        made = schedules(topology, rank, layout=layout, mask=mask, tokens=tokens)
+        call = Call(*made, backends()[backend], carrier, scale, torch.float64)
         out, lse = run_forward(call, q, k, v)
         grads = run_backward(call, q, k, v, out, lse, dout)
-        shape = attention_shape(q, k, v, torch.float64)
-        planned = sum(sum(link_bytes(s, shape).values()) for s in (call.forward, call.backward))
-        return [out, *grads], planned
+        return [out, *grads], planned_bytes(made, attention_shape(q, k, v, torch.float64))
 
     results, carriers = run_simulated(one, size, seed)
     for carrier, (_, planned) in zip(carriers, results, strict=True):
@@ -84,7 +103,7 @@ def cases(draw):
     options = {
         "layout": layout,
         "mask": draw(st.sampled_from(list(Mask))),
-        "circulate": draw(st.sampled_from(list(Circulate))),
+        "schedules": partial(ring_schedules, circulate=draw(st.sampled_from(list(Circulate)))),
         "backend": draw(st.sampled_from(["reference", "torch-cpu"])),
         "scale": draw(st.sampled_from([0.5, 1.3])),
         "seed": draw(st.integers(0, 9)),
@@ -99,13 +118,43 @@ def test_any_case_is_exact(case):
     assert_exact(topology, tensors, **options)
 
 
+@st.composite
+def gather_cases(draw):
+    size = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 3)]))
+    backend, rectangular = draw(
+        st.sampled_from([("reference", True), ("reference", False), ("torch-cpu", False)])
+    )
+    seed, dims = draw(st.integers(0, 9)), draw(st.sampled_from([(4, 4), (6, 3), (2, 5)]))
+    tensors = problem(size, 2 * draw(st.integers(1, 3)), heads, dims, seed)
+    options = {
+        "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
+        "mask": draw(st.sampled_from(list(Mask))),
+        "schedules": partial(
+            gather_schedules, heads=(heads[1], draw(st.integers(1, heads[1])), rectangular)
+        ),
+        "backend": backend,
+        "scale": 0.5,
+        "seed": seed,
+    }
+    return pretend_hosts(size, 1), tensors, options
+
+
+@settings(deadline=None, max_examples=60)
+@given(gather_cases())
+def test_any_gathering_case_is_exact(case):
+    """Catches keys read before they arrive, shares sent to the wrong owner or summed too early."""
+    topology, tensors, options = case
+    assert_exact(topology, tensors, **options)
+
+
 @pytest.mark.parametrize("circulate", list(Circulate))
 @pytest.mark.parametrize("hosts, ranks", [(4, 4), (2, 8), (16, 1)])
 def test_sixteen_ranks(hosts, ranks, circulate):
     topology = pretend_hosts(16, hosts)
     assert_exact(
         topology, problem(16, 4, (4, 2), (4, 4), 1), layout=Layout.ZIGZAG, mask=Mask.CAUSAL,
-        circulate=circulate, backend="torch-cpu", scale=0.5,
+        schedules=partial(ring_schedules, circulate=circulate), backend="torch-cpu", scale=0.5,
     )  # fmt: skip
 
 
@@ -115,7 +164,7 @@ def test_scores_so_far_apart_that_exp_overflows():
     tensors[1] *= torch.linspace(1, 3000, 16).view(1, -1, 1, 1)
     got = run_engine(
         pretend_hosts(4, 2), tensors, layout=Layout.CONTIGUOUS, mask=Mask.FULL,
-        circulate=Circulate.KV, backend="reference", scale=1.0,
+        schedules=partial(ring_schedules, circulate=Circulate.KV), backend="reference", scale=1.0,
     )  # fmt: skip
     expected = truth(*tensors, False, 1.0)
     for rank, results in enumerate(got):

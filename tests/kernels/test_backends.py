@@ -90,7 +90,7 @@ def test_strided_views_are_read_as_they_are():
 
 
 def problem(device="cpu", dtype=torch.float32, dim_qk=64, dim_v=64):
-    return Problem(device, dtype, dim_qk, dim_v)
+    return Problem(device, dtype, dim_qk, dim_v, arch=9 if device == "cuda" else 0)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,13 @@ def start(rank: str = "0", patched: bool = True) -> None:
 
 def values_of_flags(rank):
     start()
-    every = "--burst-hosts 2 --burst-circulate q --burst-backend reference"
+    every = "--burst-hosts 2 --burst-circulate q --burst-backend reference --burst-deterministic"
+    every += " --burst-intra gather --burst-heads-per-round 3"
     every += " --burst-grad-wire input --burst-timeout-s 12.5"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    for flag in ("context-parallel-impl", "burst-circulate", "burst-backend", "burst-grad-wire"):
+    flags = ("impl", "intra", "circulate", "backend", "grad-wire")
+    for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
         assert exit.value.code == 2
@@ -72,12 +74,20 @@ def _namespace(flags):
 def test_flags_have_the_legal_values_and_become_a_config():
     ((given, default), impl, legal), = run_ranks(values_of_flags, 1)  # fmt: skip
     assert given == BurstConfig(
-        hosts=2, circulate="q", backend="reference", grad_wire="input", timeout_s=12.5
+        intra="gather",
+        heads_per_round=3,
+        circulate="q",
+        backend="reference",
+        deterministic=True,
+        hosts=2,
+        grad_wire="input",
+        timeout_s=12.5,
     )
     assert default == BurstConfig() and impl == "megatron"
     assert legal.pop("burst-backend")[:1] == ["auto"]
     assert legal == {
         "context-parallel-impl": ["megatron", "burst"],
+        "burst-intra": ["auto", "ring", "gather"],
         "burst-circulate": ["auto", "kv", "q"],
         "burst-grad-wire": ["accumulate", "input"],
     }
@@ -96,7 +106,7 @@ def test_without_burst_no_argument_of_megatrons_is_changed():
     ((stock, _, attention),) = run_ranks(arguments_without_burst, 1, False)
     ((ours, said, ours_attention),) = run_ranks(arguments_without_burst, 1, True)
     added = {name for name in ours if name.startswith("burst_")} | {"context_parallel_impl"}
-    assert len(added) == 6 and added.isdisjoint(stock)
+    assert len(added) == 9 and added.isdisjoint(stock)
     assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
     assert attention == ours_attention == "DotProductAttention" and said == 0
 

@@ -1,13 +1,13 @@
-"""Runs a schedule: posts hops, computes tiles, merges results. Forward and backward."""
+"""Runs a ring schedule: posts hops, computes tiles, merges results. Forward and backward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.hop import Carrier, Flight, PackedBuffers, Segment, pack_home
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.comm.hop import Flight, PackedBuffers, Segment, pack_home
+from megatron_burst.engine.call import Call
+from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
     accumulate_dtype,
     delta_stand_in,
@@ -15,31 +15,10 @@ from megatron_burst.kernels.partial import (
     row_delta,
 )
 from megatron_burst.plan.mask import Mask, Tile
-from megatron_burst.plan.schedule import HOME, Cargo, Circulate, Schedule, Step
+from megatron_burst.plan.schedule import HOME, Cargo, Circulate, Step
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Everything about one attention call but its tensors.
-
-    Attributes:
-        forward: what this rank does in forward.
-        backward: what it does in backward.
-        backend: computes the tiles.
-        carrier: carries the hops.
-        scale: of the scores before the softmax.
-        grad_dtype: of gradients on the wire.
-    """
-
-    forward: Schedule
-    backward: Schedule
-    backend: Backend
-    carrier: Carrier
-    scale: float
-    grad_dtype: torch.dtype
-
-
-def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
@@ -69,7 +48,7 @@ def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return out, lse
 
 
-def run_backward(
+def ring_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in the accumulation dtype.
@@ -84,12 +63,13 @@ def run_backward(
         dout: [b, n, h, dv].
     """
     schedule = call.backward
-    mine = QuerySide(q, dout, lse, row_delta(dout, out), out)
+    q_circulates = schedule.circulate is Circulate.Q
+    mine = QuerySide(q, dout, lse, row_delta(dout, out) if q_circulates else None, out)
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    if schedule.circulate is Circulate.KV:
-        reads, stays, travels = (k, v), (dq,), (dk, dv)
-    else:
+    if q_circulates:
         reads, stays, travels = (mine.lse, mine.delta, q, dout), (dk, dv), (dq,)
+    else:
+        reads, stays, travels = (k, v), (dq,), (dk, dv)
     read = pack_home(call.carrier, schedule, reads)
     grad = _TravellingGrads(call, travels)
     flight = Flight(schedule, call.carrier, {Cargo.READ: read, Cargo.GRAD: grad.buffers})
@@ -124,7 +104,9 @@ def _tile_backward(
 ) -> tuple[Tile, Sequence[Tensor]]:
     """Compute a tile's gradients; add those that stay, return those that travel."""
     k, v = (x[:, tile.kv.slice] for x in keys)
-    dq, *dkv = call.backend.backward(side.rows(tile.q.slice), k, v, call.scale, _causal(tile))
+    dq, *dkv = call.backend.backward(
+        side.rows(tile.q.slice), k, v, call.scale, _causal(tile), deterministic=call.deterministic
+    )
     circulate_kv = call.backward.circulate is Circulate.KV
     staying, span = ([dq], tile.q) if circulate_kv else (dkv, tile.kv)
     for total, share in zip(stays, staying, strict=True):

@@ -1,0 +1,33 @@
+"""What one attention call is, apart from its tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_burst.comm.hop import Carrier
+from megatron_burst.kernels.backends import Backend
+from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything about one attention call but its tensors.
+
+    Attributes:
+        forward: what this rank does in forward.
+        backward: what it does in backward.
+        backend: computes the tiles.
+        carrier: carries the data between ranks.
+        scale: of the scores before the softmax.
+        grad_dtype: of gradients on the wire.
+        deterministic: whether gradients must be bitwise the same every time.
+    """
+
+    forward: Schedule | GatherSchedule
+    backward: Schedule | GatherSchedule
+    backend: Backend
+    carrier: Carrier
+    scale: float
+    grad_dtype: torch.dtype
+    deterministic: bool = False

@@ -1,0 +1,109 @@
+"""Decides how a call runs: schedules, kernel, wire; says why."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.groups import Communicator
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.call import Call
+from megatron_burst.kernels.backends import Problem, choose_backend
+from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.plan.choose import choose_circulate, choose_heads_per_round, choose_intra
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.schedule import Circulate, Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which keys a query sees and how scores are scaled."""
+
+    layout: Layout
+    mask: Mask
+    scale: float
+
+
+def set_up(
+    q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
+) -> tuple[Call, str]:
+    """The call, and what was chosen for it, in words.
+
+    Args:
+        q: [b, n, h, d_qk].
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        carrier: of the context-parallel group.
+        pattern: mask, layout, scale.
+        config: what the user asked for.
+
+    Raises:
+        BurstError: if the user asked for what this call cannot have.
+    """
+    grad_dtype = q.dtype if config.grad_wire == "input" else accumulate_dtype(q.dtype)
+    shape = attention_shape(q, k, v, grad_dtype)
+    backend, backend_choice = choose_backend(problem_of(q, shape, config), config.backend)
+    intra = choose_intra(carrier.topology, pattern.layout, q.device.type, config.intra)
+    if intra.value == "gather":
+        heads = choose_heads_per_round(shape, carrier.topology.cp_size, config.heads_per_round)
+        chosen = f"{heads} of {shape.heads_kv} key heads a round"
+        schedule = partial(
+            gather_schedule,
+            carrier.cp_rank,
+            carrier.topology.cp_size,
+            heads_kv=shape.heads_kv,
+            heads_per_round=heads,
+            rectangular_causal=backend.capability.rectangular_causal,
+        )
+        backward = schedule
+    else:
+        circulate = choose_circulate(shape, config.circulate)
+        chosen = f"circulate {circulate}"
+        schedule = partial(ring_schedule, carrier.topology, carrier.cp_rank)
+        backward = partial(schedule, circulate=Circulate(circulate.value))
+    rows = {"layout": pattern.layout, "mask": pattern.mask, "tokens": shape.tokens}
+    call = Call(
+        forward=schedule(direction=Direction.FORWARD, **rows),
+        backward=backward(direction=Direction.BACKWARD, **rows),
+        backend=backend,
+        carrier=carrier,
+        scale=pattern.scale,
+        grad_dtype=grad_dtype,
+        deterministic=config.deterministic,
+    )
+    return call, f"{carrier.topology}; {intra}; {chosen}; backend {backend_choice}"
+
+
+def problem_of(q: Tensor, shape: AttentionShape, config: BurstConfig) -> Problem:
+    """What the kernel is asked to do."""
+    arch = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+    return Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        dim_qk=shape.dim_qk,
+        dim_v=shape.dim_v,
+        grouped=shape.heads_q != shape.heads_kv,
+        deterministic=config.deterministic,
+        arch=arch,
+    )
+
+
+def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:
+    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire."""
+    batch, tokens, heads_q, dim_qk = q.shape
+    return AttentionShape(
+        batch=batch,
+        tokens=tokens,
+        heads_q=heads_q,
+        heads_kv=k.shape[2],
+        dim_qk=dim_qk,
+        dim_v=v.shape[3],
+        itemsize=q.dtype.itemsize,
+        stat_bytes=accumulate_dtype(q.dtype).itemsize,
+        grad_bytes=grad_dtype.itemsize,
+    )

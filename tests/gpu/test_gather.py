@@ -1,0 +1,104 @@
+"""Gathering on NCCL with every kernel that is there: exact, in order, the same twice.
+
+Catches keys read before they landed, buffers given away too early, streams that do not wait, and
+backends that break their contract; errors are relative to the same kernel's on one GPU.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.plan.layout import Layout
+from tests.gpu.test_nccl import GPUS, relative
+from tests.oracle import full_attention, rows_of
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
+]
+HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
+
+
+def kernels():
+    """Backends that can be used with bf16 on this machine's GPUs."""
+    if not GPUS:
+        return []
+    problem = Problem("cuda", torch.bfloat16, 64, 64, arch=torch.cuda.get_device_capability()[0])
+    named = backends().items()
+    able = [name for name, b in named if not (b.capability.refusal(problem) or b.missing())]
+    return [name for name in able if name != "reference"]
+
+
+def problem_of(heads, tokens, dim=64):
+    """Whole-sequence q, k, v and dout in bf16, and (out, dq, dk, dv) in float64."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    sizes = [(heads[0], dim), (heads[1], dim), (heads[1], dim), (heads[0], dim)]
+    tensors = [
+        torch.randn(2, tokens, *x, generator=generator, device="cuda").bfloat16() for x in sizes
+    ]
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    with torch.device("cuda"):
+        out = full_attention(*leaves, True, dim**-0.5)
+    return tensors, [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+
+
+def run(tensors, rows, config):
+    q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+    out = burst_attention(q, k, v, config=config)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+
+
+def errors(rank, world, backend, heads):
+    """Relative errors of (out, dq, dk, dv) by way and heads a round, over the whole sequence."""
+    tensors, truth = problem_of(heads, 2048)
+    rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
+    found = {}
+    for heads_per_round in sorted({1, max(heads[1] // 2, 1), heads[1]}):
+        config = BurstConfig(intra="gather", heads_per_round=heads_per_round, backend=backend)
+        for _ in range(3):  # buffers are used again; a race shows as a difference
+            got = relative(run(tensors, rows, config), truth, rows)
+            found[heads_per_round] = max(found.get(heads_per_round, (0,)), got)
+    config = BurstConfig(intra="ring", backend=backend)
+    found["ring"] = relative(run(tensors, rows, config), truth, rows)
+    return found
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("backend", kernels() or ["none"])
+def test_errors_are_at_most_twice_one_gpus(backend, heads):
+    settings = {"backend": "nccl", "timeout_s": 300}
+    (alone,) = run_ranks(errors, 1, 1, backend, HEADS[heads], **settings)
+    print(f"{backend} {heads} 1 rank: {alone['ring']}")
+    for world in (w for w in (1, 2, 4) if w <= GPUS):
+        for way, several in run_ranks(errors, world, world, backend, HEADS[heads], **settings)[
+            0
+        ].items():
+            print(f"{backend} {heads} {world} ranks {way}: {several}")
+            for error, single in zip(several, alone["ring"], strict=True):
+                assert error <= 2 * single and single < 1e-2, (world, way, several, alone)
+
+
+def twice(rank, world, backend, intra):
+    """Whether two runs, with other work in between, give the same bits."""
+    tensors, _ = problem_of((8, 2), 2048)
+    rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
+    config = BurstConfig(intra=intra, heads_per_round=1, backend=backend, deterministic=True)
+    first = run(tensors, rows, config)
+    torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
+    if rank == 0:
+        torch.cuda._sleep(50_000_000)  # ranks must not have to run in step
+    same = [torch.equal(a, b) for a, b in zip(first, run(tensors, rows, config), strict=True)]
+    dist.barrier()
+    return same
+
+
+@pytest.mark.parametrize("intra", ["gather", "ring"])
+@pytest.mark.parametrize("backend", kernels() or ["none"])
+def test_deterministic_means_the_same_bits_twice(backend, intra):
+    world = max(w for w in (1, 2, 4) if w <= GPUS)
+    for same in run_ranks(twice, world, world, backend, intra, backend="nccl", timeout_s=300):
+        assert same == [True] * 4
