@@ -1,8 +1,15 @@
-"""Partial attention results and how they are merged; delta and its stand-in.
+"""Partial attention results and how they are merged; sums of gradients; delta and its stand-in.
 
 A partial is (out, lse) over the keys seen so far: out [b, n, h, dv] and lse [b, h, n], both in
 `accumulate_dtype`. A row that has seen no key has out 0 and lse -inf.
+
+Plain torch for CPU tensors and for float64, which it defines; Triton kernels that pass over memory
+once (`fused`) for the rest.
 """
+
+from collections.abc import Sequence
+from functools import reduce
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,11 +20,34 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Merge results over disjoint keys: out <- sum of w_i out_i, lse <- logsumexp of lse_i.
+
+    w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
+    positive number, so nothing overflows however far apart the lse are, and the weights add up to 1
+    however large they are. Summed in the accumulation dtype, rounded once. What a part holds in a
+    row where its lse is -inf is not looked at; rows that no part has seen get 0 and -inf.
+
+    Args:
+        out: [b, n, h, dv], any floating dtype; written.
+        lse: [b, h, n], float32 or float64; written.
+        parts: (out [b, n, h, dv], lse [b, h, n]) each; (out, lse) itself may be among them.
+    """
+    outs, lses = zip(*parts, strict=True)
+    if fused := _fused(out, lse, *outs, *lses):
+        return fused.merge_parts(out, lse, parts)
+    dtype = _common_dtype(out, lse, *outs, *lses)
+    stacked = torch.stack([x.to(dtype) for x in lses])
+    merged = torch.zeros(out.shape, dtype=dtype, device=out.device)
+    for part, part_lse, weight in zip(outs, stacked, stacked.softmax(0), strict=True):
+        unseen = _to_rows(part_lse == -torch.inf)  # the softmax of nothing but -inf is NaN
+        merged += (part.to(dtype) * _to_rows(weight)).masked_fill_(unseen, 0)
+    out.copy_(merged)
+    lse.copy_(stacked.logsumexp(0))
+
+
 def merge_partial(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
     """Merge a tile's result into a partial, in place.
-
-    out <- out + w (tile_out - out) with w = exp(tile_lse - logaddexp(lse, tile_lse)): no
-    exponential of a positive number, so nothing overflows however far apart the two lse are.
 
     Args:
         out: [b, n, h, dv] of the partial.
@@ -25,11 +55,23 @@ def merge_partial(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) 
         tile_out: [b, n, h, dv], any floating dtype.
         tile_lse: [b, h, n].
     """
-    merged = torch.logaddexp(lse, tile_lse)
-    # -inf - -inf is NaN: a row that neither side has seen keeps weight exp(-inf - 0) = 0
-    weight = torch.exp(tile_lse - merged.masked_fill(merged == -torch.inf, 0.0))
-    out.lerp_(tile_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
-    lse.copy_(merged)
+    merge_parts(out, lse, [(out, lse), (tile_out, tile_lse)])
+
+
+def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """target <- sum of parts, in their order and the accumulation dtype, rounded once.
+
+    Args:
+        target: [b, n, h, d], any floating dtype; written; may be one of the parts.
+        parts: [b, n, h, d] each, any floating dtypes; at least one.
+    """
+    if fused := _fused(target, *parts):
+        return fused.sum_parts(target, parts)
+    dtype = _common_dtype(target, *parts)
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    target.copy_(total)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -39,6 +81,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         dout: [b, n, h, dv] gradient of the output.
         out: [b, n, h, dv] output.
     """
+    if fused := _fused(dout, out):
+        return fused.row_delta(dout, out)
     dtype = accumulate_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
 
@@ -58,6 +102,8 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     Returns:
         [b, n, h, dv] in dout's dtype.
     """
+    if fused := _fused(dout, delta):
+        return fused.delta_stand_in(dout, delta, nonzeros)
     stand_in = torch.zeros_like(dout, memory_format=torch.contiguous_format)
     left = delta.transpose(1, 2).unsqueeze(-1)
     columns = dout.abs().topk(min(nonzeros, dout.shape[-1]), dim=-1).indices
@@ -70,17 +116,19 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     return stand_in
 
 
-def merge_parts(out, lse, parts):
-    """Temporary."""
-    part_lse = torch.stack([l.expand_as(lse) for _, l in parts])
-    merged = part_lse.logsumexp(0)
-    w = torch.exp(part_lse - merged.masked_fill(merged == -torch.inf, 0.0))
-    total = sum(o.to(lse.dtype) * x.transpose(1, 2).unsqueeze(-1) for (o, _), x in zip(parts, w))
-    out.copy_(total)
-    lse.copy_(merged)
+def _fused(*tensors: Tensor) -> ModuleType | None:
+    """The Triton kernels, if they are for these tensors; imported only then."""
+    if not all(x.is_cuda and x.dtype != torch.float64 for x in tensors):
+        return None
+    from megatron_burst.kernels import fused
+
+    return fused
 
 
-def sum_parts(target, parts):
-    """Temporary."""
-    dtype = accumulate_dtype(target.dtype)
-    target.copy_(sum(p.to(dtype) for p in parts))
+def _common_dtype(*tensors: Tensor) -> torch.dtype:
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def _to_rows(statistics: Tensor) -> Tensor:
+    """[b, h, n] as [b, n, h, 1]."""
+    return statistics.transpose(1, 2).unsqueeze(-1)

@@ -51,7 +51,7 @@ def start(rank: str = "0", patched: bool = True) -> None:
 def values_of_flags(rank):
     start()
     every = "--burst-hosts 2 --burst-circulate q --burst-backend reference --burst-deterministic"
-    every += " --burst-intra gather --burst-heads-per-round 3"
+    every += " --burst-intra gather --burst-heads-per-round 3 --burst-nccl-ctas 8"
     every += " --burst-grad-wire input --burst-timeout-s 12.5"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
@@ -81,6 +81,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         deterministic=True,
         hosts=2,
         grad_wire="input",
+        nccl_ctas=8,
         timeout_s=12.5,
     )
     assert default == BurstConfig() and impl == "megatron"
@@ -106,7 +107,7 @@ def test_without_burst_no_argument_of_megatrons_is_changed():
     ((stock, _, attention),) = run_ranks(arguments_without_burst, 1, False)
     ((ours, said, ours_attention),) = run_ranks(arguments_without_burst, 1, True)
     added = {name for name in ours if name.startswith("burst_")} | {"context_parallel_impl"}
-    assert len(added) == 9 and added.isdisjoint(stock)
+    assert len(added) == 10 and added.isdisjoint(stock)
     assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
     assert attention == ours_attention == "DotProductAttention" and said == 0
 

@@ -1,0 +1,212 @@
+"""Triton kernels: partials, sums of gradients, delta; each is one launch, one pass over memory.
+
+`partial` says what each computes and has it in plain torch; sums are in float32 here. Tensors have
+any strides. A program works on a block of tokens of one head.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # elements of each tensor in a program: 8 KB in bf16, 32 sums in a thread's registers
+
+
+def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """`partial.merge_parts`: out [b, n, h, dv] up to float32, lse [b, h, n] in float32."""
+    outs, lses = zip(*parts, strict=True)
+    _launch(
+        _merge_kernel, out, _operand(out), _operand(lse), _operands(outs), _operands(lses),
+        COUNT=len(parts),
+    )  # fmt: skip
+
+
+def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """`partial.sum_parts`: [b, n, h, d] up to float32."""
+    _launch(_sum_kernel, target, _operand(target), _operands(parts), COUNT=len(parts))
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """`partial.row_delta`: of [b, n, h, dv] up to float32, [b, h, n] in float32."""
+    batch, tokens, heads, _ = out.shape
+    delta = out.new_empty(batch, heads, tokens, dtype=torch.float32)
+    _launch(_delta_kernel, out, _operand(dout), _operand(out), _operand(delta))
+    return delta
+
+
+def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
+    """`partial.delta_stand_in`: dout [b, n, h, dv] up to float32, delta [b, h, n] in float32."""
+    stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
+    _launch(
+        _stand_in_kernel, dout, _operand(dout), _operand(delta), _operand(stand_in),
+        NONZEROS=min(nonzeros, dout.shape[-1]), LARGEST=torch.finfo(dout.dtype).max,
+    )  # fmt: skip
+    return stand_in
+
+
+def _operand(x: Tensor) -> tuple:
+    """A tensor as a kernel takes it: (x, *strides).
+
+    The stride of an axis of size 1 does not matter; as 0 it never costs another compilation.
+    """
+    return x, *(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _operands(tensors: Sequence[Tensor]) -> tuple:
+    return tuple(_operand(x) for x in tensors)
+
+
+def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **constants) -> None:
+    """Run a kernel over all rows of a tensor [b, n, h, d]."""
+    if rows_of.numel() == 0:
+        return
+    batch, tokens, heads, dim = rows_of.shape
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, _BLOCK // columns)
+    grid = (batch * heads * triton.cdiv(tokens, rows),)
+    with torch.cuda.device_of(rows_of):  # Triton launches on the current device, whatever it gets
+        kernel[grid](
+            *operands, tokens, heads, DIM=dim, ROWS=rows, COLUMNS=columns, num_warps=4, **constants
+        )
+
+
+@triton.jit
+def _place(tokens, heads, ROWS: tl.constexpr):
+    """(batch, head, tokens) of this program, in int64: tensors may have more than 2^31 elements.
+
+    Heads run fastest, because programs that run together should touch memory that lies together.
+    """
+    blocks = tl.cdiv(tokens, ROWS)
+    block = tl.program_id(0) // heads
+    rows = (block % blocks) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(0) % heads
+    return (block // blocks).to(tl.int64), head.to(tl.int64), rows.to(tl.int64)
+
+
+@triton.jit
+def _elements(x, batch, head, rows, columns):
+    """Pointers [rows, columns] into an operand [b, n, h, d]."""
+    base = x[0] + batch * x[1] + head * x[3]
+    return base + rows[:, None] * x[2] + columns[None, :] * x[4]
+
+
+@triton.jit
+def _statistics(x, batch, head, rows):
+    """Pointers [rows] into an operand [b, h, n]."""
+    return x[0] + batch * x[1] + head * x[2] + rows * x[3]
+
+
+@triton.jit(do_not_specialize=["lse", "lses", "tokens", "heads"])
+def _merge_kernel(
+    out, lse, outs, lses, tokens, heads,
+    COUNT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, head, rows = _place(tokens, heads, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = rows < tokens
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    for i in tl.static_range(COUNT):
+        pointers = _statistics(lses[i], batch, head, rows)
+        largest = tl.maximum(largest, tl.load(pointers, mask=inside, other=-float("inf")))
+    # -inf - -inf is NaN: in a row that no part has seen, all weights are exp(-inf - 0) = 0
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(COUNT):
+        pointers = _statistics(lses[i], batch, head, rows)
+        part_lse = tl.load(pointers, mask=inside, other=-float("inf"))  # from the cache
+        weight = tl.exp(part_lse - largest)
+        total += weight
+        seen = (part_lse != -float("inf"))[:, None] & (columns < DIM)[None, :]
+        part = tl.load(_elements(outs[i], batch, head, rows, columns), mask=seen, other=0.0)
+        merged += weight[:, None] * part.to(tl.float32)
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    # in place: several threads load the lse of a row; all have, before one overwrites it
+    tl.debug_barrier()
+    valid = inside[:, None] & (columns < DIM)[None, :]
+    tl.store(_elements(out, batch, head, rows, columns), merged, mask=valid)
+    tl.store(_statistics(lse, batch, head, rows), largest + tl.log(total), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _sum_kernel(
+    target, parts, tokens, heads,
+    COUNT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, head, rows = _place(tokens, heads, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    valid = (rows < tokens)[:, None] & (columns < DIM)[None, :]
+    total = tl.load(_elements(parts[0], batch, head, rows, columns), mask=valid).to(tl.float32)
+    for i in tl.static_range(1, COUNT):
+        part = tl.load(_elements(parts[i], batch, head, rows, columns), mask=valid)
+        total += part.to(tl.float32)
+    tl.store(_elements(target, batch, head, rows, columns), total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["delta", "tokens", "heads"])
+def _delta_kernel(
+    dout, out, delta, tokens, heads,
+    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, head, rows = _place(tokens, heads, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = rows < tokens
+    valid = inside[:, None] & (columns < DIM)[None, :]
+    left = tl.load(_elements(dout, batch, head, rows, columns), mask=valid, other=0.0)
+    right = tl.load(_elements(out, batch, head, rows, columns), mask=valid, other=0.0)
+    sums = tl.sum(left.to(tl.float32) * right.to(tl.float32), axis=1)
+    tl.store(_statistics(delta, batch, head, rows), sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["delta", "tokens", "heads"])
+def _stand_in_kernel(
+    dout, delta, stand_in, tokens, heads,
+    NONZEROS: tl.constexpr, LARGEST: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, head, rows = _place(tokens, heads, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = rows < tokens
+    valid = inside[:, None] & (columns < DIM)[None, :]
+    x = tl.load(_elements(dout, batch, head, rows, columns), mask=valid, other=0.0)
+    left = tl.load(_statistics(delta, batch, head, rows), mask=inside, other=0.0)
+    keys = _keys(x, columns, DIM, COLUMNS)
+    shares = tl.zeros([ROWS, COLUMNS], x.dtype)
+    for _ in tl.static_range(NONZEROS):
+        key = tl.max(keys, axis=1)
+        factor = _value(key // COLUMNS, x.dtype).to(tl.float32)
+        share = tl.where(factor == 0.0, 0.0, left / tl.where(factor == 0.0, 1.0, factor))
+        share = tl.clamp(share, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
+        shares = tl.where(keys == key[:, None], share[:, None], shares)
+        keys = tl.where(keys == key[:, None], -1, keys)
+        left -= share.to(tl.float32) * factor
+    tl.store(_elements(stand_in, batch, head, rows, columns), shares, mask=valid)
+
+
+@triton.jit
+def _keys(x, columns, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Integers in the order of |x|, each with x's sign and column in its last bits.
+
+    The largest entry of a row, its sign and where it is then come from one max; no two are equal.
+    """
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    if BITS == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    magnitude = bits & ((1 << (BITS - 1)) - 1)
+    sign = (bits >> (BITS - 1)) & 1
+    keys = (magnitude * 2 + sign) * COLUMNS + columns[None, :]
+    return tl.where((columns < DIM)[None, :], keys, -1)
+
+
+@triton.jit
+def _value(code, dtype: tl.constexpr):
+    """The number of which magnitude * 2 + sign is left."""
+    bits = (code >> 1) | ((code & 1) << (dtype.primitive_bitwidth - 1))
+    if dtype.primitive_bitwidth == 16:
+        return bits.to(tl.int16).to(dtype, bitcast=True)
+    else:
+        return bits.to(tl.int32).to(dtype, bitcast=True)
