@@ -180,7 +180,7 @@ def _stand_in_kernel(
         share = tl.where(factor == 0.0, 0.0, left / tl.where(factor == 0.0, 1.0, factor))
         share = tl.clamp(share, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
         shares = tl.where(keys == key[:, None], share[:, None], shares)
-        keys = tl.where(keys == key[:, None], -1, keys)
+        pass
         left -= share.to(tl.float32) * factor
     tl.store(_elements(stand_in, batch, head, rows, columns), shares, mask=valid)
 

@@ -1,7 +1,6 @@
 """The choices that `auto` makes from a shape alone, each with its reason."""
 
 from dataclasses import dataclass
-from math import ceil
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, hop_bytes
@@ -9,8 +8,6 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
-_QUERY_TILE = 128  # rows that one thread block of an attention kernel takes
-_TILES_PER_ROUND = 1024  # about eight waves of a GPU's 132 multiprocessors
 _ROUND_BYTES = 512 << 20  # gathered keys and values of one round, at most
 
 
@@ -80,7 +77,7 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
 
 
 def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
-    """Key heads that are gathered at a time: enough to fill a GPU, few enough for the buffer.
+    """Key heads that are gathered at a time: as many as the buffer holds, for long kernel calls.
 
     Args:
         shape: sizes of the call on one rank.
@@ -99,9 +96,7 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
         return asked
     head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
     most = max(1, _ROUND_BYTES // (head_bytes * shape.itemsize))
-    group = shape.heads_q // shape.heads_kv
-    tiles = shape.batch * group * ceil(shape.tokens / _QUERY_TILE)
-    return min(shape.heads_kv, most, ceil(_TILES_PER_ROUND / tiles))
+    return min(shape.heads_kv, most)
 
 
 def _size(num_bytes: int) -> str:

@@ -1,11 +1,20 @@
-"""Merging of partial results and delta's stand-in, against their definitions."""
+"""Merging of partial results, sums, delta's stand-in in plain torch, against their definitions."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.kernels.partial import delta_stand_in, merge_partial, row_delta
+from megatron_burst.kernels.partial import (
+    delta_stand_in,
+    merge_partial,
+    merge_parts,
+    row_delta,
+    sum_parts,
+)
 
 
 @settings(deadline=None)
@@ -27,7 +36,69 @@ def test_merging_equals_softmax_over_all_keys_in_any_order(seed, spread):
         assert (lse - scores.logsumexp(-1)).abs().max() <= 1e-12 * spread
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_merging_several_parts_rounds_once(dtype):
+    """Catches sums in the parts' dtype and weights that do not add up to 1 for large lse."""
+    torch.manual_seed(0)
+    parts = [(torch.randn(2, 50, 3, 8).to(dtype), torch.randn(2, 3, 50)) for _ in range(4)]
+    for shift in (0.0, 3000.0):
+        lses = torch.stack([lse + shift for _, lse in parts]).double()
+        weights = lses.softmax(0).transpose(2, 3).unsqueeze(-1)
+        expected = sum(x.double() * w for (x, _), w in zip(parts, weights, strict=True))
+        out, lse = torch.empty(2, 50, 3, 8, dtype=dtype), torch.empty(2, 3, 50)
+        merge_parts(out, lse, [(x, y + shift) for x, y in parts])
+        error = (out - expected).abs() - torch.finfo(dtype).eps / 2 * expected.abs()
+        assert error.max() <= 1e-6
+        assert (lse - lses.logsumexp(0)).abs().max() <= 1e-7 * max(shift, 10)
+
+
+def test_a_part_is_not_looked_at_where_it_has_seen_nothing():
+    """Catches 0 * NaN: kernels leave anything in rows without a key. In place, as in a ring."""
+    nan, inf = torch.nan, torch.inf
+    out = torch.tensor([nan, 1.0, nan]).view(1, 3, 1, 1)
+    lse = torch.tensor([[[-inf, 0.5, -inf]]])
+    other = torch.tensor([2.0, nan, nan]).view(1, 3, 1, 1)
+    merge_parts(out, lse, [(other, torch.tensor([[[0.25, -inf, -inf]]])), (out, lse)])
+    assert torch.equal(out.flatten(), torch.tensor([2.0, 1.0, 0.0]))
+    assert torch.equal(lse.flatten(), torch.tensor([0.25, 0.5, -inf]))
+
+
+@pytest.mark.parametrize("place", [None, 0, 2])
+def test_sums_keep_their_order_and_are_rounded_once(place):
+    """Catches sums in bf16, another order, and a target that is overwritten before it is read."""
+    torch.manual_seed(0)
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]
+    parts = [torch.randn(2, 9, 3, 8).to(dtype) for dtype in dtypes]
+    first, second, third, fourth = (part.float() for part in parts)
+    expected = (((first + second) + third) + fourth).to(torch.bfloat16)
+    target = torch.empty_like(expected) if place is None else parts[place]
+    sum_parts(target, parts)
+    assert torch.equal(target, expected)
+
+
+def test_float64_is_summed_in_float64():
+    """Catches a detour through float32, which would hide errors from the tests in float64."""
+    parts = [torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (1.0, 2.0**-40)]
+    sum_parts(parts[0], parts)
+    assert float(parts[0]) == 1 + 2.0**-40
+
+
+def test_on_cpu_triton_is_not_needed():
+    """Catches an import of Triton where torch came without it."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+x, lse = torch.ones(1, 2, 1, 8), torch.zeros(1, 1, 2)
+merge_parts(x, lse, [(x, lse)])
+sum_parts(x, [x, delta_stand_in(x, row_delta(x, x))])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_row_that_no_side_has_seen_stays_empty():
+    """Catches the NaN of -inf - -inf."""
     out, lse = torch.zeros(1, 2, 1, 3), torch.full((1, 1, 2), -torch.inf)
     tile_lse = torch.tensor([[[-torch.inf, 0.5]]])
     merge_partial(out, lse, torch.ones(1, 2, 1, 3), tile_lse)

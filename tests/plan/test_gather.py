@@ -171,14 +171,14 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
         choose_intra(topology, layout, "cuda", "gather")
 
 
-def test_heads_of_a_round_fill_a_gpu_within_the_buffer():
+def test_a_round_has_as_many_heads_as_the_buffer_holds():
     def heads(tokens, heads_q, heads_kv, asked=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
         return choose_heads_per_round(shape, 4, asked)
 
-    assert heads(16384, 32, 8) == 2 and heads(16384, 32, 32) == 8  # 8 query heads of 128 tiles
-    assert heads(131072, 32, 32) == 1 and heads(131072, 8, 1) == 1
-    assert heads(256, 8, 2) == 2  # all there are
+    assert heads(16384, 32, 8) == 8  # 32 MiB each
+    assert heads(16384, 32, 32) == 16  # of 512 MiB
+    assert heads(131072, 32, 32) == 2 and heads(131072, 8, 1) == 1
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     assert heads(16384, 32, 8, asked=5) == 5
     with pytest.raises(BurstError, match="must not exceed the key heads.*got 3 of 2; leave it out"):

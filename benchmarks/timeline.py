@@ -1,0 +1,132 @@
+"""What one GPU does during one forward and backward pass of burst attention, as CSV and picture.
+
+torchrun --nproc-per-node 4 benchmarks/timeline.py record --seq 131072 --heads 32/8 OUT.csv
+python benchmarks/timeline.py draw OUT.csv docs/timeline.png
+"""
+
+import csv
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from matplotlib.figure import Figure
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+
+KINDS = (  # what a kernel's name contains, what it is, its colour; the first that fits counts
+    ("nccl", "NCCL", "tab:orange"),
+    ("ashattentionforward", "attention forward", "tab:blue"),
+    ("ashattentionbackwardsm", "attention backward", "tab:cyan"),
+    ("ashattentionbackward", "attention: prepare, convert", "tab:purple"),
+    ("flash", "attention", "tab:blue"),
+    ("_kernel", "merge, sum", "tab:green"),
+    ("mem", "copy, fill", "tab:red"),
+    ("", "other", "tab:gray"),
+)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def record(
+    out: Path,
+    seq: Annotated[int, typer.Option(help="tokens of the whole sequence")] = 65536,
+    heads: Annotated[str, typer.Option(help="query heads / key heads")] = "32/8",
+    modes: Annotated[str, typer.Option(help="comma-separated: gather, ring")] = "gather,ring",
+) -> None:
+    """Profile one pass of each mode on every rank; rank 0 writes its own."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    num_q, num_kv = map(int, heads.split("/"))
+    q, k, v, dout = (
+        torch.randn(seq // dist.get_world_size(), 1, h, 128, device="cuda").bfloat16()
+        for h in (num_q, num_kv, num_kv, num_q)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    rows = []
+    for mode in modes.split(","):
+        for _ in range(3):
+            _one_pass(leaves, dout, mode)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            _one_pass(leaves, dout, mode)
+        rows += [(mode, *row) for row in _kernels(profiler)]
+    if dist.get_rank() == 0:
+        with out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["mode", "stream", "name", "start_us", "duration_us"])
+            writer.writerows(rows)
+    dist.destroy_process_group()
+
+
+def _one_pass(leaves, dout, mode) -> None:
+    dist.barrier()
+    torch.cuda._sleep(10_000_000)  # the CPU runs ahead, as it does in training
+    out = burst_attention(*leaves, qkv_format="sbhd", config=BurstConfig(intra=mode))
+    torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+
+
+def _kernels(profiler) -> list[tuple]:
+    events = [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    first = min(event.start_ns() for event in events)
+    rows = [
+        (
+            event.device_resource_id(),
+            event.name()[:80],
+            (event.start_ns() - first) / 1e3,
+            event.duration_ns() / 1e3,
+        )
+        for event in events
+        if "spin" not in event.name()
+    ]
+    return sorted(rows, key=lambda row: row[2])
+
+
+@app.command()
+def draw(source: Path, picture: Path) -> None:
+    """One panel a mode, one line a stream."""
+    with source.open() as file:
+        rows = list(csv.DictReader(file))
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure = Figure(figsize=(14, 2.2 * len(modes) + 1), layout="constrained")
+    axes = figure.subplots(len(modes), 1, squeeze=False)[:, 0]
+    for axis, mode in zip(axes, modes, strict=True):
+        _panel(axis, mode, [row for row in rows if row["mode"] == mode])
+    handles = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    figure.savefig(picture, dpi=130)
+
+
+def _panel(axis, mode: str, rows: list[dict]) -> None:
+    first = min(float(row["start_us"]) for row in rows if _kind(row["name"])[1] != "other")
+    streams = list(dict.fromkeys(row["stream"] for row in rows))
+    for row in rows:
+        _, label, colour = _kind(row["name"])
+        span = ((float(row["start_us"]) - first) / 1e3, float(row["duration_us"]) / 1e3)
+        axis.broken_barh(
+            [span], (streams.index(row["stream"]) - 0.4, 0.8), color=colour, label=label
+        )
+    end = max(float(row["start_us"]) + float(row["duration_us"]) for row in rows) - first
+    axis.set(
+        title=f"{mode}: {end / 1e3:.1f} ms", xlabel="ms", yticks=range(len(streams)), xlim=(0, None)
+    )
+    axis.set_yticklabels([f"stream {stream}" for stream in streams])
+
+
+def _kind(name: str) -> tuple[str, str, str]:
+    return next(kind for kind in KINDS if kind[0] in name.lower())
+
+
+if __name__ == "__main__":
+    app()

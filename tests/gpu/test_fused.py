@@ -1,0 +1,106 @@
+"""The Triton kernels compiled, on the shapes that tests/kernels interprets and on larger ones."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_burst.kernels import partial
+from tests.kernels.test_fused import (
+    DELTAS,
+    MANY,
+    MIXES,
+    SHAPES,
+    check_delta,
+    check_merge,
+    check_sum,
+    compare_corners,
+    compare_delta,
+    compare_merge,
+    compare_sum,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+]
+LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
+def test_merging(shape, dtypes, in_place):
+    """Catches what the interpreter cannot: in place, a thread that overwrites what another reads;
+    wrong alignment; bf16 that is not rounded to nearest.
+    """
+    check_merge(compare_merge(partial, "cuda", shape, dtypes, in_place))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
+def test_sums(shape, dtypes, in_place):
+    """Catches sums that are not torch's bit by bit, and wrong alignment."""
+    check_sum(compare_sum(partial, "cuda", shape, dtypes, in_place))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize("dtypes", DELTAS.values(), ids=DELTAS)
+def test_delta_and_its_stand_in(shape, dtypes, scale):
+    """Catches an entry, sign or column that is read back wrongly from the packed keys."""
+    check_delta(compare_delta(partial, "cuda", shape, dtypes, scale))
+
+
+def test_corners():
+    """Catches what only expanded, empty, very narrow or wide tensors and extreme values show."""
+    corners = compare_corners(partial, "cuda")
+    assert all(corners.values()), corners
+
+
+def test_cuda_tensors_go_to_the_kernels_except_float64():
+    """Catches a dispatch that makes the tests above compare torch with itself."""
+    x = torch.ones(1, 1, 1, 8, device="cuda")
+    fused = sys.modules["megatron_burst.kernels.fused"]
+    assert partial._fused(x, x.bfloat16()) is fused
+    assert partial._fused(x, x.double()) is None and partial._fused(x.cpu()) is None
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_offsets_beyond_32_bits(axis):
+    """Catches offsets in int32: the last index along one axis lies 2^31 elements from the first."""
+    far, near = 2**30, [1024, 256, 128]
+    strides = [far if i == axis else near[i] for i in range(3)]
+    shape = [3 if i == axis else 2 for i in range(3)]
+    memory = torch.zeros(2 * far + 4096, dtype=torch.bfloat16, device="cuda")
+    target = memory.as_strided((*shape, 128), (*strides, 1))
+    torch.manual_seed(0)
+    part = torch.randn(*shape, 128, device="cuda").bfloat16()
+    partial.sum_parts(target, [part])
+    assert torch.equal(target, part) and int(memory.count_nonzero()) == int(part.count_nonzero())
+    lse = torch.zeros(shape[0], shape[2], shape[1], device="cuda")
+    doubled = torch.empty_like(part)
+    partial.merge_parts(doubled, lse, [(target, lse), (target, lse)])
+    assert torch.equal(doubled, part)
+
+
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_other_lengths_do_not_compile_again(tokens):
+    """Catches a stall at every new sequence length; the length's divisibility may matter once."""
+    from megatron_burst.kernels import fused
+
+    def compiled():
+        (cache, *_) = fused._sum_kernel.device_caches[torch.cuda.current_device()]
+        return len(cache)
+
+    def run(length):
+        x = torch.ones(1, length, 4, 128, device="cuda").bfloat16()
+        partial.sum_parts(x, [x, x])
+
+    run(tokens)
+    before = compiled()
+    for factor in (2, 3, 50, 1000):
+        run(tokens * factor)
+        run(tokens * factor + 1)
+    assert compiled() == before

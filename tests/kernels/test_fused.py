@@ -1,0 +1,225 @@
+"""The Triton kernels, in Triton's interpreter on CPU, against plain torch and against float64.
+
+The comparisons are functions of (kernels, device, shape, ...) that return numbers: tests/gpu makes
+the same ones on a GPU. Where GPUs round to bf16, the interpreter cuts off.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from megatron_burst.kernels import partial
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(2, 19, 3, 8), (1, 110, 2, 40), (1, 33, 2, 128), (2, 23, 1, 192)]
+MIXES = {  # of parts; the third one's is the target's too
+    "bf16": [BF16] * 3,
+    "fp16": [FP16] * 4,
+    "two to fp32": [FP32, BF16, FP32],
+    "three to fp16": [BF16, FP32, FP16],
+}
+MANY = {"17 of fp16": [FP16] * 17, "40 of two": [FP32, BF16] * 20}
+DELTAS = {"bf16": [BF16, BF16], "fp16": [FP16, FP16], "two": [FP32, BF16]}
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def cut(x, how):
+    """The same values in other memory: dense, another order, slices, nothing aligned."""
+    if how % 4 == 0:
+        return x.clone()
+    if how % 4 == 1:
+        return x.transpose(0, -3).contiguous().transpose(0, -3)
+    if how % 4 == 2:
+        return pad(x, (0, 0, 2, 1, 3, 2), value=7)[..., 3:-2, 2:-1, :]
+    return pad(x, (3, 1), value=7)[..., 3:-1]
+
+
+def around(view):
+    """The memory that a view was cut from, without the view."""
+    memory = view._base.clone()
+    memory.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+    return memory
+
+
+def excess(got, truth, eps):
+    """Largest error beyond one rounding (relative eps) of the truth, relative to its largest."""
+    return float((((got.double() - truth).abs() - eps * truth.abs()) / truth.abs().max()).max())
+
+
+def random_tensors(shape, dtypes, device):
+    torch.manual_seed(0)
+    return [cut(torch.randn(shape, device=device).to(x), i) for i, x in enumerate(dtypes)]
+
+
+def one_rounding(device, dtype):
+    cuts_off = device == "cpu" and dtype is BF16
+    return torch.finfo(dtype).eps / (1 if cuts_off else 2)
+
+
+def parts_with_empty_rows(shape, dtypes, device):
+    """Parts for merge_parts, NaN where they have seen no key; every seventh row is so in all."""
+    batch, tokens, heads, _ = shape
+    outs = random_tensors(shape, dtypes, device)
+    lses = random_tensors((batch, heads, tokens), [FP32] * len(dtypes), device)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        lse.mul_(8)
+        for empty in (slice(i, None, 5), slice(6, None, 7)):
+            out[:, empty], lse[:, :, empty] = torch.nan, -torch.inf
+    return list(zip(outs, lses, strict=True))
+
+
+def compare_merge(kernels, device, shape, dtypes, in_place):
+    """Errors of merge_parts by name."""
+    parts = parts_with_empty_rows(shape, dtypes, device)
+    lses = torch.stack([lse.double() for _, lse in parts])
+    lse_truth = lses.logsumexp(0)
+    weights = (lses - lse_truth.nan_to_num(neginf=0)).exp().transpose(2, 3).unsqueeze(-1)
+    truth = sum(x.double().nan_to_num() * w for (x, _), w in zip(parts, weights, strict=True))
+    plain, plain_lse = torch.empty(shape, dtype=dtypes[2]), torch.empty(lse_truth.shape)
+    partial.merge_parts(plain, plain_lse, [(x.cpu(), y.cpu()) for x, y in parts])
+    out, lse = parts[2] if in_place else (cut(torch.ones_like(x), 2) for x in parts[2])
+    surroundings = around(out), around(lse)
+    kernels.merge_parts(out, lse, parts)
+    return {
+        "out": excess(out, truth, one_rounding(device, dtypes[2])),
+        "out against torch": excess(out.cpu(), plain.double(), 2 * torch.finfo(dtypes[2]).eps),
+        "lse": float((lse - lse_truth).exp().sub(1).nan_to_num().abs().max()),
+        "lse against torch": float((lse.cpu() - plain_lse).nan_to_num().abs().max()),
+        "empty rows": float(lse.isinf().ne(lse_truth.isinf()).sum() + out[:, 6::7].ne(0).sum()),
+        "elsewhere": changes(surroundings, (around(out), around(lse))),
+    }
+
+
+def changes(before, after):
+    return float(sum(a.ne(b).sum() for a, b in zip(before, after, strict=True)))
+
+
+def compare_sum(kernels, device, shape, dtypes, in_place):
+    """Errors of sum_parts by name."""
+    parts = random_tensors(shape, dtypes, device)
+    truth = sum(part.double() for part in parts)
+    target = parts[2] if in_place else cut(torch.ones_like(parts[0]), 2)
+    plain = torch.empty(shape, dtype=target.dtype)
+    partial.sum_parts(plain, [part.cpu() for part in parts])
+    surroundings = around(target)
+    kernels.sum_parts(target, parts)
+    same_bits = device != "cpu" or target.dtype is not BF16
+    return {
+        "sum": excess(target, truth, one_rounding(device, target.dtype)),
+        "bits": float(target.cpu().ne(plain).sum()) if same_bits else 0.0,
+        "elsewhere": changes([surroundings], [around(target)]),
+    }
+
+
+def compare_delta(kernels, device, shape, dtypes, scale):
+    """Errors of row_delta and delta_stand_in, relative to |dO||O|, by name."""
+    dout, out = random_tensors(shape, dtypes, device)
+    dout.mul_(scale)
+    dout[:, 3] = 0
+    truth = (dout.double() * out.double()).sum(-1).transpose(1, 2)
+    size = (dout.double().norm(dim=-1) * out.double().norm(dim=-1)).transpose(1, 2).clamp_min(1e-30)
+    delta = kernels.row_delta(dout, out)
+    assert delta.dtype is FP32 and delta.is_contiguous()
+    stand_in = kernels.delta_stand_in(dout, cut(delta, 2))
+    assert stand_in.dtype is dout.dtype and stand_in.is_contiguous()
+    theirs = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
+    plain, ties = partial.delta_stand_in(dout.cpu(), delta.cpu()), dout.dtype is not FP32
+    return {
+        "delta": float(((delta - truth) / size).abs().max()),
+        "stand-in": float(((theirs - delta) / size).abs().max()),
+        "non-zeros": float(stand_in.ne(0).sum(-1).max()),
+        "other places": 0.0 if ties else float(plain.ne(0).ne(stand_in.cpu().ne(0)).sum()),
+        "row without gradient": float(stand_in[:, 3].ne(0).sum()),
+    }
+
+
+def compare_corners(kernels, device):
+    """Shapes and values at the edge, by name: True if right."""
+    ones = torch.ones(1, device=device).expand(1, 5, 2, 40)
+    small = torch.full((1, 1, 1, 8), -1e-4, dtype=FP16, device=device)
+    sixteen = torch.full((1, 1, 1), 16.0, device=device)
+    share = kernels.delta_stand_in(small, sixteen)
+    narrow = torch.ones(1, 2, 1, 2, device=device)
+    no_rows = torch.empty(1, 0, 2, 8, device=device)
+    kernels.sum_parts(no_rows, [no_rows, no_rows])
+    target = torch.empty(2, 3, 1, 300, device=device)
+    kernels.sum_parts(target, [ones[:, :1, :1, :1].expand(target.shape)])
+    lost = kernels.delta_stand_in(narrow, torch.full((1, 1, 2), torch.nan, device=device))
+    return {
+        "expanded": bool((kernels.row_delta(ones, ones) == 40).all()),
+        "fp16": bool(share.isfinite().all())
+        and abs(float(kernels.row_delta(small, share)) - 16) <= 1e-3 * 16,
+        "narrow": torch.equal(
+            kernels.delta_stand_in(narrow, narrow[..., 0].transpose(1, 2)).sum(-1), narrow[..., 0]
+        ),
+        "wide": bool((target == 1).all()),
+        "NaN": bool(lost.isnan().any(-1).all()),
+    }
+
+
+def interpret(compare, *args):
+    """Run a comparison with the kernels, in a process that has not imported Triton before."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megatron_burst.kernels import fused
+
+    return compare(fused, "cpu", *args)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Starts anew instead of forking: what was forked may have imported Triton before."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda compare, *args: pool.submit(interpret, compare, *args).result(timeout=120)
+
+
+def check_merge(errors):
+    """2e-6 is for sums in float32 and for exponentials, whose argument has 20 units."""
+    assert errors["out"] <= 2e-6 and errors["lse"] <= 5e-6, errors
+    assert errors["out against torch"] <= 2e-6 and errors["lse against torch"] <= 5e-6, errors
+    assert errors["empty rows"] == errors["elsewhere"] == 0, errors
+
+
+def check_sum(errors):
+    assert errors["sum"] <= 2e-6 and errors["bits"] == errors["elsewhere"] == 0, errors
+
+
+def check_delta(errors):
+    assert errors["delta"] <= 1e-6 and errors["stand-in"] <= 1e-6, errors
+    assert errors["non-zeros"] <= 3, errors
+    assert errors["other places"] == errors["row without gradient"] == 0, errors
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
+def test_merging(interpreter, dtypes, in_place):
+    """Catches wrong strides or masks, a second rounding, NaN from parts that saw nothing."""
+    for shape in SHAPES:
+        check_merge(interpreter(compare_merge, shape, dtypes, in_place))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
+def test_sums(interpreter, dtypes, in_place):
+    """Catches wrong strides or masks, another order of summation, a second rounding."""
+    for shape in SHAPES:
+        check_sum(interpreter(compare_sum, shape, dtypes, in_place))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize("dtypes", DELTAS.values(), ids=DELTAS)
+def test_delta_and_its_stand_in(interpreter, dtypes, scale):
+    """Catches an entry, sign or column that is read back wrongly from the packed keys."""
+    for shape in SHAPES:
+        check_delta(interpreter(compare_delta, shape, dtypes, scale))
+
+
+def test_corners(interpreter):
+    """Catches what only expanded, empty, very narrow or wide tensors and extreme values show."""
+    corners = interpreter(compare_corners)
+    assert all(corners.values()), corners
