@@ -17,6 +17,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"engine"},
     {"attention"},
     {"mcore"},
+    {"cli"},
     {"__init__", "__main__", "patch", "spec"},
 )
 

@@ -129,12 +129,12 @@ def compare_delta(kernels, device, shape, dtypes, scale):
     stand_in = kernels.delta_stand_in(dout, cut(delta, 2))
     assert stand_in.dtype is dout.dtype and stand_in.is_contiguous()
     theirs = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
-    plain, ties = partial.delta_stand_in(dout.cpu(), delta.cpu()), dout.dtype is not FP32
+    third = dout.abs().topk(3).values[..., 2:] * (1 - 1e-4)  # its order in float32 is less exact
     return {
         "delta": float(((delta - truth) / size).abs().max()),
         "stand-in": float(((theirs - delta) / size).abs().max()),
         "non-zeros": float(stand_in.ne(0).sum(-1).max()),
-        "other places": 0.0 if ties else float(plain.ne(0).ne(stand_in.cpu().ne(0)).sum()),
+        "other places": float((stand_in.ne(0) & (dout.abs() < third)).sum()),
         "row without gradient": float(stand_in[:, 3].ne(0).sum()),
     }
 
