@@ -1,0 +1,1 @@
+"""The command line: `megatron-burst`, or `python -m megatron_burst.cli`."""

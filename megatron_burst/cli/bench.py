@@ -1,0 +1,150 @@
+"""`megatron-burst bench ...`: options in, calls out. Heavy imports wait until a command runs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from megatron_burst.cli.cases import PEERS, PRESETS, Grid, counts, head_counts, head_dims
+from megatron_burst.cli.impls import impls_of
+from megatron_burst.errors import BurstError
+
+if TYPE_CHECKING:
+    from megatron_burst.cli.bench_attention import Plan
+
+app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
+Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
+
+
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    """A refusal ends the command with its sentence, said by one rank, and code 1."""
+    try:
+        yield
+    except BurstError as error:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def attention(
+    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,128K,1M")] = "",
+    heads: Annotated[str, Option(help="query heads / key heads, e.g. 32/32,32/8")] = "",
+    batch: Annotated[str, Option(help="sequences, e.g. 1,2")] = "",
+    mask: Annotated[str, Option(help="causal, full, or both: causal,full")] = "",
+    head_dim: Annotated[str, Option(help="width of a head, or 192/128 for q, k / v")] = "128",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "float64"] | None,
+        Option(help="default: bfloat16 on GPUs, float32 on CPU"),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        Option(
+            help="repeatable: burst[:auto|gather|ring|FIELD=VALUE,...], te[:MODE], "
+            "ceiling[:BACKEND], one-gpu[:BACKEND]; default: burst:auto, te, ceiling"
+        ),
+    ] = None,
+    preset: Annotated[
+        str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
+    ] = "",
+    out: Annotated[Path, Option(help="CSV to append to")] = Path("attention.csv"),
+    reps: Annotated[
+        int | None, Option(min=1, help="default: 10, or 5 of what takes over 5 s")
+    ] = None,
+    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
+    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
+    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+) -> None:
+    """Attention over all ranks, beside its peers; alone or under torchrun."""
+    with _in_one_sentence():
+        grid = _grid(seq, heads, batch, mask)
+        plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
+        _run(plan, head_dims(head_dim), dtype, device, hosts)
+
+
+def _grid(seq: str, heads: str, batch: str, mask: str) -> Grid:
+    """The lists that were given."""
+    masks = tuple(mask.split(",")) if mask else ()
+    if not set(masks) <= {"causal", "full"}:
+        raise BurstError(
+            "bench attention: --mask must list causal or full, because these are measured; got "
+            f"{mask!r}; write for example causal,full"
+        )
+    return Grid(
+        seqs=counts(seq, "--seq") if seq else (),
+        heads=head_counts(heads) if heads else (),
+        batches=counts(batch, "--batch") if batch else (),
+        masks=masks,
+    )
+
+
+def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> "Plan":
+    """Problems and implementations of a preset or of lists."""
+    from megatron_burst.cli.bench_attention import Plan
+
+    if preset and preset not in PRESETS:
+        raise BurstError(
+            "bench attention: --preset must be one that there is, because it stands for a list of "
+            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
+        )
+    cases = PRESETS[preset].narrowed(grid) if preset else grid.cases()
+    defaults = PRESETS[preset].impls if preset else PEERS
+    return Plan(cases, impls_of(impls or defaults), **limits)
+
+
+def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
+    """Measure, then show what was measured."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from megatron_burst.cli.bench_attention import measure
+    from megatron_burst.cli.tables import reasons, terminal_table
+    from megatron_burst.cli.world import started
+
+    width = None if Console().is_terminal else 200
+    console = Console(width=width, markup=False, highlight=False)
+    with started(device, hosts) as world:
+        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+        sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
+        plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))
+        rows = measure(plan, world, console.print)
+        if world.rank == 0 and rows:
+            console.print(terminal_table(rows), *reasons(rows), sep="\n")
+            console.print(f"rows were appended to {plan.out}")
+
+
+@app.command()
+def table(
+    csvs: Csvs,
+    pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
+) -> None:
+    """Print a Markdown table: burst beside TransformerEngine's best mode and the ceiling."""
+    from megatron_burst.cli.results import read
+    from megatron_burst.cli.tables import markdown_table
+
+    with _in_one_sentence():
+        typer.echo(markdown_table(read(csvs), pass_))
+
+
+@app.command()
+def plot(csvs: Csvs) -> None:
+    """Draw TFLOP/s and memory over the sequence length, as PNG beside the first CSV."""
+    from megatron_burst.cli.results import read
+
+    with _in_one_sentence():
+        rows = read(csvs)
+        try:
+            from megatron_burst.cli.plots import draw
+        except ModuleNotFoundError as error:
+            raise BurstError(
+                "bench plot: Matplotlib must be installed, because it draws the pictures; got "
+                f"{error}; pip install 'megatron-burst[plots]'"
+            ) from None
+        for path in draw(rows, csvs[0].with_suffix("")):
+            typer.echo(path)

@@ -1,0 +1,213 @@
+"""Measures attention over a process group beside its peers: the run loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter
+from typing import get_args
+
+from megatron_burst.cli.cases import Case, Pass
+from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.impls import Impl
+from megatron_burst.cli.links import link_speed
+from megatron_burst.cli.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
+from megatron_burst.cli.results import Row, append
+from megatron_burst.cli.te_peer import TransformerEngine
+from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
+from megatron_burst.cli.world import World
+
+_PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
+_WARM_UP = 2
+_SLOW_S = 5.0
+_PASSES = tuple(reversed(get_args(Pass)))  # the more telling one first: time may run out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run measures.
+
+    Attributes:
+        cases: problems, in order.
+        impls: what each is measured with.
+        reps: repetitions; None: 10, or 5 of what takes over 5 s.
+        budget_s: seconds after which no problem and no repetition is started; None: no end.
+        out: CSV that rank 0 appends to; None: nowhere.
+    """
+
+    cases: Sequence[Case]
+    impls: Sequence[Impl]
+    reps: int | None = None
+    budget_s: float | None = None
+    out: Path | None = None
+
+
+@dataclass(slots=True)
+class Trial:
+    """How an implementation did when tried alone.
+
+    Attributes:
+        status: "ok", "failed" or "skipped".
+        reason: why it is not ok.
+        peak_gib: see `Memory`.
+        seconds: of one forward and backward pass, on the slowest rank.
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    peak_gib: float | None = None
+    seconds: float = 0.0
+
+
+def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
+    """Run a plan on all ranks together.
+
+    Args:
+        plan: the same on all ranks.
+        world: all ranks.
+        say: tells rank 0's user how far it is.
+
+    Returns:
+        the rows, on every rank.
+    """
+    for case in plan.cases:
+        case.check(world.size)
+    started = monotonic()
+    bench = _Bench(plan, world, lambda: _is_over(plan.budget_s, started), link_speed(world))
+    peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
+    rows = []
+    for number, case in enumerate(plan.cases):
+        if world.decide(bench.out_of_time()):
+            _say(say, world, f"time is up: {len(plan.cases) - number} problems were not started")
+            break
+        _say(say, world, f"{number + 1} of {len(plan.cases)}: {case}")
+        rows += bench.run(case, peers)
+    return rows
+
+
+def _is_over(budget_s: float | None, started: float) -> bool:
+    return budget_s is not None and monotonic() - started > budget_s
+
+
+def _say(say: Callable[[str], None], world: World, text: str) -> None:
+    if world.rank == 0:
+        say(text)
+
+
+@dataclass(slots=True)
+class _Bench:
+    """What stays the same from problem to problem."""
+
+    plan: Plan
+    world: World
+    out_of_time: Callable[[], bool]
+    link: str
+    trials: dict[str, Trial] = field(default_factory=dict)
+
+    def run(self, case: Case, peers: Sequence[Peer]) -> list[Row]:
+        """All rows of one problem; on disk when this returns."""
+        shard = draw_shard(case, self.world)
+        self.trials = {str(peer.impl): try_out(peer, shard, self.world) for peer in peers}
+        rows = []
+        together = [peer for peer in peers if not peer.alone]
+        for group in (together, *([peer] for peer in peers if peer.alone)):
+            rows += self._run_group(group, shard)
+        return rows
+
+    def _run_group(self, peers: Sequence[Peer], shard: Shard) -> list[Row]:
+        """Time implementations in turns, then let them go."""
+        for peer in self._able(peers):
+            failure = attempt(partial(self._warm_up, peer, shard), self.world)
+            if failure:
+                self.trials[str(peer.impl)] = Trial("failed", failure)
+                peer.release()
+                clean_up(self.world)
+        rows = []
+        for pass_ in _PASSES:
+            times = self._times(self._able(peers), pass_)
+            gpu = gpu_state(self.world.device)
+            made = [self._row(shard.case, peer, pass_, times, gpu) for peer in peers]
+            if self.plan.out and self.world.rank == 0:
+                append(self.plan.out, made)
+            rows += made
+        for peer in peers:
+            peer.release()
+        clean_up(self.world)
+        return rows
+
+    def _able(self, peers: Sequence[Peer]) -> list[Peer]:
+        return [peer for peer in peers if self.trials[str(peer.impl)].status == "ok"]
+
+    def _warm_up(self, peer: Peer, shard: Shard) -> None:
+        peer.prepare(shard)
+        slow = self.trials[str(peer.impl)].seconds > _SLOW_S
+        for _ in range(1 if slow else _WARM_UP):
+            peer.run_forward()
+            peer.run_forward_backward()
+
+    def _times(self, peers: Sequence[Peer], pass_: Pass) -> dict[str, list[float]]:
+        def reps(peer: Peer) -> int:
+            slow = self.trials[str(peer.impl)].seconds > _SLOW_S
+            return self.plan.reps or (5 if slow else 10)
+
+        runs = {
+            str(p.impl): p.run_forward if pass_ == "fwd" else p.run_forward_backward for p in peers
+        }
+        counts = {str(peer.impl): reps(peer) for peer in peers}
+        return interleave(runs, counts, self.world, self.out_of_time)
+
+    def _row(self, case: Case, peer: Peer, pass_: Pass, times: dict, gpu: str) -> Row:
+        trial, ms = self.trials[str(peer.impl)], times.get(str(peer.impl))
+        measured = {"status": trial.status, "note": trial.reason}
+        if ms:
+            middle = median(ms)
+            measured = {
+                "ms": middle,
+                "ms_min": min(ms),
+                "ms_max": max(ms),
+                "tflops_per_gpu": case.flops(pass_) / peer.gpus / middle / 1e9,
+                "peak_gib": trial.peak_gib if pass_ == "fwd_bwd" else None,
+                "note": "; ".join(filter(None, (peer.note, f"{len(ms)} repetitions"))),
+            }
+        return Row(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions(),
+            gpu=gpu,
+            hosts=self.world.hosts,
+            ranks=self.world.size,
+            link=self.link,
+            **asdict(case),
+            impl=peer.impl.name,
+            mode=peer.impl.mode,
+            pass_=pass_,
+            **measured,
+        )
+
+
+def try_out(peer: Peer, shard: Shard, world: World) -> Trial:
+    """One implementation alone: can it run, how much memory, about how long.
+
+    The first pass makes what lasts (compiled kernels, communicators, buffers), the second counts.
+    """
+    for ask, status in ((peer.refusal, "failed"), (peer.skip, "skipped")):
+        reason = next(filter(None, world.gather(ask(shard.case))), None)
+        if reason:
+            return Trial(status, reason)
+    outputs = []
+
+    def run() -> None:
+        outputs.append(sum(x.nbytes for x in peer.run_forward_backward()))
+
+    failure = attempt(partial(peer.prepare, shard), world)
+    memory = Memory(world)
+    failure = failure or attempt(run, world)
+    memory.restart()
+    start = perf_counter()
+    failure = failure or attempt(run, world)
+    seconds = max(world.gather(perf_counter() - start))
+    peak_gib = None if failure else memory.peak_gib(outputs[-1])
+    peer.release()
+    clean_up(world)
+    return Trial("failed", failure) if failure else Trial("ok", "", peak_gib, seconds)

@@ -1,0 +1,192 @@
+"""Which attention problems are measured: one problem, lists of them, presets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from megatron_burst.errors import BurstError
+
+_WHO = "bench attention"
+Pass = Literal["fwd", "fwd_bwd"]
+Heads = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem, as in the columns of the results.
+
+    Attributes:
+        seq: tokens of the whole sequence.
+        batch: sequences.
+        heads_q: query heads of all ranks together.
+        heads_kv: key heads; divides heads_q.
+        head_dim_qk: width of a query or key head.
+        head_dim_v: width of a value head.
+        mask: what a query sees.
+        dtype: torch's name of it.
+    """
+
+    seq: int
+    batch: int = 1
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim_qk: int = 128
+    head_dim_v: int = 128
+    mask: Literal["causal", "full"] = "causal"
+    dtype: str = "bfloat16"
+
+    def flops(self, pass_: Pass) -> float:
+        """Floating-point operations of all ranks: 2 products forward, 5 more backward."""
+        square = self.batch * self.heads_q * self.seq**2 * (0.5 if self.mask == "causal" else 1.0)
+        forward = 2 * square * (self.head_dim_qk + self.head_dim_v)
+        return forward * (3.5 if pass_ == "fwd_bwd" else 1.0)
+
+    def check(self, ranks: int) -> None:
+        """Refuse what cannot be dealt out in zigzag over the ranks."""
+        if self.seq % (2 * ranks):
+            raise BurstError(
+                f"{_WHO}: --seq must be a multiple of twice the ranks, because zigzag gives each "
+                f"rank two chunks; got {self.seq} on {ranks} ranks; choose a multiple of "
+                f"{2 * ranks}"
+            )
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim_qk}" + (
+            f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""
+        )
+        return (
+            f"S {in_kilo(self.seq)}, batch {self.batch}, heads {self.heads_q}/{self.heads_kv} x "
+            f"{dims}, {self.mask}, {self.dtype}"
+        )
+
+
+def in_kilo(count: int) -> str:
+    """65536 as 64K, 1048576 as 1M."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return f"{count}"
+
+
+def counts(text: str, option: str) -> tuple[int, ...]:
+    """The numbers in a list such as "64K,1M"; K is 1024."""
+    units = {"K": 1 << 10, "M": 1 << 20}
+    found = []
+    for word in text.split(","):
+        digits, unit = (word[:-1], word[-1]) if word[-1:].upper() in units else (word, "")
+        if not digits.isdecimal() or int(digits) == 0:
+            raise BurstError(
+                f"{_WHO}: {option} must list positive whole numbers, because they are sizes; got "
+                f"{word!r} in {text!r}; write for example 64K,1M"
+            )
+        found.append(int(digits) * units.get(unit.upper(), 1))
+    return tuple(found)
+
+
+def head_counts(text: str) -> tuple[Heads, ...]:
+    """Query and key heads in a list such as "32/32,32/8"."""
+    found = []
+    for word in text.split(","):
+        pair = counts(word.replace("/", ","), "--heads")
+        if len(pair) != 2 or pair[0] % pair[1]:
+            raise BurstError(
+                f"{_WHO}: --heads must list query heads / key heads, because each key head serves "
+                f"equally many query heads; got {word!r}; write for example 32/8"
+            )
+        found.append(pair)
+    return tuple(found)
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """Widths of query and value heads: "128", or "192/128" where they differ."""
+    dims = counts(text.replace("/", ","), "--head-dim")
+    if len(dims) > 2:
+        raise BurstError(
+            f"{_WHO}: --head-dim must be one width, or two as in 192/128, because queries and keys "
+            f"share one; got {text!r}; write for example 128"
+        )
+    return dims[0], dims[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Lists whose product is a list of problems; an empty one keeps the default.
+
+    Attributes:
+        seqs: whole sequence lengths, tokens.
+        heads: query and key heads.
+        batches: sequences.
+        masks: "causal", "full".
+    """
+
+    seqs: Sequence[int] = ()
+    heads: Sequence[Heads] = ()
+    batches: Sequence[int] = ()
+    masks: Sequence[str] = ()
+
+    def cases(self) -> tuple[Case, ...]:
+        """The problems, the shortest sequence first: a run that is cut short has all heads."""
+        every = product(
+            self.seqs or (65536,), self.batches or (1,), self.masks or ("causal",),
+            self.heads or ((32, 8),),
+        )  # fmt: skip
+        return tuple(
+            Case(seq=seq, batch=batch, heads_q=heads[0], heads_kv=heads[1], mask=mask)
+            for seq, batch, mask, heads in every
+        )
+
+    def admits(self, case: Case) -> bool:
+        """Whether a problem is in the lists."""
+        pairs = (
+            (self.seqs, case.seq),
+            (self.heads, (case.heads_q, case.heads_kv)),
+            (self.batches, case.batch),
+            (self.masks, case.mask),
+        )
+        return all(not allowed or value in allowed for allowed, value in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Problems and the implementations that they are measured with."""
+
+    cases: tuple[Case, ...]
+    impls: tuple[str, ...]
+
+    def narrowed(self, grid: Grid) -> tuple[Case, ...]:
+        """Those of its problems that are in the lists."""
+        cases = tuple(case for case in self.cases if grid.admits(case))
+        if not cases:
+            raise BurstError(
+                f"{_WHO}: options beside --preset must leave a problem, because they narrow it "
+                f"down; got none of {len(self.cases)} problems with {grid}; drop the preset to "
+                "measure others"
+            )
+        return cases
+
+
+PEERS = ("burst:auto", "te", "ceiling")
+_BURST = (  # labels after "burst:"; each changes one thing of auto
+    "auto", "intra=ring", "intra=ring,circulate=q", "backend=cudnn", "backend=flash",
+    "deterministic=true", "heads_per_round=1", "heads_per_round=2", "heads_per_round=4",
+    "grad_wire=input",
+)  # fmt: skip
+_K = 1024
+_MHA = ((32, 32),)
+_SEEDS = (
+    *Grid((64 * _K,), _MHA, (1, 2, 4, 8), ("causal", "full")).cases(),
+    *Grid((128 * _K, 256 * _K, 512 * _K, 1024 * _K), _MHA, (1,), ("causal", "full")).cases(),
+)
+PRESETS = {
+    "quick": Preset(Grid((16 * _K, 64 * _K)).cases(), ("burst:auto", "te:p2p", "ceiling")),
+    "one-host": Preset(
+        Grid((64 * _K, 128 * _K, 256 * _K, 512 * _K), ((32, 32), (32, 8), (8, 2), (8, 1))).cases(),
+        PEERS,
+    ),
+    "seeds": Preset(_SEEDS, (*PEERS, "one-gpu")),
+    "ablation": Preset(
+        Grid((64 * _K, 128 * _K), ((32, 8), (32, 32))).cases(),
+        (*(f"burst:{label}" for label in _BURST), "ceiling"),
+    ),
+}

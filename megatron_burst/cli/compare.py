@@ -1,0 +1,115 @@
+"""Burst beside its peers: which rows belong together, and their ratios."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_burst.cli.cases import in_kilo
+from megatron_burst.cli.results import Row
+
+
+class Problem(NamedTuple):
+    """What rows must share to be compared; fields as in `Row`."""
+
+    heads_q: int
+    heads_kv: int
+    seq: int
+    hosts: int
+    ranks: int
+    batch: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+    dtype: str
+    pass_: str
+
+    def words(self) -> dict[str, str]:
+        """Its facts by name, as people read them."""
+        dims = dict.fromkeys((self.head_dim_qk, self.head_dim_v))
+        return {
+            "heads": f"{self.heads_q}/{self.heads_kv}",
+            "S": in_kilo(self.seq),
+            "hosts": f"{self.hosts}",
+            "ranks": f"{self.ranks}",
+            "batch": f"{self.batch}",
+            "head dim": "/".join(map(str, dims)),
+            "mask": self.mask,
+            "dtype": self.dtype,
+            "pass": self.pass_.replace("_", "+"),
+        }
+
+
+class Ratio(NamedTuple):
+    """How many times as fast, with the least and the most that the spreads allow."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All measurements of one problem.
+
+    Attributes:
+        problem: what they share.
+        rows: the newest row of each implementation by "impl:mode", also of those that failed.
+    """
+
+    problem: Problem
+    rows: dict[str, Row]
+
+    @property
+    def burst(self) -> Row | None:
+        """burst:auto, or the fastest variant where that is missing."""
+        auto = self.rows.get("burst:auto")
+        return auto if auto and auto.ms else self._fastest("burst")
+
+    @property
+    def best_te(self) -> Row | None:
+        """TransformerEngine's fastest mode here."""
+        return self._fastest("te")
+
+    @property
+    def ceiling(self) -> Row | None:
+        """The kernel without communication."""
+        return self._fastest("ceiling")
+
+    def burst_to(self, other: Row | None) -> Ratio | None:
+        """How many times as fast as the other burst is; None if one is missing."""
+        if self.burst is None or other is None:
+            return None
+        return Ratio(
+            other.ms / self.burst.ms,
+            other.ms_min / self.burst.ms_max,
+            other.ms_max / self.burst.ms_min,
+        )
+
+    def _fastest(self, impl: str) -> Row | None:
+        measured = [row for row in self.rows.values() if row.impl == impl and row.ms]
+        return min(measured, key=lambda row: row.ms, default=None)
+
+
+def compare(rows: Sequence[Row]) -> list[Comparison]:
+    """One comparison a problem and pass, in the order in which they were first measured."""
+    found: dict[Problem, dict[str, Row]] = {}
+    for row in rows:
+        problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
+        found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
+    return [Comparison(problem, by_impl) for problem, by_impl in found.items()]
+
+
+def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:
+    """Names of the facts in which problems differ, after those that are always told."""
+    every = [comparison.problem.words() for comparison in comparisons]
+    return [
+        *always,
+        *(
+            name
+            for name in every[0]
+            if name not in always and len({words[name] for words in every}) > 1
+        ),
+    ]

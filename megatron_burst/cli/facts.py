@@ -1,0 +1,34 @@
+"""What a measurement depends on besides its options: software and the state of the device."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from megatron_burst.version import __version__
+
+
+def versions() -> str:
+    """Versions of what takes part, for example "burst 0.1.0; torch 2.11.0; nccl 2.28.9"."""
+    found = {"burst": __version__, "torch": torch.__version__}
+    for name, package in (("te", "transformer_engine"), ("fa4", "flash-attn-4")):
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        cudnn = torch.backends.cudnn.version() or 0
+        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return "; ".join(f"{name} {number}" for name, number in found.items())
+
+
+def gpu_state(device: torch.device) -> str:
+    """Name, clock and temperature of a device, as far as it tells."""
+    if device.type != "cuda":
+        return "CPU"
+    name = torch.cuda.get_device_name(device)
+    try:
+        clock, heat = torch.cuda.clock_rate(device), torch.cuda.temperature(device)
+    except Exception:  # NVML is missing, or closed as in some containers: each in its own way
+        return name
+    return f"{name}; {clock} MHz, {heat} C"

@@ -1,0 +1,13 @@
+"""The Typer app: one sub-app or command a line."""
+
+import typer
+
+from megatron_burst.cli import bench
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback()
+def main() -> None:
+    """BurstAttention as the context parallelism of Megatron-LM."""

@@ -1,0 +1,125 @@
+"""Rows of the results: one a measurement, in a CSV that is appended to."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megatron_burst.errors import BurstError
+
+_WHO = "bench"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One implementation's measurement of one pass over one problem; fields are columns.
+
+    Attributes:
+        date: when, UTC.
+        versions: of what took part.
+        gpu: name, clock and temperature of rank 0's device after the last repetition.
+        hosts: real or pretended ones.
+        ranks: of the run; `one_gpu` computes on one of them.
+        link: measured ring shift and all-to-all, GB/s a rank.
+        pass_: "fwd" (under no_grad) or "fwd_bwd".
+        ms: median over repetitions of the slowest rank's milliseconds; None unless ok.
+        ms_min, ms_max: its spread.
+        tflops_per_gpu: the pass's operations / GPUs that compute / ms.
+        peak_gib: memory above inputs and outputs in fwd_bwd, of the worst rank; None on CPU.
+        status: "ok", "failed" or "skipped".
+        note: the reason if it is not ok.
+    """
+
+    date: str
+    versions: str
+    gpu: str
+    hosts: int
+    ranks: int
+    link: str
+    seq: int
+    batch: int
+    heads_q: int
+    heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+    dtype: str
+    impl: str
+    mode: str
+    pass_: str
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tflops_per_gpu: float | None = None
+    peak_gib: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+COLUMNS = tuple(field.name.rstrip("_") for field in fields(Row))
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows to a CSV, with a head line where it is new; on disk when this returns.
+
+    Raises:
+        BurstError: if the file has other columns.
+    """
+    if is_new := not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        _check_columns(path)
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(COLUMNS)
+        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+
+
+def read(paths: Sequence[Path]) -> list[Row]:
+    """The rows of all files, in order.
+
+    Raises:
+        BurstError: if a file is missing, has other columns, or there is no row at all.
+    """
+    rows = []
+    for path in paths:
+        _check_columns(path)
+        with path.open(newline="") as file:
+            rows += [_row(record) for record in csv.DictReader(file)]
+    if not rows:
+        raise BurstError(
+            f"{_WHO}: there must be a measurement to show, because an empty table says nothing; "
+            f"got no row in {', '.join(map(str, paths))}; run bench attention first"
+        )
+    return rows
+
+
+def _check_columns(path: Path) -> None:
+    head = []
+    if path.exists():
+        with path.open(newline="") as file:
+            head = next(csv.reader(file), [])
+    if tuple(head) != COLUMNS:
+        got = f"the columns {','.join(head)}" if path.exists() else "no such file"
+        raise BurstError(
+            f"{_WHO}: {path} must be a CSV with the columns {','.join(COLUMNS)}, because rows of "
+            f"all runs are compared; got {got}; name a file that bench attention wrote"
+        )
+
+
+def _cell(value: object) -> object:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _row(record: dict[str, str]) -> Row:
+    values = {}
+    for field in fields(Row):
+        text = record[field.name.rstrip("_")]
+        if field.type in (int, str):
+            values[field.name] = field.type(text)
+        else:
+            values[field.name] = float(text) if text else None
+    return Row(**values)

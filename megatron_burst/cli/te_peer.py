@@ -1,0 +1,68 @@
+"""TransformerEngine's context-parallel attention, as Megatron-Core uses it."""
+
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_burst.cli.cases import Case
+from megatron_burst.cli.peers import Autograd, Shard
+
+
+class TransformerEngine(Autograd):
+    """DotProductAttention; `impl.mode` is its cp_comm_type."""
+
+    attention: torch.nn.Module | None = None
+
+    def refusal(self, case: Case) -> str | None:
+        if find_spec("transformer_engine") is None:
+            return "TransformerEngine is not installed; pip install 'megatron-burst[te]'"
+        if self.world.device.type != "cuda":
+            return "TransformerEngine runs on CUDA only"
+        size, rows = self.world.size, self._rows
+        if self.impl.mode == "a2a+p2p" and (size % rows or size == rows):
+            return f"a2a+p2p needs {rows} rows of equally many ranks, 2 or more; got {size} ranks"
+        return None
+
+    @property
+    def _rows(self) -> int:
+        """Rows of ranks that exchange heads: hosts, or halves of one host."""
+        return max(2, self.world.hosts)
+
+    @cached_property
+    def _groups(self) -> dist.ProcessGroup | list[dist.ProcessGroup]:
+        if self.impl.mode != "a2a+p2p":
+            return self.world.group
+        shape = (self._rows, self.world.size // self._rows)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("p2p", "a2a"))
+        return [mesh.get_group("a2a"), mesh.get_group("p2p")]
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.world.device)
+
+    def prepare(self, shard: Shard) -> None:
+        from transformer_engine.pytorch import DotProductAttention
+
+        super().prepare(shard)
+        case = shard.case
+        self.attention = DotProductAttention(
+            num_attention_heads=case.heads_q,
+            kv_channels=(case.head_dim_qk, case.head_dim_v),
+            num_gqa_groups=case.heads_kv,
+            attention_dropout=0.0,
+            qkv_format="sbhd",
+            attn_mask_type="causal" if case.mask == "causal" else "no_mask",
+        )
+        ranks = dist.get_process_group_ranks(self.world.group)
+        self.attention.set_context_parallel_group(self._groups, ranks, self._stream, self.impl.mode)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q, k, v)
+
+    def release(self) -> None:
+        super().release()
+        self.attention = None

@@ -1,0 +1,132 @@
+"""Time and memory of calls that all ranks make together."""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.cli.world import World
+from megatron_burst.errors import BurstError
+
+_HEAD_START_CYCLES = 20_000_000  # about 10 ms
+
+
+def timed_ms(run: Callable[[], object], world: World) -> float:
+    """Milliseconds that one call takes on this rank; all ranks start together.
+
+    On GPUs the CPU runs ahead, as it does in training, so what it does before a kernel counts only
+    where the GPU has to wait for it: the GPU spins, then waits for the others, then starts.
+    """
+    world.barrier()
+    if world.device.type == "cpu":
+        start = perf_counter()
+        run()
+        return (perf_counter() - start) * 1e3
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    dist.all_reduce(torch.zeros(1, device=world.device), group=world.group)
+    first.record()
+    run()
+    last.record()
+    world.synchronize()
+    return first.elapsed_time(last)
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]],
+    reps: Mapping[str, int],
+    world: World,
+    out_of_time: Callable[[], bool],
+) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank for each repetition of each run.
+
+    Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
+    that none always follows the same one.
+
+    Args:
+        runs: what is timed, by name.
+        reps: repetitions of each.
+        world: all ranks.
+        out_of_time: asked on rank 0 after each turn; stops the repetitions.
+    """
+    mine: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(max((reps[name] for name in runs), default=0)):
+        if turn and world.decide(out_of_time()):
+            break
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            if turn < reps[name]:
+                mine[name].append(timed_ms(runs[name], world))
+    everyone = world.gather(mine)
+    return {
+        name: [max(times) for times in zip(*(theirs[name] for theirs in everyone), strict=True)]
+        for name in runs
+    }
+
+
+def attempt(action: Callable[[], object], world: World) -> str | None:
+    """Why an action failed, in one line, or None; the same on all ranks.
+
+    Raises:
+        BurstError: if it failed on some ranks only: the others may wait for them forever.
+    """
+    try:
+        action()
+        failure = None
+    except Exception as error:  # whatever a peer raises becomes a row with its reason
+        failure = _in_one_line(error)
+    failures = world.gather(failure)
+    failed = [rank for rank, reason in enumerate(failures) if reason is not None]
+    if failed and len(failed) < world.size:
+        raise BurstError(
+            "bench attention: an implementation must run or fail on all ranks, because the others "
+            f"wait in its collectives; got a failure on ranks {failed} of {world.size} only: "
+            f"{failures[failed[0]]}; leave that implementation or size out"
+        )
+    if not failed:
+        world.synchronize()
+    return failures[0]
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
+    return (kind + text)[:400]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Device memory of a call above what was there when this was made.
+
+    Attributes:
+        world: all ranks.
+        before: bytes that were allocated.
+    """
+
+    world: World
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world.device.type == "cuda":
+            self.before = torch.cuda.memory_allocated(self.world.device)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+
+    def peak_gib(self, outputs: int) -> float | None:
+        """The worst rank's peak above what was there and above `outputs` bytes; None on CPU."""
+        if self.world.device.type != "cuda":
+            return None
+        extra = torch.cuda.max_memory_allocated(self.world.device) - self.before - outputs
+        return max(self.world.gather(extra)) / 2**30
+
+
+def clean_up(world: World) -> None:
+    """Collect what failed calls left in cycles, and give unused memory back."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,113 @@
+"""The processes that measure together, and their device."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.config import host_name
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.topology import pretend_hosts
+
+_WHO = "bench"
+_PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of the run.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        device: of this process.
+        hosts: how many host names there are.
+        control: a gloo group: what ranks tell each other passes by the device's streams.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    hosts: int
+    control: dist.ProcessGroup
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the attention that is measured."""
+        return dist.group.WORLD
+
+    def gather(self, value: object) -> list:
+        """Everyone's value, in rank order."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def decide(self, value: bool) -> bool:
+        """Rank 0's answer, for all."""
+        answer = [value]
+        dist.broadcast_object_list(answer, src=0, group=self.control)
+        return answer[0]
+
+    def barrier(self) -> None:
+        """Wait for all processes, not for their devices."""
+        dist.barrier(self.control)
+
+    def synchronize(self) -> None:
+        """Wait for this process's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def started(device: str | None, hosts: int | None) -> Iterator[World]:
+    """The world under torchrun, or of one process alone; ends its process groups.
+
+    Args:
+        device: "cuda", "cpu"; None takes GPUs where there are any.
+        hosts: pretend that this machine is so many hosts of contiguous ranks: NCCL then uses
+            sockets between them.
+
+    Raises:
+        BurstError: if there are no GPUs though asked for, or the hosts do not divide the ranks.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BurstError(
+            f"{_WHO}: --device cuda must find a GPU, because kernels run there; got none that "
+            "torch can use; pass --device cpu to try it out"
+        )
+    launched = "RANK" in os.environ  # torchrun and Megatron's launchers set it
+    if hosts is not None:
+        size = int(os.environ["WORLD_SIZE"]) if launched else 1
+        host = pretend_hosts(size, hosts).host_of[int(os.environ.get("RANK", 0))]
+        os.environ["NCCL_HOSTID"] = f"pretended-{host}"  # before NCCL starts
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **alone)
+    stuck = device == "cuda"  # after a failure kernels may wait forever for another rank's
+    try:
+        yield world_of(device)
+        stuck = False
+    finally:
+        if not stuck:
+            dist.destroy_process_group()
+
+
+def world_of(device: str) -> World:
+    """The world of an initialised default process group; all ranks call it together."""
+    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, host_name(), group=control)
+    index = torch.cuda.current_device() if device == "cuda" else None
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device(device, index),
+        hosts=len(set(names)),
+        control=control,
+    )

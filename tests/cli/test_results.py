@@ -1,0 +1,109 @@
+"""The CSV, the comparison of its rows, tables and pictures."""
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.cli.compare import compare
+from megatron_burst.cli.main import app
+from megatron_burst.cli.results import append, read
+from megatron_burst.errors import BurstError
+from tests.cli.rows import one_problem, row
+
+
+def test_rows_come_back_as_they_were_written_and_files_grow(tmp_path):
+    path = tmp_path / "new" / "rows.csv"
+    rows = one_problem(note='with "quotes", commas')
+    append(path, rows[:2])
+    append(path, rows[2:])
+    assert read([path]) == rows
+    assert read([path, path]) == rows + rows
+
+
+def test_other_columns_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(
+        BurstError, match="must be a CSV with the columns date.*got the columns a,b"
+    ):
+        append(path, one_problem())
+    assert path.read_text() == "a,b\n1,2\n"
+    with pytest.raises(BurstError, match="got no such file"):
+        read([tmp_path / "missing.csv"])
+
+
+def test_burst_auto_is_compared_with_the_fastest_mode_and_the_ceiling():
+    (comparison,) = compare(one_problem())
+    assert comparison.burst.mode == "auto"
+    assert comparison.best_te.mode == "all_gather"
+    assert comparison.burst_to(comparison.best_te) == (15 / 10, 14 / 12, 16 / 9)
+    assert comparison.burst_to(comparison.ceiling).value == 8 / 10
+
+
+def test_without_auto_the_fastest_variant_counts_and_the_newest_row_wins():
+    rows = [each for each in one_problem() if each.mode != "auto" or each.impl != "burst"]
+    rows += [row("burst:gather", (8.0, 8.0, 8.0)), row("te:all_gather", (30.0, 30.0, 30.0))]
+    (comparison,) = compare(rows)
+    assert comparison.burst.mode == "gather"
+    assert comparison.best_te.mode == "p2p"
+    (alone,) = compare([row("burst:auto", (8.0, 8.0, 8.0)), row("te:p2p")])
+    assert alone.best_te is None and alone.burst_to(alone.best_te) is None
+
+
+def test_problems_and_passes_are_kept_apart():
+    rows = one_problem() + one_problem(131072) + one_problem(pass_="fwd") + one_problem(hosts=2)
+    assert len(compare(rows)) == 4
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "attention.csv"
+    append(path, one_problem() + one_problem(131072, heads=(32, 32)) + one_problem(pass_="fwd"))
+    return path
+
+
+def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
+    done = CliRunner().invoke(app, ["bench", "table", str(results)])
+    assert done.exit_code == 0
+    caption, _, head, _, *lines = done.output.splitlines()
+    assert caption == (
+        "TFLOP/s per GPU; hosts 1, ranks 4, batch 1, head dim 128, mask causal, dtype bfloat16, "
+        "pass fwd+bwd."
+    )
+    assert head == (
+        "| heads | S | burst | best TE (mode) | burst / TE | burst / ceiling | GiB burst, TE |"
+    )
+    rest = "720 | 480 (all_gather) | 1.50 (1.17-1.78) | 0.80 | 1.50, 2.50 |"
+    assert lines == [f"| 32/8 | 64K | {rest}", f"| 32/32 | 128K | {rest}"]
+
+
+def test_the_table_shows_one_pass_and_says_if_it_is_missing(results, tmp_path):
+    forward = CliRunner().invoke(app, ["bench", "table", str(results), "--pass", "fwd"])
+    assert len(forward.output.splitlines()) == 5 and "pass fwd." in forward.output
+    append(tmp_path / "one.csv", one_problem())
+    missing = CliRunner().invoke(
+        app, ["bench", "table", str(tmp_path / "one.csv"), "--pass", "fwd"]
+    )
+    assert missing.output == "No fwd was measured.\n"
+
+
+def test_pictures_lie_beside_the_file(results):
+    done = CliRunner().invoke(app, ["bench", "plot", str(results)])
+    assert done.exit_code == 0, done.output
+    names = ["attention_tflops.png", "attention_memory.png"]
+    assert done.output.split() == [str(results.with_name(name)) for name in names]
+    for name in names:
+        picture = results.with_name(name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_no_picture_of_memory_where_none_was_measured(tmp_path):
+    append(tmp_path / "cpu.csv", [row("burst:auto", (1.0, 1.0, 1.0)), row("te:p2p")])
+    done = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "cpu.csv")])
+    assert done.output.split() == [str(tmp_path / "cpu_tflops.png")]
+
+
+@pytest.mark.parametrize("command", ["table", "plot"])
+def test_a_missing_file_is_refused_in_one_sentence(command, tmp_path):
+    done = CliRunner().invoke(app, ["bench", command, str(tmp_path / "none.csv")])
+    assert done.exit_code == 1 and done.output.startswith("error: bench: ")
+    assert "got no such file" in done.output
