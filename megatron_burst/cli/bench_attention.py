@@ -14,10 +14,11 @@ from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.links import link_speed
 from megatron_burst.cli.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
-from megatron_burst.cli.results import Row, append
+from megatron_burst.cli.results import Row, append, check_appendable
 from megatron_burst.cli.te_peer import TransformerEngine
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
 from megatron_burst.cli.world import World
+from megatron_burst.errors import BurstError
 
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
 _WARM_UP = 2
@@ -71,9 +72,13 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
 
     Returns:
         the rows, on every rank.
+
+    Raises:
+        BurstError: if a problem cannot be dealt out, or `plan.out` has other columns.
     """
     for case in plan.cases:
         case.check(world.size)
+    _check_out(plan.out, world)
     started = monotonic()
     bench = _Bench(plan, world, lambda: _is_over(plan.budget_s, started), link_speed(world))
     peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
@@ -85,6 +90,19 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
         _say(say, world, f"{number + 1} of {len(plan.cases)}: {case}")
         rows += bench.run(case, peers)
     return rows
+
+
+def _check_out(path: Path | None, world: World) -> None:
+    """Refuse a file that cannot be appended to, on all ranks, before time is spent."""
+    refusal = None
+    if path and world.rank == 0:
+        try:
+            check_appendable(path)
+        except BurstError as error:
+            refusal = str(error)
+    refusal = world.gather(refusal)[0]
+    if refusal:
+        raise BurstError(refusal)
 
 
 def _is_over(budget_s: float | None, started: float) -> bool:

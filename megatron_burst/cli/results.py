@@ -65,15 +65,20 @@ def append(path: Path, rows: Iterable[Row]) -> None:
     Raises:
         BurstError: if the file has other columns.
     """
-    if is_new := not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        _check_columns(path)
+    is_new = not path.exists()
+    check_appendable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
             writer.writerow(COLUMNS)
         writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+
+
+def check_appendable(path: Path) -> None:
+    """Refuse a file that exists and has other columns."""
+    if path.exists():
+        _check_columns(path)
 
 
 def read(paths: Sequence[Path]) -> list[Row]:

@@ -32,6 +32,13 @@ def bench(rank, folder):
     impls, out = impls_of(IMPLS), folder / "results" / "attention.csv"
     rows = measure(Plan(CASES, impls, reps=3, out=out), world, said.append)
     none = measure(Plan(CASES, impls, budget_s=0.0, out=out), world, said.append)
+    other = folder / "other.csv"
+    if rank == 0:
+        other.write_text("a,b\n")
+    try:
+        measure(Plan(CASES, impls, out=other), world, said.append)
+    except ValueError as error:
+        said.append(str(error))
     reasons = [attempt(lambda: [][1], world)]
     try:
         reasons.append(attempt(lambda: [][world.rank - 1 :] or 1 / world.rank, world))
@@ -90,13 +97,19 @@ def test_what_cannot_run_says_why(results):
 def test_every_rank_has_the_slowest_ranks_times_and_only_rank_0_talks(results):
     (first, second), _ = results
     assert [row.ms for row in first[0]] == [row.ms for row in second[0]]
-    assert str(CASES[0]) in first[2][0] and not second[2]
+    assert str(CASES[0]) in first[2][0] and len(second[2]) == 1
 
 
 def test_nothing_is_started_when_time_is_up(results):
     (first, second), _ = results
     assert first[1] == second[1] == []
-    assert first[2][-1] == "time is up: 2 problems were not started"
+    assert first[2][-2] == "time is up: 2 problems were not started"
+
+
+def test_a_file_with_other_columns_is_refused_on_all_ranks_before_anything_runs(results):
+    (first, second), _ = results
+    assert first[2][-1] == second[2][-1]
+    assert "other.csv must be a CSV with the columns" in first[2][-1]
 
 
 def test_a_failure_everywhere_is_a_reason_and_one_on_some_ranks_ends_the_run(results):
