@@ -96,7 +96,7 @@ def choices_in(output: Path) -> list[str]:
     """What each `auto` chose, as the run printed it once."""
     said = "burst attention: "
     lines = [line for line in output.read_text().splitlines() if line.startswith(said)]
-    return [line.removeprefix(said) for line in lines if "circulate" in line]
+    return [line.removeprefix(said) for line in lines if "; backend " in line]
 
 
 def table(report: Report) -> Table:
