@@ -139,9 +139,10 @@ def release_buffers(group: dist.ProcessGroup) -> None:
 
 def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
     """The group's board; made at first use."""
-    board = _BOARDS.setdefault(group, Board(group, timeout_s))
-    board.timeout_s = timeout_s
-    return board
+    if group not in _BOARDS:
+        _BOARDS[group] = Board(group, timeout_s)
+    _BOARDS[group].timeout_s = timeout_s
+    return _BOARDS[group]
 
 
 def communicator_of(

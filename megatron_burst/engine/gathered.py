@@ -46,16 +46,14 @@ class GatheredKeys:
             keys = buffer[piece.whole.slice].transpose(0, 1).split(self._dims, dim=-1)
             for target, own in zip(keys, self._own, strict=True):
                 target.copy_(own[:, piece.rows.slice, heads])
-        pieces = self._schedule.pieces
-        cp_size = 1 + max(piece.owner for piece in pieces)
         sends = [
             (peer, buffer[piece.whole.slice])
-            for peer in _others(mine, cp_size)
+            for peer in _others(mine, self._schedule.cp_size)
             for piece in self._schedule.pieces_of(mine)
         ]
         recvs = [
             (piece.owner, buffer[piece.whole.slice])
-            for peer in _others(mine, cp_size)
+            for peer in _others(mine, self._schedule.cp_size)
             for piece in self._schedule.pieces_of(peer)
         ]
         self._under_way[index] = self._call.carrier.exchange(Cargo.READ, sends, recvs)
@@ -102,10 +100,10 @@ class KeyGrads:
         all_tiles = self._schedule.gathered_tiles[index]
         return [
             (rank, number, piece)
-            for rank in _others(mine, len(all_tiles))
+            for rank in _others(mine, self._schedule.cp_size)
             for number, tile in enumerate(all_tiles[rank])
             for piece in self._schedule.pieces_of(mine)
-            if _within(piece.whole, tile.kv)
+            if tile.kv.holds(piece.whole)
         ]
 
     def shares(self, index: int) -> list[Tensor]:
@@ -130,7 +128,7 @@ class KeyGrads:
             sends += [
                 (piece.owner, share[_relative(piece.whole, tile.kv)])
                 for piece in self._schedule.pieces
-                if piece.owner != self._schedule.cp_rank and _within(piece.whole, tile.kv)
+                if piece.owner != self._schedule.cp_rank and tile.kv.holds(piece.whole)
             ]
         recvs = [(rank, view) for (rank, _, _), view in self._staged(index)]
         self._under_way = (index, self._call.carrier.exchange(Cargo.GRAD, sends, recvs))
@@ -161,11 +159,11 @@ class KeyGrads:
         parts = [
             tuple(grad[:, _relative(piece.rows, tile.kv)] for grad in (dk, dv))
             for tile, dk, dv in self._own
-            if _within(piece.rows, tile.kv)
+            if tile.kv.holds(piece.rows)
         ]
         tiles = self._schedule.rounds[index].tiles
         for tile, share in zip(tiles, self.shares(index), strict=True):
-            if _within(piece.whole, tile.kv):
+            if tile.kv.holds(piece.whole):
                 parts.append(self.split(share[_relative(piece.whole, tile.kv)]))
         return parts
 
@@ -173,10 +171,6 @@ class KeyGrads:
 def _others(mine: int, cp_size: int) -> list[int]:
     """The other ranks, beginning after this one, so that not all turn to the same rank at once."""
     return [(mine + distance) % cp_size for distance in range(1, cp_size)]
-
-
-def _within(rows: Span, other: Span) -> bool:
-    return other.start <= rows.start and rows.stop <= other.stop
 
 
 def _relative(rows: Span, base: Span) -> slice:

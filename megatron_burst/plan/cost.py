@@ -81,7 +81,7 @@ def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: i
         share_bytes: bytes of a gradient element as it leaves; 0 in forward, where none does.
     """
     row = shape.batch * (shape.dim_qk + shape.dim_v)
-    peers = len(schedule.gathered_tiles[0]) - 1
+    peers = schedule.cp_size - 1
     sent = 0
     for round_ in schedule.rounds:
         sent += peers * shape.tokens * len(round_.heads) * row * shape.itemsize
@@ -89,9 +89,7 @@ def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: i
             len(piece.rows)
             for tile in round_.tiles
             for piece in schedule.pieces
-            if piece.owner != schedule.cp_rank
-            and tile.kv.start <= piece.whole.start
-            and piece.whole.stop <= tile.kv.stop
+            if piece.owner != schedule.cp_rank and tile.kv.holds(piece.whole)
         )
         sent += leaving * len(round_.heads) * row * share_bytes
     return sent

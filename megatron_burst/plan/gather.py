@@ -66,6 +66,10 @@ class GatherSchedule:
     gathered_tiles: tuple[tuple[tuple[Tile, ...], ...], ...]
 
     @property
+    def cp_size(self) -> int:
+        return len(self.gathered_tiles[0])
+
+    @property
     def num_rows(self) -> int:
         """Rows of the whole sequence."""
         return self.pieces[-1].whole.stop

@@ -23,6 +23,10 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def holds(self, other: "Span") -> bool:
+        """Whether all of the other's rows are among these."""
+        return self.start <= other.start and other.stop <= self.stop
+
     @property
     def slice(self) -> slice:
         return slice(self.start, self.stop)
