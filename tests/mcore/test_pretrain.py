@@ -87,9 +87,9 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("launcher", "2 hosts x 2 ranks; circulate kv"),
-        ("spec", "2 hosts x 2 ranks; circulate kv"),
-        ("import", "1 host x 2 ranks; circulate q (asked for"),
+        ("launcher", "2 hosts x 2 ranks; ring (gathering cannot do it); circulate kv"),
+        ("spec", "2 hosts x 2 ranks; ring (gathering cannot do it); circulate kv"),
+        ("import", "gained by fewer kernel calls); circulate q (asked for"),
     ],
 )
 def test_every_step_has_the_loss_and_gradient_norm_of_the_run_without_burst(runs, name, said):
