@@ -24,6 +24,9 @@ class BurstConfig:
         hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes.
+        transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
+            NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels; "auto"
+            takes what was measured to be faster.
         nccl_ctas: most thread blocks that a transfer of NCCL's may take from the GPU's
             multiprocessors; None leaves it to NCCL.
         timeout_s: seconds a rank waits for the others before it names who is missing.
@@ -36,6 +39,7 @@ class BurstConfig:
     deterministic: bool = False
     hosts: int | None = None
     grad_wire: Literal["accumulate", "input"] = "accumulate"
+    transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     timeout_s: float = 600.0
 

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_burst.comm.hop import Parcels, Transfer
+from megatron_burst.comm.hop import Transfer
+from megatron_burst.comm.slots import Parcels, SentSlots, Slots
+from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig, host_name
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
 from megatron_burst.plan.topology import Link, Topology, pretend_hosts, topology_of
 
@@ -35,6 +38,7 @@ class Communicator:
         topology: the arrangement of its ranks.
         cp_rank: this rank in the group.
         board: where its ranks agree out of band.
+        transfer: how gathered keys move inside a host.
     """
 
     def __init__(
@@ -42,11 +46,11 @@ class Communicator:
         group: dist.ProcessGroup,
         topology: Topology,
         board: Board,
-        nccl_ctas: int | None = None,
+        config: BurstConfig,
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
-        self._nccl_ctas = nccl_ctas
+        self._nccl_ctas = config.nccl_ctas
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
@@ -64,6 +68,9 @@ class Communicator:
             for cargo in Cargo
             if len(ranks) > 1
         }
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        self._pool = SymmetricPool(group, range(group.size()), self.cp_rank, board)
+        self.transfer = choose_transfer(topology, device, config.transfer, self._pool.refusal)
 
     def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
         """A new group of some of the ranks; only its members take part in making it."""
@@ -105,16 +112,35 @@ class Communicator:
     def release_buffers(self) -> None:
         """Give the memory of all buffers back; the next call allocates them again."""
         self._buffers.clear()
+        self._pool.release()
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Device memory that torch's caching allocator knows nothing of."""
+        return self._pool.num_bytes
 
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
         """Post one hop behind what the current stream has queued; returns at once."""
         name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
         return self._post((hop.ring, hop.cargo), [(hop.dest, send)], [(hop.source, recv)], name)
 
-    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
-        """Post sends and receives inside the host; those between two ranks match in order."""
+    def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots:
+        """Slots for a call of so many rounds, which this rank shares with the others of its host.
+
+        Args:
+            cargo: what lies in them.
+            rounds: how often they are filled and exchanged in the call.
+            num_bytes: of a slot; the same on all ranks.
+            device: of the buffers.
+        """
+        if self.transfer.value == "pull":
+            return self._pool.slots(cargo, rounds, num_bytes, device)
         name = f"{Link.INTRA} {cargo} exchange of cp rank {self.cp_rank}"
-        return self._post((Link.INTRA, cargo), sends, recvs, name)
+
+        def exchange(sends: Parcels, recvs: Parcels) -> Transfer:
+            return self._post((Link.INTRA, cargo), sends, recvs, name)
+
+        return SentSlots(self.buffers(cargo, min(2, rounds), num_bytes, device), exchange)
 
     def _post(
         self, group: tuple[Link, Cargo], sends: Parcels, recvs: Parcels, name: str
@@ -132,9 +158,14 @@ class Communicator:
 
 
 def release_buffers(group: dist.ProcessGroup) -> None:
-    """Give back the memory that a group's communicators keep for their hops."""
+    """Give back the memory that a group's communicators keep; all its ranks together."""
     for communicator in _COMMUNICATORS.get(group, {}).values():
         communicator.release_buffers()
+
+
+def symmetric_bytes(group: dist.ProcessGroup) -> int:
+    """Bytes of a group's symmetric memory on this rank, which no allocator of torch's counts."""
+    return sum(made.symmetric_bytes for made in _COMMUNICATORS.get(group, {}).values())
 
 
 def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
@@ -155,19 +186,19 @@ def communicator_of(
     Args:
         group: the context-parallel group.
         config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
-            `nccl_ctas` limits NCCL.
+            `transfer` and `nccl_ctas` say what carries.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
 
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
     made = _COMMUNICATORS.setdefault(group, {})
-    key = (config.hosts, config.nccl_ctas, tuple(hcp_groups or ()))
+    key = (config.hosts, config.transfer, config.nccl_ctas, tuple(hcp_groups or ()))
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         topology = _topology(group, config, board, hcp_groups)
-        made[key] = Communicator(group, topology, board, config.nccl_ctas, hcp_groups)
+        made[key] = Communicator(group, topology, board, config, hcp_groups)
     return made[key]
 
 

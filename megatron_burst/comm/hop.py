@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.slots import Slots
 from megatron_burst.plan.schedule import HOME, Cargo, Hop, Schedule
 
 
@@ -85,9 +86,6 @@ class Transfer:
             raise self._explain(error) from error
 
 
-Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
-
-
 class Carrier(Protocol):
     """What carries hops: a `Communicator`, or a stand-in that joins simulated ranks."""
 
@@ -99,7 +97,7 @@ class Carrier(Protocol):
 
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer: ...
 
-    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer: ...
+    def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots: ...
 
 
 class Flight:

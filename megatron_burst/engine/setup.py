@@ -51,7 +51,7 @@ def set_up(
     intra = choose_intra(carrier.topology, pattern.layout, q.device.type, config.intra)
     if intra.value == "gather":
         heads = choose_heads_per_round(shape, carrier.topology.cp_size, config.heads_per_round)
-        chosen = f"{heads} of {shape.heads_kv} key heads a round"
+        chosen = f"{heads} of {shape.heads_kv} key heads a round; {carrier.transfer}"
         schedule = partial(
             gather_schedule,
             carrier.cp_rank,

@@ -1,5 +1,6 @@
 """The choices that `auto` makes from a shape alone, each with its reason."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
@@ -74,6 +75,39 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     return Choice("gather", "one host: few long kernel calls, no merging")
+
+
+def choose_transfer(
+    topology: Topology, device: str, asked: str, try_out: Callable[[], str | None]
+) -> Choice:
+    """How gathered keys move inside a host: "send" or "pull".
+
+    Args:
+        topology: of the group.
+        device: torch device type.
+        asked: "auto", "send" or "pull".
+        try_out: why ranks cannot pull here, or None; called only if nothing else speaks against it.
+
+    Raises:
+        BurstError: if pulling was asked for and cannot be done.
+    """
+    if asked == "send":
+        return Choice("send", "asked for")
+    if device != "cuda":
+        cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
+    elif (hosts := len(set(topology.host_of))) > 1:
+        cannot = f"all ranks must share a host, because they read each other's memory; got {hosts}"
+    else:
+        reason = try_out() if topology.cp_size > 1 else None
+        cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
+    if cannot and asked == "pull":
+        raise BurstError(
+            f"burst attention: to pull, {cannot}; pass --burst-transfer send (transfer='send') or "
+            "auto"
+        )
+    if cannot:
+        return Choice("send", cannot)
+    return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
 
 
 def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:

@@ -81,17 +81,12 @@ def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: i
         share_bytes: bytes of a gradient element as it leaves; 0 in forward, where none does.
     """
     row = shape.batch * (shape.dim_qk + shape.dim_v)
-    peers = schedule.cp_size - 1
     sent = 0
-    for round_ in schedule.rounds:
-        sent += peers * shape.tokens * len(round_.heads) * row * shape.itemsize
-        leaving = sum(
-            len(piece.rows)
-            for tile in round_.tiles
-            for piece in schedule.pieces
-            if piece.owner != schedule.cp_rank and tile.kv.holds(piece.whole)
-        )
-        sent += leaving * len(round_.heads) * row * share_bytes
+    for round_, reads, leaves in zip(schedule.rounds, schedule.reads, schedule.leaves, strict=True):
+        mine = [p for pieces in reads for p in pieces if p.owner == schedule.cp_rank]
+        read = sum(len(piece.rows) for piece in mine) * shape.itemsize
+        left = sum(len(leaf.rows) for leaf in leaves[schedule.cp_rank]) * share_bytes
+        sent += (read + left) * len(round_.heads) * row
     return sent
 
 

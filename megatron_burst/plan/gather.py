@@ -7,9 +7,9 @@ The first round has no round before it and, in backward, the last has none after
 rank's own diagonal tiles, which need nobody, are computed meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout, positions
@@ -50,6 +50,19 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaf:
+    """Key gradients that a rank computes for a piece of another rank.
+
+    Attributes:
+        rows: of the gradients of the round's tiles, laid one behind the other.
+        piece: whose gradients they are.
+    """
+
+    rows: Span
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
 class GatherSchedule:
     """What one rank does in one forward or backward pass that gathers.
 
@@ -57,17 +70,21 @@ class GatherSchedule:
         cp_rank: whose schedule it is.
         pieces: all ranks' pieces, in the order of the whole sequence.
         rounds: in the order in which they run.
-        gathered_tiles: `tiles` of every rank by round: whose key gradients come to this rank.
+        reads: the other ranks' pieces that every rank needs, by round and rank.
+        leaves: the gradients of others' keys that every rank computes, by round and rank.
+        share_rows: key rows of a round's tiles together, at most on any rank.
     """
 
     cp_rank: int
     pieces: tuple[Piece, ...]
     rounds: tuple[Round, ...]
-    gathered_tiles: tuple[tuple[tuple[Tile, ...], ...], ...]
+    reads: tuple[tuple[tuple[Piece, ...], ...], ...]
+    leaves: tuple[tuple[tuple[Leaf, ...], ...], ...]
+    share_rows: int
 
     @property
     def cp_size(self) -> int:
-        return len(self.gathered_tiles[0])
+        return len(self.reads[0])
 
     @property
     def num_rows(self) -> int:
@@ -117,8 +134,15 @@ def gather_schedule(
         _rounds(pieces, rank, groups, mask, direction, rectangular_causal)
         for rank in range(cp_size)
     ]
-    gathered = tuple(tuple(rounds[i].tiles for rounds in of_all) for i in range(len(groups)))
-    return GatherSchedule(cp_rank, pieces, of_all[cp_rank], gathered)
+    tiles = [[rounds[i].tiles for rounds in of_all] for i in range(len(groups))]
+    return GatherSchedule(
+        cp_rank,
+        pieces,
+        of_all[cp_rank],
+        reads=_by_round_and_rank(tiles, partial(_needed, pieces)),
+        leaves=_by_round_and_rank(tiles, partial(_leaving, pieces)),
+        share_rows=max(sum(len(t.kv) for t in of_rank) for ranks in tiles for of_rank in ranks),
+    )
 
 
 def pieces_of(layout: Layout, cp_size: int, tokens: int) -> tuple[Piece, ...]:
@@ -172,6 +196,32 @@ def _rounds(
         tiles = earlier if before or after else _all_visible(own, rectangular_causal)
         rounds.append(Round(heads, before, tiles, after))
     return tuple(rounds)
+
+
+def _by_round_and_rank(tiles: Sequence, of: Callable) -> tuple:
+    return tuple(tuple(of(rank, its) for rank, its in enumerate(ranks)) for ranks in tiles)
+
+
+def _needed(pieces: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Piece, ...]:
+    """Other ranks' pieces that a rank's tiles read: under a causal mask not all of them."""
+    return tuple(
+        piece
+        for piece in pieces
+        if piece.owner != cp_rank and any(tile.kv.holds(piece.whole) for tile in tiles)
+    )
+
+
+def _leaving(pieces: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
+    """Which rows of a rank's shares belong to which piece of another rank."""
+    leaves, start = [], 0
+    for tile in tiles:
+        leaves += [
+            Leaf(piece.whole.moved(start - tile.kv.start), piece)
+            for piece in pieces
+            if piece.owner != cp_rank and tile.kv.holds(piece.whole)
+        ]
+        start += len(tile.kv)
+    return tuple(leaves)
 
 
 def _all_visible(own: Sequence[Piece], rectangular_causal: bool) -> tuple[Tile, ...]:

@@ -27,6 +27,10 @@ class Span:
         """Whether all of the other's rows are among these."""
         return self.start <= other.start and other.stop <= self.stop
 
+    def moved(self, by: int) -> "Span":
+        """As many rows, further on."""
+        return Span(self.start + by, self.stop + by)
+
     @property
     def slice(self) -> slice:
         return slice(self.start, self.stop)

@@ -7,19 +7,29 @@ receiver waits: who computes too early gets NaN, who overwrites too early sends 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 from random import Random
 
 import torch
 
+from megatron_burst.comm.slots import PulledSlots, SentSlots, pulled_count
+
 _TIMEOUT_S = 30
 
 
 class Wire:
-    """The hops between simulated ranks."""
+    """The hops between simulated ranks, and memory that all of them can read."""
 
-    def __init__(self):
+    def __init__(self, cp_size):
         self._queues, self._lock = {}, threading.Lock()
+        self.cp_size, self.memory = cp_size, {}
+        self._barriers = {}
+
+    def barrier(self, *key):
+        with self._lock:
+            barrier = self._barriers.setdefault(key, threading.Barrier(self.cp_size))
+        barrier.wait(_TIMEOUT_S)
 
     def queue(self, *key) -> Queue:
         with self._lock:
@@ -29,14 +39,40 @@ class Wire:
 class SimulatedCarrier:
     """One rank's end of the wire; counts the bytes that it sends."""
 
-    def __init__(self, wire, cp_rank, seed=0):
+    def __init__(self, wire, cp_rank, seed=0, pulls=False):
         self.cp_rank, self.sent_bytes = cp_rank, 0
         self._wire, self._delay = wire, Random(1000 * seed + cp_rank)
+        self._pulls, self._pulled = pulls, {}
 
     def buffers(self, cargo, count, num_bytes, device):
         return [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(count)]
 
-    def exchange(self, cargo, sends, recvs):
+    def slots(self, cargo, rounds, num_bytes, device):
+        if not self._pulls:
+            count = min(2, rounds)
+            exchange = partial(self._exchange, cargo)
+            return SentSlots(self.buffers(cargo, count, num_bytes, device), exchange)
+        if cargo not in self._pulled:
+            self._pulled[cargo] = self._make_pulled(cargo, rounds, num_bytes, device)
+        assert self._pulled[cargo].slot_bytes >= num_bytes
+        return self._pulled[cargo].begin()
+
+    def _make_pulled(self, cargo, rounds, num_bytes, device):
+        numbers, ranks = range(pulled_count(cargo, rounds)), range(self._wire.cp_size)
+        own = self.buffers(cargo, len(numbers), num_bytes, device)
+        self._wire.memory |= {(cargo, number, self.cp_rank): own[number] for number in numbers}
+        self._wire.barrier(cargo, "made")
+        buffers = [
+            {rank: self._wire.memory[cargo, number, rank] for rank in ranks} for number in numbers
+        ]
+        barriers = [partial(self._barrier, cargo, number) for number in numbers]
+        return CountedSlots(self, buffers, barriers)
+
+    def _barrier(self, *key):
+        self._wire.barrier(*key)
+        time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
+
+    def _exchange(self, cargo, sends, recvs):
         time.sleep(self._delay.random() * 1e-3)
         taken = []
         for peer, send in sends:
@@ -56,6 +92,18 @@ class SimulatedCarrier:
         self._wire.queue(hop.ring, hop.cargo, self.cp_rank, hop.dest).put(parcel)
         inbox = self._wire.queue(hop.ring, hop.cargo, hop.source, self.cp_rank)
         return SimulatedTransfer(inbox, recv, taken)
+
+
+class CountedSlots(PulledSlots):
+    """Counts what others take as sent."""
+
+    def __init__(self, carrier, buffers, barriers):
+        super().__init__(buffers, barriers, carrier.cp_rank, None)
+        self._carrier = carrier
+
+    def exchange(self, index, view, gives, takes):
+        self._carrier.sent_bytes += sum(view[give.rows].nbytes for give in gives)
+        return super().exchange(index, view, gives, takes)
 
 
 class SimulatedExchange:
@@ -86,10 +134,10 @@ class SimulatedTransfer:
         assert self._taken.wait(_TIMEOUT_S), "nobody took what was sent"
 
 
-def run_simulated(function, cp_size, seed=0):
+def run_simulated(function, cp_size, seed=0, pulls=False):
     """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers."""
-    wire = Wire()
-    carriers = [SimulatedCarrier(wire, rank, seed) for rank in range(cp_size)]
+    wire = Wire(cp_size)
+    carriers = [SimulatedCarrier(wire, rank, seed, pulls) for rank in range(cp_size)]
     with ThreadPoolExecutor(cp_size) as pool:
         futures = [pool.submit(function, rank, carriers[rank]) for rank in range(cp_size)]
         return [future.result(2 * _TIMEOUT_S) for future in futures], carriers

@@ -63,7 +63,7 @@ def planned_bytes(schedules, shape):
     return sum(sum(link_bytes(schedule, shape).values()) for schedule in schedules)
 
 
-def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, seed=0):
+def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, seed=0, pulls=False):
     """(out, dq, dk, dv) of each rank; `schedules` makes a rank's two."""
     size = topology.cp_size
     tokens = tensors[0].shape[1] // size
@@ -76,7 +76,7 @@ def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, se
         grads = run_backward(call, q, k, v, out, lse, dout)
         return [out, *grads], planned_bytes(made, attention_shape(q, k, v, torch.float64))
 
-    results, carriers = run_simulated(one, size, seed)
+    results, carriers = run_simulated(one, size, seed, pulls)
     for carrier, (_, planned) in zip(carriers, results, strict=True):
         assert carrier.sent_bytes == planned
     return [tensors for tensors, _ in results]
@@ -136,6 +136,7 @@ def gather_cases(draw):
         "backend": backend,
         "scale": 0.5,
         "seed": seed,
+        "pulls": draw(st.booleans()),
     }
     return pretend_hosts(size, 1), tensors, options
 

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.choose import choose_heads_per_round, choose_intra
+from megatron_burst.plan.choose import (
+    choose_heads_per_round,
+    choose_intra,
+    choose_transfer,
+)
 from megatron_burst.plan.cost import AttentionShape, gather_bytes
 from megatron_burst.plan.gather import gather_schedule, pieces_of
 from megatron_burst.plan.layout import Layout, positions
@@ -81,12 +85,26 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(problem):
 
 
 @given(problems())
-def test_schedules_of_all_ranks_know_each_others_tiles(problem):
+def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(problem):
+    """All ranks must know of all: what one takes is what the other gives, in the same order."""
     cp_size, options = problem
     every = schedules(cp_size, **options)
     for schedule in every:
-        for index, tiles in enumerate(schedule.gathered_tiles):
-            assert tiles == tuple(other.rounds[index].tiles for other in every)
+        for index, (reads, leaves) in enumerate(zip(schedule.reads, schedule.leaves, strict=True)):
+            for rank, other in enumerate(every):
+                tiles = other.rounds[index].tiles
+                foreign = [p for p in schedule.pieces if p.owner != rank]
+                seen = {row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)}
+                assert reads[rank] == tuple(p for p in foreign if p.whole.start in seen)
+                laid = [row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)]
+                for leaf in leaves[rank]:
+                    assert laid[leaf.rows.slice] == list(
+                        range(leaf.piece.whole.start, leaf.piece.whole.stop)
+                    )
+                left = sum(len(leaf.rows) for leaf in leaves[rank])
+                own = [p.whole for p in schedule.pieces if p.owner == rank]
+                kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
+                assert left + kept == len(laid) <= schedule.share_rows
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -118,7 +136,8 @@ def test_work_is_balanced_in_zigzag(cp_size):
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_bytes_equal_the_formula(cp_size):
-    """P-1 shards of keys come and, in zigzag, as many rows of gradients leave."""
+    """Under a causal mask in zigzag 3/4 of the other P-1 shards of keys are read; both chunks of a
+    rank have gradients for the keys before them: P-1 shards in all."""
     shape = AttentionShape(2, 64, 8, 4, 16, 8, 2, 4, 4)
     shard = 2 * 64 * 4 * (16 + 8)
     for rectangular in (True, False):
@@ -127,10 +146,12 @@ def test_bytes_equal_the_formula(cp_size):
             "heads_per_round": 1, "rectangular_causal": rectangular,
         }  # fmt: skip
         forward = schedules(cp_size, direction=Direction.FORWARD, **options)
-        assert {gather_bytes(s, shape, 0) for s in forward} == {(cp_size - 1) * shard * 2}
+        shards = cp_size * (cp_size - 1) * shard
+        assert sum(gather_bytes(s, shape, 0) for s in forward) == 0.75 * shards * 2
         backward = schedules(cp_size, direction=Direction.BACKWARD, **options)
-        total = sum(gather_bytes(s, shape, 4) for s in backward)
-        assert total == cp_size * (cp_size - 1) * shard * (2 + 4)
+        assert sum(gather_bytes(s, shape, 4) for s in backward) == shards * (0.75 * 2 + 4)
+        whole = schedules(cp_size, direction=Direction.FORWARD, **options | {"mask": Mask.FULL})
+        assert {gather_bytes(s, shape, 0) for s in whole} == {(cp_size - 1) * shard * 2}
 
 
 def test_pieces_are_the_sequence_in_order():
@@ -183,3 +204,33 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(16384, 32, 8, asked=5) == 5
     with pytest.raises(BurstError, match="must not exceed the key heads.*got 3 of 2; leave it out"):
         heads(16384, 8, 2, asked=3)
+
+
+@pytest.mark.parametrize(
+    "hosts, device, asked, trouble, value",
+    [
+        (1, "cuda", "auto", None, "pull"),
+        (1, "cuda", "pull", None, "pull"),
+        (1, "cuda", "send", None, "send"),
+        (1, "cuda", "auto", "no peer access", "send"),
+        (2, "cuda", "auto", None, "send"),
+        (1, "cpu", "auto", None, "send"),
+    ],
+)
+def test_ranks_pull_where_they_can(hosts, device, asked, trouble, value):
+    choice = choose_transfer(pretend_hosts(4, hosts), device, asked, lambda: trouble)
+    assert choice.value == value
+    assert (trouble or "") in choice.reason
+
+
+@pytest.mark.parametrize(
+    "hosts, device, trouble, why",
+    [
+        (2, "cuda", None, "all ranks must share a host"),
+        (1, "cpu", None, "the ranks must use GPUs"),
+        (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
+    ],
+)
+def test_pulling_that_cannot_be_done_is_refused(hosts, device, trouble, why):
+    with pytest.raises(BurstError, match=why):
+        choose_transfer(pretend_hosts(4, hosts), device, "pull", lambda: trouble)

@@ -1,0 +1,89 @@
+"""Slots in torch's symmetric memory: GPUs of one host read each other's, by copy engine."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from megatron_burst.comm.slots import PulledSlots, pulled_count
+from megatron_burst.comm.watch import Board
+from megatron_burst.plan.schedule import Cargo
+
+_WHO = "burst attention"
+
+
+class SymmetricPool:
+    """The symmetric buffers of a group, made at first use by all its ranks together, and grown.
+
+    They are none of the caching allocator's: `num_bytes` says how much device memory they take.
+
+    Args:
+        group: the ranks that read each other's memory; on one host.
+        cp_ranks: their cp ranks, by rank in the group.
+        cp_rank: this rank.
+        board: where they agree.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
+    ) -> None:
+        self._group, self._cp_ranks, self._cp_rank = group, cp_ranks, cp_rank
+        self._board = board
+        self._slots: dict[tuple, PulledSlots] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of this rank's buffers."""
+        return sum(slots.num_bytes for slots in self._slots.values())
+
+    def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> PulledSlots:
+        """Slots of at least so many bytes for a call of so many rounds; the same ones if it can."""
+        key = (cargo, torch.cuda.current_stream(device).cuda_stream)
+        count, old = pulled_count(cargo, rounds), self._slots.get(key)
+        if old and len(old) >= count and old.slot_bytes >= num_bytes:
+            return old.begin()
+        if old:
+            count, num_bytes = max(count, len(old)), max(num_bytes, old.slot_bytes)
+        self._wait_for_all(device)
+        self._slots.pop(key, None)
+        del old
+        self._slots[key] = self._make(count, num_bytes, device)
+        return self._slots[key].begin()
+
+    def _make(self, count: int, num_bytes: int, device: torch.device) -> PulledSlots:
+        own = [
+            symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+            for _ in range(count)
+        ]
+        handles = [symmetric_memory.rendezvous(buffer, self._group) for buffer in own]
+        of_all = [
+            {
+                cp_rank: handle.get_buffer(position, (num_bytes,), torch.uint8)
+                for position, cp_rank in enumerate(self._cp_ranks)
+            }
+            for handle in handles
+        ]
+        barriers = [handle.barrier for handle in handles]
+        return PulledSlots(of_all, barriers, self._cp_rank, torch.cuda.Stream(device, priority=-1))
+
+    def _wait_for_all(self, device: torch.device) -> None:
+        """No rank may still read what is to be given back."""
+        torch.cuda.synchronize(device)
+        self._board.share("symmetric memory", _WHO)
+
+    def release(self) -> None:
+        """Give the memory back; all ranks together."""
+        if self._slots:
+            self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
+            self._slots.clear()
+
+    def refusal(self) -> str | None:
+        """Why ranks cannot read each other's memory here, or None; all ranks together."""
+        try:
+            self._make(1, 1 << 12, torch.device("cuda", torch.cuda.current_device()))
+        except (RuntimeError, AttributeError, ImportError) as error:
+            reason = str(error).splitlines()[0]
+        else:
+            reason = ""
+        return next(filter(None, self._board.share(reason, _WHO)), None)
