@@ -17,6 +17,7 @@ from megatron_burst.plan.layout import Layout, check_tokens
 from megatron_burst.plan.mask import Mask
 
 _WHO = "burst attention"
+_DENSE = torch.contiguous_format
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,11 +78,12 @@ def burst_attention(
     _check(q, k, v, scale, layout, qkv_format, group.size())
     if qkv_format == "sbhd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (_readable(x) for x in (q, k, v))
     carrier = communicator_of(group, config, hcp_groups)
     mask = Mask.CAUSAL if causal else Mask.FULL
     call, choices = set_up(q, k, v, carrier, Pattern(Layout(layout), mask, scale), config)
     if is_new:
+        board.agree({"backend": call.backend.capability.name}, _WHO)
         board.say_once(f"{_WHO}: {choices}")
     out, lse = BurstAttentionFunction.apply(q, k, v, call)
     out = out.transpose(0, 1) if qkv_format == "sbhd" else out
@@ -108,10 +110,20 @@ class BurstAttentionFunction(torch.autograd.Function):
         if dout is None:
             return None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = _readable(dout)
         with torch.autocast(q.device.type, enabled=False):
             grads = run_backward(ctx.call, q, k, v, out, lse, dout)
         return *(grad.to(q.dtype) for grad in grads), None
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As it is if kernels can read it, else a copy: rows that overlap, are not dense or not aligned
+    (to the 16 bytes that the GPU's tensor copies move)."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    apart = all(size == 1 or stride for size, stride in sizes)
+    steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
+    aligned = not x.is_cuda or all(step % 16 == 0 for step in steps)
+    return x if x.stride(-1) == 1 and apart and aligned else x.clone(memory_format=_DENSE)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -138,10 +150,15 @@ def _terms(q, k, v, causal, scale, layout, qkv_format, config) -> dict[str, str]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     terms = {name: str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
     terms["dtype"] = ", ".join(str(x.dtype) for x in (q, k, v))
-    terms["device"] = ", ".join(x.device.type for x in (q, k, v))
+    terms["device"] = ", ".join(_device_name(x) for x in (q, k, v))
     terms["causal"] = str(causal)
     terms |= {"softmax_scale": repr(scale), "layout": layout, "qkv_format": qkv_format}
     return terms | {"gradients": str(needs_grad), "config": str(config)}
+
+
+def _device_name(x: Tensor) -> str:
+    others = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return x.device.type + (" (not the current device)" if others else "")
 
 
 def _check(q, k, v, scale, layout, qkv_format, cp_size) -> None:
@@ -182,6 +199,12 @@ def _check(q, k, v, scale, layout, qkv_format, cp_size) -> None:
         raise BurstError(
             f"{_WHO}: q, k and v must be on one device, because one kernel reads them; got "
             f"{q.device}, {k.device}, {v.device}; move them"
+        )
+    if "(" in _device_name(q):
+        raise BurstError(
+            f"{_WHO}: q, k and v must be on the process's current device, because streams and "
+            f"transfers belong to it; got {q.device} while cuda:{torch.cuda.current_device()} is "
+            "current; call torch.cuda.set_device(LOCAL_RANK) first"
         )
     if not 0 < scale < float("inf"):
         raise BurstError(

@@ -29,6 +29,8 @@ class BurstConfig:
             takes what was measured to be faster.
         nccl_ctas: most thread blocks that a transfer of NCCL's may take from the GPU's
             multiprocessors; None leaves it to NCCL.
+        overlap: hide transfers behind kernels; False waits for each at once, to measure what
+            hiding them brings.
         timeout_s: seconds a rank waits for the others before it names who is missing.
     """
 
@@ -41,6 +43,7 @@ class BurstConfig:
     grad_wire: Literal["accumulate", "input"] = "accumulate"
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
+    overlap: bool = True
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import get_args
 
 from megatron_burst.cli.cases import Case, Pass
@@ -16,13 +16,14 @@ from megatron_burst.cli.links import link_speed
 from megatron_burst.cli.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
 from megatron_burst.cli.results import Row, append, check_appendable
 from megatron_burst.cli.te_peer import TransformerEngine
-from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
+from megatron_burst.cli.timing import attempt, clean_up, interleave
+from megatron_burst.cli.trial import Trial, try_out
 from megatron_burst.cli.world import World
 from megatron_burst.errors import BurstError
 
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
 _WARM_UP = 2
-_SLOW_S = 5.0
+_SLOW_S = 1.0
 _PASSES = tuple(reversed(get_args(Pass)))  # the more telling one first: time may run out
 
 
@@ -33,7 +34,7 @@ class Plan:
     Attributes:
         cases: problems, in order.
         impls: what each is measured with.
-        reps: repetitions; None: 10, or 5 of what takes over 5 s.
+        reps: repetitions; None: 10, or 3 of what takes over 1 s.
         budget_s: seconds after which no problem and no repetition is started; None: no end.
         out: CSV that rank 0 appends to; None: nowhere.
     """
@@ -43,23 +44,6 @@ class Plan:
     reps: int | None = None
     budget_s: float | None = None
     out: Path | None = None
-
-
-@dataclass(slots=True)
-class Trial:
-    """How an implementation did when tried alone.
-
-    Attributes:
-        status: "ok", "failed" or "skipped".
-        reason: why it is not ok.
-        peak_gib: see `Memory`.
-        seconds: of one forward and backward pass, on the slowest rank.
-    """
-
-    status: str = "ok"
-    reason: str = ""
-    peak_gib: float | None = None
-    seconds: float = 0.0
 
 
 def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
@@ -127,7 +111,12 @@ class _Bench:
     def run(self, case: Case, peers: Sequence[Peer]) -> list[Row]:
         """All rows of one problem; on disk when this returns."""
         shard = draw_shard(case, self.world)
-        self.trials = {str(peer.impl): try_out(peer, shard, self.world) for peer in peers}
+        self.trials, truth = {}, None
+        for peer in peers:
+            trial = try_out(peer, shard, self.world, truth)
+            if peer.comparable and trial.status == "ok":
+                truth = truth or trial.sample
+            self.trials[str(peer.impl)] = trial
         rows = []
         together = [peer for peer in peers if not peer.alone]
         for group in (together, *([peer] for peer in peers if peer.alone)):
@@ -161,14 +150,14 @@ class _Bench:
     def _warm_up(self, peer: Peer, shard: Shard) -> None:
         peer.prepare(shard)
         slow = self.trials[str(peer.impl)].seconds > _SLOW_S
-        for _ in range(1 if slow else _WARM_UP):
+        for _ in range(0 if slow else _WARM_UP):  # it was tried out just now
             peer.run_forward()
             peer.run_forward_backward()
 
     def _times(self, peers: Sequence[Peer], pass_: Pass) -> dict[str, list[float]]:
         def reps(peer: Peer) -> int:
             slow = self.trials[str(peer.impl)].seconds > _SLOW_S
-            return self.plan.reps or (5 if slow else 10)
+            return self.plan.reps or (3 if slow else 10)
 
         runs = {
             str(p.impl): p.run_forward if pass_ == "fwd" else p.run_forward_backward for p in peers
@@ -202,30 +191,3 @@ class _Bench:
             pass_=pass_,
             **measured,
         )
-
-
-def try_out(peer: Peer, shard: Shard, world: World) -> Trial:
-    """One implementation alone: can it run, how much memory, about how long.
-
-    The first pass makes what lasts (compiled kernels, communicators, buffers), the second counts.
-    """
-    for ask, status in ((peer.refusal, "failed"), (peer.skip, "skipped")):
-        reason = next(filter(None, world.gather(ask(shard.case))), None)
-        if reason:
-            return Trial(status, reason)
-    outputs = []
-
-    def run() -> None:
-        outputs.append(sum(x.nbytes for x in peer.run_forward_backward()))
-
-    failure = attempt(partial(peer.prepare, shard), world)
-    memory = Memory(world)
-    failure = failure or attempt(run, world)
-    memory.restart()
-    start = perf_counter()
-    failure = failure or attempt(run, world)
-    seconds = max(world.gather(perf_counter() - start))
-    peak_gib = None if failure else memory.peak_gib(outputs[-1])
-    peer.release()
-    clean_up(world)
-    return Trial("failed", failure) if failure else Trial("ok", "", peak_gib, seconds)

@@ -168,9 +168,8 @@ class Preset:
 
 PEERS = ("burst:auto", "te", "ceiling")
 _BURST = (  # labels after "burst:"; each changes one thing of auto
-    "auto", "intra=ring", "intra=ring,circulate=q", "backend=cudnn", "backend=flash",
-    "deterministic=true", "heads_per_round=1", "heads_per_round=2", "heads_per_round=4",
-    "grad_wire=input",
+    "auto", "overlap=false", "transfer=send", "heads_per_round=1", "heads_per_round=4",
+    "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
 )  # fmt: skip
 _K = 1024
 _MHA = ((32, 32),)

@@ -1,5 +1,6 @@
 """What a measurement depends on besides its options: software and the state of the device."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -8,7 +9,10 @@ from megatron_burst.version import __version__
 
 
 def versions() -> str:
-    """Versions of what takes part, for example "burst 0.1.0; torch 2.11.0; nccl 2.28.9"."""
+    """Versions of what takes part, for example "burst 0.1.0; torch 2.11.0; nccl 2.28.9".
+
+    On GPUs also "connections N": CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
+    """
     found = {"burst": __version__, "torch": torch.__version__}
     for name, package in (("te", "transformer_engine"), ("fa4", "flash-attn-4")):
         try:
@@ -19,6 +23,7 @@ def versions() -> str:
         cudnn = torch.backends.cudnn.version() or 0
         found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return "; ".join(f"{name} {number}" for name, number in found.items())
 
 

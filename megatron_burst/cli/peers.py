@@ -13,7 +13,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.world import World
-from megatron_burst.comm.groups import release_buffers
+from megatron_burst.comm.groups import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, choose_backend
 
 
@@ -57,10 +57,12 @@ class Peer(ABC):
 
     Attributes:
         alone: it holds so much that nobody else may hold anything meanwhile.
+        comparable: its results belong to the shard, and are everyone's who is comparable.
         note: what its rows say besides.
     """
 
     alone = False
+    comparable = False
     note = ""
 
     def __init__(self, impl: Impl, world: World) -> None:
@@ -93,12 +95,17 @@ class Peer(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of everything that takes device memory."""
+        """Let go of everything that takes device memory; all ranks together."""
+
+    def uncounted_bytes(self) -> int:
+        """Device memory that it holds past torch's caching allocator."""
+        return 0
 
 
 class Autograd(Peer):
     """Attention over the ranks' shards as one differentiable call."""
 
+    comparable = True
     shard: Shard | None = None
 
     @abstractmethod
@@ -137,6 +144,9 @@ class Burst(Autograd):
     def release(self) -> None:
         super().release()
         release_buffers(self.world.group)
+
+    def uncounted_bytes(self) -> int:
+        return symmetric_bytes(self.world.group)
 
 
 class Kernel(Peer):

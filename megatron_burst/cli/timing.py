@@ -117,11 +117,18 @@ class Memory:
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
-    def peak_gib(self, outputs: int) -> float | None:
-        """The worst rank's peak above what was there and above `outputs` bytes; None on CPU."""
+    def peak_gib(self, outputs: int, uncounted: int) -> float | None:
+        """The worst rank's peak in GiB above what was there; None on CPU.
+
+        Args:
+            outputs: bytes of results, which do not count.
+            uncounted: bytes past torch's caching allocator, which do.
+        """
         if self.world.device.type != "cuda":
             return None
-        extra = torch.cuda.max_memory_allocated(self.world.device) - self.before - outputs
+        extra = (
+            torch.cuda.max_memory_allocated(self.world.device) - self.before - outputs + uncounted
+        )
         return max(self.world.gather(extra)) / 2**30
 
 

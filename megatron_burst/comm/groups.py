@@ -1,6 +1,5 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
-import json
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -11,14 +10,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_burst.comm.hop import Transfer
-from megatron_burst.comm.slots import Parcels, SentSlots, Slots
+from megatron_burst.comm.hosts import check_devices, find_topology
+from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
-from megatron_burst.config import BurstConfig, host_name
-from megatron_burst.errors import BurstError
+from megatron_burst.config import BurstConfig
 from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
-from megatron_burst.plan.topology import Link, Topology, pretend_hosts, topology_of
+from megatron_burst.plan.topology import Link, Topology
 
 _WHO = "burst attention"
 # The one cache of the process: communicators and their buffers live as long as their group.
@@ -50,7 +49,7 @@ class Communicator:
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
-        self._nccl_ctas = config.nccl_ctas
+        self._nccl_ctas, self._overlap = config.nccl_ctas, config.overlap
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
@@ -122,7 +121,11 @@ class Communicator:
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
         """Post one hop behind what the current stream has queued; returns at once."""
         name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
-        return self._post((hop.ring, hop.cargo), [(hop.dest, send)], [(hop.source, recv)], name)
+        group = hop.ring, hop.cargo
+        transfer = self._post(group, [(hop.dest, send)], [(hop.source, recv)], name)
+        if not self._overlap:
+            transfer.wait()
+        return transfer
 
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots:
         """Slots for a call of so many rounds, which this rank shares with the others of its host.
@@ -133,8 +136,13 @@ class Communicator:
             num_bytes: of a slot; the same on all ranks.
             device: of the buffers.
         """
-        if self.transfer.value == "pull":
-            return self._pool.slots(cargo, rounds, num_bytes, device)
+        make = self._pool.slots if self.transfer.value == "pull" else self._sent_slots
+        slots = make(cargo, rounds, num_bytes, device)
+        return slots if self._overlap else SerialSlots(slots)
+
+    def _sent_slots(
+        self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
+    ) -> SentSlots:
         name = f"{Link.INTRA} {cargo} exchange of cp rank {self.cp_rank}"
 
         def exchange(sends: Parcels, recvs: Parcels) -> Transfer:
@@ -186,52 +194,19 @@ def communicator_of(
     Args:
         group: the context-parallel group.
         config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
-            `transfer` and `nccl_ctas` say what carries.
+            `transfer`, `nccl_ctas` and `overlap` say how data are carried.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
 
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
     made = _COMMUNICATORS.setdefault(group, {})
-    key = (config.hosts, config.transfer, config.nccl_ctas, tuple(hcp_groups or ()))
+    carried = (config.hosts, config.transfer, config.nccl_ctas, config.overlap)
+    key = (*carried, tuple(hcp_groups or ()))
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
-        topology = _topology(group, config, board, hcp_groups)
+        check_devices(group, board)
+        topology = find_topology(group, config, board, hcp_groups)
         made[key] = Communicator(group, topology, board, config, hcp_groups)
     return made[key]
-
-
-def _topology(
-    group: dist.ProcessGroup,
-    config: BurstConfig,
-    board: Board,
-    hcp_groups: Sequence[dist.ProcessGroup] | None,
-) -> Topology:
-    if config.hosts is not None:
-        return pretend_hosts(group.size(), config.hosts)
-    if not hcp_groups:
-        return topology_of(board.share(host_name(), _WHO))
-    mine = [dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups]
-    given = [json.loads(text) for text in board.share(json.dumps(mine), _WHO)]
-    return _topology_of_hcp(dist.get_process_group_ranks(group), given)
-
-
-def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology:
-    """The grid whose rows and columns are all ranks' [intra, inter] groups."""
-    topology = topology_of([f"{intra}" for intra, _ in given])
-    for cp_rank, (intra, inter) in enumerate(given):
-        row, column = topology.coord(cp_rank)
-        expected = (
-            [ranks[rank] for rank in topology.grid[row]],
-            [ranks[cp_ranks[column]] for cp_ranks in topology.grid],
-        )
-        if (intra, inter) != expected:
-            raise BurstError(
-                f"{_WHO}: hierarchical context-parallel groups must be the rows and columns of a "
-                "grid over the context-parallel group, because the rings run along them; got "
-                f"{intra} and {inter} for rank {ranks[cp_rank]} in {ranks}; pass "
-                "--hierarchical-context-parallel-sizes INTRA INTER whose product is the context "
-                "parallel size, or leave them out"
-            )
-    return topology

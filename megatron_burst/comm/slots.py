@@ -166,6 +166,23 @@ class Pulled:
             torch.cuda.current_stream().wait_event(event)
 
 
+class SerialSlots:
+    """Slots whose exchanges are over before anything else runs."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+        return self._slots.view(index, shape, dtype)
+
+    def exchange(
+        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
+    ) -> UnderWay:
+        under_way = self._slots.exchange(index, view, gives, takes)
+        under_way.wait()
+        return under_way
+
+
 def pulled_count(cargo: Cargo, rounds: int) -> int:
     """Slots that pulling takes: what is read is there before the next round begins; shares must
     not make a rank wait for the slowest one in every round."""

@@ -53,6 +53,11 @@ def add_flags(add_megatron_arguments):
             help="dtype of gradients between ranks: accumulate is fp32, input the model's",
         )
         group.add_argument(
+            "--burst-transfer",
+            choices=get_args(hints["transfer"]),
+            help="inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
+        )
+        group.add_argument(
             "--burst-nccl-ctas", type=int, metavar="N", help="most thread blocks of a transfer"
         )
         group.add_argument(

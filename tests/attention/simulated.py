@@ -45,7 +45,8 @@ class SimulatedCarrier:
         self._pulls, self._pulled = pulls, {}
 
     def buffers(self, cargo, count, num_bytes, device):
-        return [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(count)]
+        options = {"dtype": torch.uint8, "device": device}
+        return [torch.full((num_bytes,), 255, **options) for _ in range(count)]
 
     def slots(self, cargo, rounds, num_bytes, device):
         if not self._pulls:

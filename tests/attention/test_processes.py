@@ -123,12 +123,15 @@ def float32_and_formats(rank):
     plain, lse = burst_attention(q, k, v, return_lse=True)
     moved = burst_attention(*(x.transpose(0, 1) for x in (q, k, v)), qkv_format="sbhd")
     strided = [torch.stack([x, -x], dim=-1)[..., 0] for x in (q, k, v)]
+    same_heads = [x[:, :, :1].expand(-1, -1, x.shape[2], -1) for x in (k, v)]  # in one memory
+    copied = burst_attention(q, *(x.contiguous() for x in same_heads))
     (scores,) = [tensors[0].double().transpose(1, 2) @ _expand(tensors[1]) * 8**-0.5]
     hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
     true_lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)[:, :, rows]
     return [
         float((moved.transpose(0, 1) - plain).abs().max()),
         float((burst_attention(*strided) - plain).abs().max()),
+        float((burst_attention(q, *same_heads) - copied).abs().max()),
         float((lse - true_lse).abs().max()),
         lse.requires_grad,
     ]
@@ -139,8 +142,8 @@ def _expand(k):
 
 
 def test_formats_strides_and_lse():
-    for moved, strided, lse, has_grad in run_ranks(float32_and_formats, 2):
-        assert moved == 0 and strided == 0 and lse < 1e-5 and not has_grad
+    for moved, strided, overlapping, lse, has_grad in run_ranks(float32_and_formats, 2):
+        assert moved == strided == overlapping == 0 and lse < 1e-5 and not has_grad
 
 
 def what_is_kept(rank):

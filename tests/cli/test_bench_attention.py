@@ -168,3 +168,29 @@ def test_tensors_are_the_views_of_one_projection(heads, is_view):
     assert shard.v.untyped_storage().data_ptr() == storage
     assert (shard.q.untyped_storage().data_ptr() == storage) is is_view
     assert not shard.dout.requires_grad
+
+
+def wrong_answers(rank):
+    """Trials of a right implementation and of one that leaves out a factor in dk."""
+    from megatron_burst.cli.peers import Burst, draw_shard
+    from megatron_burst.cli.trial import try_out
+    from megatron_burst.cli.world import world_of
+
+    class Wrong(Burst):
+        def run_forward_backward(self):
+            out, dq, dk, dv = super().run_forward_backward()
+            return out, dq, dk * 1.1, dv
+
+    world, (impl,) = world_of("cpu"), impls_of(("burst:auto",))
+    shard = draw_shard(CASES[0], world)
+    right = try_out(Burst(impl, world), shard, world)
+    again = try_out(Burst(impl, world), shard, world, right.sample)
+    wrong = try_out(Wrong(impl, world), shard, world, right.sample)
+    return [(trial.status, trial.reason) for trial in (right, again, wrong)]
+
+
+def test_a_fast_wrong_answer_is_no_peer():
+    for right, again, wrong in run_ranks(wrong_answers, 2):
+        assert right == again == ("ok", "")
+        assert wrong[0] == "failed" and "wrong: out is off by 0, dq is off by 0, dk" in wrong[1]
+        assert "dk is off by 0.1, dv is off by 0" in wrong[1]

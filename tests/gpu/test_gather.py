@@ -4,6 +4,8 @@ Catches keys read before they landed, buffers given away too early, streams that
 backends that break their contract; errors are relative to the same kernel's on one GPU.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,11 +59,17 @@ def errors(rank, world, backend, heads):
     tensors, truth = problem_of(heads, 2048)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     found = {}
-    for heads_per_round in sorted({1, max(heads[1] // 2, 1), heads[1]}):
-        config = BurstConfig(intra="gather", heads_per_round=heads_per_round, backend=backend)
-        for _ in range(3):  # buffers are used again; a race shows as a difference
+    several = sorted({1, max(heads[1] // 2, 1), heads[1]})
+    for transfer, heads_per_round in product(("pull", "send"), several):
+        config = BurstConfig(
+            intra="gather", heads_per_round=heads_per_round, backend=backend, transfer=transfer
+        )
+        way = f"{transfer} {heads_per_round}"
+        for turn in range(4):  # buffers are used again; a race shows as a difference
+            if turn == rank:
+                torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
             got = relative(run(tensors, rows, config), truth, rows)
-            found[heads_per_round] = max(found.get(heads_per_round, (0,)), got)
+            found[way] = max(found.get(way, (0,)), got)
     config = BurstConfig(intra="ring", backend=backend)
     found["ring"] = relative(run(tensors, rows, config), truth, rows)
     return found
@@ -82,11 +90,13 @@ def test_errors_are_at_most_twice_one_gpus(backend, heads):
                 assert error <= 2 * single and single < 1e-2, (world, way, several, alone)
 
 
-def twice(rank, world, backend, intra):
+def twice(rank, world, backend, intra, transfer):
     """Whether two runs, with other work in between, give the same bits."""
     tensors, _ = problem_of((8, 2), 2048)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
-    config = BurstConfig(intra=intra, heads_per_round=1, backend=backend, deterministic=True)
+    config = BurstConfig(
+        intra=intra, heads_per_round=1, backend=backend, deterministic=True, transfer=transfer
+    )
     first = run(tensors, rows, config)
     torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
     if rank == 0:
@@ -96,9 +106,12 @@ def twice(rank, world, backend, intra):
     return same
 
 
-@pytest.mark.parametrize("intra", ["gather", "ring"])
+@pytest.mark.parametrize(
+    "intra, transfer", [("gather", "pull"), ("gather", "send"), ("ring", "send")]
+)
 @pytest.mark.parametrize("backend", kernels() or ["none"])
-def test_deterministic_means_the_same_bits_twice(backend, intra):
+def test_deterministic_means_the_same_bits_twice(backend, intra, transfer):
     world = max(w for w in (1, 2, 4) if w <= GPUS)
-    for same in run_ranks(twice, world, world, backend, intra, backend="nccl", timeout_s=300):
+    settings = {"backend": "nccl", "timeout_s": 300}
+    for same in run_ranks(twice, world, world, backend, intra, transfer, **settings):
         assert same == [True] * 4

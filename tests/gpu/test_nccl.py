@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -72,11 +73,11 @@ def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
                 assert error <= 2 * single, (world, hosts, circulate, several, alone)
 
 
-def many_calls_without_a_sync(rank, world):
+def many_calls_without_a_sync(rank, world, options):
     """Sixteen forward and backward passes in a row: buffers change hands on the GPU's own time."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
-    config = BurstConfig(hosts=2 if world % 2 == 0 else 1, circulate="q")
+    config = BurstConfig(**options)
     results = []
     for _ in range(16):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -91,8 +92,42 @@ def many_calls_without_a_sync(rank, world):
     )
 
 
-def test_back_to_back_calls_give_the_same_results():
-    for difference in run_ranks(
-        many_calls_without_a_sync, min(GPUS, 4), min(GPUS, 4), backend="nccl"
-    ):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hosts": 2 if GPUS % 2 == 0 else 1, "circulate": "q"},
+        {"intra": "gather", "heads_per_round": 3, "transfer": "pull"},
+        {"intra": "gather", "heads_per_round": 8, "transfer": "pull"},
+        {"intra": "gather", "heads_per_round": 3, "transfer": "send"},
+    ],
+    ids=str,
+)
+def test_back_to_back_calls_give_the_same_results(options):
+    world = min(GPUS, 4)
+    for difference in run_ranks(many_calls_without_a_sync, world, world, options, backend="nccl"):
         assert difference == 0
+
+
+def two_on_one_gpu(rank):
+    torch.cuda.set_device(0)
+    q, k, v = (torch.randn(1, 64, 8, 64, device="cuda").bfloat16() for _ in range(3))
+    with pytest.raises(BurstError) as error:
+        burst_attention(q, k, v)
+    return str(error.value)
+
+
+def test_ranks_that_share_a_gpu_are_refused_on_all():
+    for sentence in run_ranks(two_on_one_gpu, 2, backend="nccl"):
+        assert "got cp ranks [0, 1] on GPU" in sentence
+
+
+def on_another_device(rank):
+    q, k, v = (torch.randn(1, 64, 8, 64, device=f"cuda:{1 - rank}").bfloat16() for _ in range(3))
+    with pytest.raises(BurstError) as error:
+        burst_attention(q, k, v)
+    return str(error.value)
+
+
+def test_tensors_on_another_device_than_the_current_one_are_refused():
+    for rank, sentence in enumerate(run_ranks(on_another_device, 2, backend="nccl")):
+        assert f"got cuda:{1 - rank} while cuda:{rank} is current" in sentence

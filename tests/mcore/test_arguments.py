@@ -52,10 +52,10 @@ def values_of_flags(rank):
     start()
     every = "--burst-hosts 2 --burst-circulate q --burst-backend reference --burst-deterministic"
     every += " --burst-intra gather --burst-heads-per-round 3 --burst-nccl-ctas 8"
-    every += " --burst-grad-wire input --burst-timeout-s 12.5"
+    every += " --burst-transfer send --burst-grad-wire input --burst-timeout-s 12.5"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    flags = ("impl", "intra", "circulate", "backend", "grad-wire")
+    flags = ("impl", "intra", "circulate", "backend", "grad-wire", "transfer")
     for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
@@ -81,6 +81,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         deterministic=True,
         hosts=2,
         grad_wire="input",
+        transfer="send",
         nccl_ctas=8,
         timeout_s=12.5,
     )
@@ -91,6 +92,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         "burst-intra": ["auto", "ring", "gather"],
         "burst-circulate": ["auto", "kv", "q"],
         "burst-grad-wire": ["accumulate", "input"],
+        "burst-transfer": ["auto", "send", "pull"],
     }
 
 
@@ -107,7 +109,7 @@ def test_without_burst_no_argument_of_megatrons_is_changed():
     ((stock, _, attention),) = run_ranks(arguments_without_burst, 1, False)
     ((ours, said, ours_attention),) = run_ranks(arguments_without_burst, 1, True)
     added = {name for name in ours if name.startswith("burst_")} | {"context_parallel_impl"}
-    assert len(added) == 10 and added.isdisjoint(stock)
+    assert len(added) == 11 and added.isdisjoint(stock)
     assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
     assert attention == ours_attention == "DotProductAttention" and said == 0
 

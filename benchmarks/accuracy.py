@@ -1,0 +1,196 @@
+"""Errors of attention and its gradients against float64, by the number of ranks.
+
+torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs (on CPU too, small)
+python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
+
+Sequences are dealt out to 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
+burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
+|x - truth| / |truth| over the whole sequence. The same inputs everywhere.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+from megatron_burst.cli.cases import Case
+from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.peers import Burst, Shard
+from megatron_burst.cli.te_peer import TransformerEngine
+from megatron_burst.cli.timing import attempt
+from megatron_burst.cli.world import started
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.setup import Pattern, set_up
+from megatron_burst.plan.choose import Choice
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.topology import pretend_hosts
+from tests.attention.simulated import run_simulated
+from tests.oracle import full_attention, rows_of
+
+COLUMNS = ("impl", "mode", "ranks", "simulated", "heads_q", "heads_kv", "seq", "tensor", "error")
+TENSORS = ("out", "dq", "dk", "dv")
+HEADS = ((8, 8), (8, 2))
+DIM = 128
+
+
+def draw(heads, seq, device):
+    """q, k, v, dout [1, s, h, d] in bf16."""
+    generator = torch.Generator(device).manual_seed(11)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    options = {"generator": generator, "device": device}
+    return [torch.randn(1, seq, count, DIM, **options).bfloat16() for count in counts]
+
+
+def truth_of(tensors):
+    """(out, dq, dk, dv) in float64, one key head at a time, as the scores are large."""
+    q, k, v, dout = (x.double() for x in tensors)
+    group = q.shape[2] // k.shape[2]
+    parts = []
+    for head in range(k.shape[2]):
+        queries, keys = slice(head * group, head * group + group), slice(head, head + 1)
+        leaves = [
+            x.clone().requires_grad_() for x in (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+        ]
+        with torch.device(q.device):
+            out = full_attention(*leaves, True, DIM**-0.5)
+        parts.append((out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, queries])))
+    return [torch.cat(x, dim=2) for x in zip(*parts, strict=True)]
+
+
+def simulated(tensors, ranks, mode):
+    """(out, dq, dk, dv) of the whole sequence from so many threads."""
+    tokens = tensors[0].shape[1] // ranks
+    config = BurstConfig(intra=mode, heads_per_round=1)
+
+    def one(rank, carrier):
+        if tensors[0].is_cuda:
+            torch.cuda.set_device(tensors[0].device)  # a thread begins with the first one
+        carrier.topology = pretend_hosts(ranks, 1)
+        carrier.transfer = Choice("send", "simulated")
+        rows = rows_of(Layout.ZIGZAG, rank, ranks, tokens).to(tensors[0].device)
+        q, k, v, dout = (x[:, rows] for x in tensors)
+        pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, DIM**-0.5)
+        call, _ = set_up(q, k, v, carrier, pattern, config)
+        out, lse = run_forward(call, q, k, v)
+        out = out.to(q.dtype)
+        return rows, [out, *run_backward(call, q, k, v, out, lse, dout)]
+
+    results, _ = run_simulated(one, ranks)
+    whole = [torch.empty_like(tensors[i]) for i in (3, 0, 1, 2)]
+    for rows, shards in results:
+        for target, shard in zip(whole, shards, strict=True):
+            target[:, rows] = shard.to(target.dtype)
+    return whole
+
+
+def relative(got, truth, group=None):
+    """Errors over the whole sequence; summed over the ranks of a group if they hold its parts."""
+    sums = [
+        torch.stack([(a.double() - b).square().sum(), b.square().sum()])
+        for a, b in zip(got, truth, strict=True)
+    ]
+    sums = torch.stack(sums)
+    if group is not None:
+        torch.distributed.all_reduce(sums, group=group)
+    return (sums[:, 0] / sums[:, 1]).sqrt().tolist()
+
+
+def real(peer_class, text, tensors, truth, world):
+    """Errors of an implementation over the real ranks, or why there are none."""
+    (impl,) = impls_of((text,))
+    peer, seq = peer_class(impl, world), tensors[0].shape[1]
+    case = Case(seq, 1, tensors[0].shape[2], tensors[1].shape[2], DIM, DIM)
+    rows = rows_of(Layout.ZIGZAG, world.rank, world.size, seq // world.size).to(world.device)
+    shards = [x[:, rows].transpose(0, 1).contiguous() for x in tensors]
+    shard = Shard(case, *(x.requires_grad_() for x in shards[:3]), shards[3])
+    results = []
+
+    def run():
+        peer.prepare(shard)
+        results[:] = peer.run_forward_backward()
+
+    reason = next(filter(None, world.gather(peer.refusal(case))), None) or attempt(run, world)
+    if reason:
+        return impl, reason
+    got = [x.view(len(rows), 1, -1, DIM).transpose(0, 1) for x in results]
+    errors = relative(got, [x[:, rows] for x in truth], world.group)
+    peer.release()
+    return impl, errors
+
+
+def measure(path, seq):
+    """Write a row for each implementation, number of ranks, head count and tensor."""
+    rows = []
+    with started(None, None) as world:
+        for heads in HEADS:
+            tensors = draw(heads, seq, world.device)
+            truth = truth_of(tensors)
+
+            def add(impl, mode, ranks, is_simulated, errors, heads=heads):
+                for name, error in zip(TENSORS, errors, strict=True):
+                    rows.append(
+                        (impl, mode, ranks, is_simulated, *heads, seq, name, f"{error:.4g}")
+                    )
+
+            for ranks in (1, 2, 4, 8):
+                for mode in ("gather", "ring"):
+                    add(
+                        "burst", mode, ranks, True, relative(simulated(tensors, ranks, mode), truth)
+                    )
+            peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring")]
+            peers += [(TransformerEngine, f"te:{mode}") for mode in ("p2p", "all_gather", "a2a")]
+            for peer_class, text in peers:
+                impl, errors = real(peer_class, text, tensors, truth, world)
+                if isinstance(errors, str):
+                    print(f"{impl}: {errors}") if world.rank == 0 else None
+                else:
+                    add(impl.name, impl.mode, world.size, False, errors)
+        if world.rank == 0:
+            with Path(path).open("w", newline="") as file:
+                csv.writer(file).writerows([COLUMNS, *rows])
+
+
+def plot(path, picture):
+    """Errors over ranks, a panel for each tensor and head count."""
+    with Path(path).open() as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True)
+    for panels, heads in zip(axes, HEADS, strict=True):
+        for axis, tensor in zip(panels, TENSORS, strict=True):
+            chosen = [
+                r for r in rows
+                if (int(r["heads_q"]), int(r["heads_kv"])) == heads and r["tensor"] == tensor
+            ]  # fmt: skip
+            lines = dict.fromkeys((r["impl"], r["mode"], r["simulated"]) for r in chosen)
+            for line in lines:
+                points = [r for r in chosen if (r["impl"], r["mode"], r["simulated"]) == line]
+                style = "o-" if line[2] == "True" else "x"
+                label = f"{line[0]} {line[1]}" + (", simulated" if line[2] == "True" else "")
+                xs, ys = (
+                    [int(r["ranks"]) for r in points],
+                    [1e3 * float(r["error"]) for r in points],
+                )
+                axis.plot(xs, ys, style, label=label, markersize=6)
+            axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log", ylim=(0, None))
+            axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
+            axis.minorticks_off()
+    for panels in axes:
+        panels[0].set_ylabel("relative error, 1e-3")
+    for axis in axes[-1]:
+        axis.set_xlabel("ranks")
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(picture, dpi=130)
+
+
+if __name__ == "__main__":
+    if "--plot" in sys.argv:
+        plot(sys.argv[1], sys.argv[3])
+    else:
+        measure(sys.argv[1], seq=8192 if torch.cuda.is_available() else 256)
