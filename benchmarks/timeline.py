@@ -16,15 +16,17 @@ from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.cli.impls import burst_config
 
 KINDS = (  # what a kernel's name contains, what it is, its colour; the first that fits counts
     ("nccl", "NCCL", "tab:orange"),
+    ("barrier", "barrier of the ranks", "tab:brown"),
     ("ashattentionforward", "attention forward", "tab:blue"),
     ("ashattentionbackwardsm", "attention backward", "tab:cyan"),
     ("ashattentionbackward", "attention: prepare, convert", "tab:purple"),
     ("flash", "attention", "tab:blue"),
     ("_kernel", "merge, sum", "tab:green"),
+    ("ptop", "copy between GPUs", "tab:olive"),
     ("mem", "copy, fill", "tab:red"),
     ("", "other", "tab:gray"),
 )
@@ -36,7 +38,9 @@ def record(
     out: Path,
     seq: Annotated[int, typer.Option(help="tokens of the whole sequence")] = 65536,
     heads: Annotated[str, typer.Option(help="query heads / key heads")] = "32/8",
-    modes: Annotated[str, typer.Option(help="comma-separated: gather, ring")] = "gather,ring",
+    modes: Annotated[
+        str, typer.Option(help="configurations, separated by ;")
+    ] = "intra=gather,transfer=pull;intra=gather,transfer=send;intra=ring",
 ) -> None:
     """Profile one pass of each mode on every rank; rank 0 writes its own."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -48,7 +52,7 @@ def record(
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     rows = []
-    for mode in modes.split(","):
+    for mode in modes.split(";"):
         for _ in range(3):
             _one_pass(leaves, dout, mode)
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
@@ -65,7 +69,7 @@ def record(
 def _one_pass(leaves, dout, mode) -> None:
     dist.barrier()
     torch.cuda._sleep(10_000_000)  # the CPU runs ahead, as it does in training
-    out = burst_attention(*leaves, qkv_format="sbhd", config=BurstConfig(intra=mode))
+    out = burst_attention(*leaves, qkv_format="sbhd", config=burst_config(mode))
     torch.autograd.grad(out, leaves, dout)
     torch.cuda.synchronize()
 

@@ -54,7 +54,7 @@ def attention(
     ] = "",
     out: Annotated[Path, Option(help="CSV to append to")] = Path("attention.csv"),
     reps: Annotated[
-        int | None, Option(min=1, help="default: 10, or 3 of what takes over 1 s")
+        int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
     ] = None,
     budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
     hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,

@@ -23,7 +23,7 @@ from megatron_burst.errors import BurstError
 
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
 _WARM_UP = 2
-_SLOW_S = 1.0
+_SLOW_S = 0.5
 _PASSES = tuple(reversed(get_args(Pass)))  # the more telling one first: time may run out
 
 
@@ -34,7 +34,7 @@ class Plan:
     Attributes:
         cases: problems, in order.
         impls: what each is measured with.
-        reps: repetitions; None: 10, or 3 of what takes over 1 s.
+        reps: repetitions; None: 10, or 3 of what takes over 0.5 s.
         budget_s: seconds after which no problem and no repetition is started; None: no end.
         out: CSV that rank 0 appends to; None: nowhere.
     """

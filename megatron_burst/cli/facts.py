@@ -20,11 +20,19 @@ def versions() -> str:
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        cudnn = torch.backends.cudnn.version() or 0
-        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        found["cudnn"] = _cudnn_version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return "; ".join(f"{name} {number}" for name, number in found.items())
+
+
+def _cudnn_version() -> str:
+    """Of the one that torch calls; TransformerEngine may have loaded another."""
+    try:
+        number = torch.backends.cudnn.version() or 0
+    except RuntimeError:  # the two do not get along
+        return "unknown"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def gpu_state(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """TransformerEngine's context-parallel attention, as Megatron-Core uses it."""
 
+import importlib
 from functools import cached_property
 from importlib.util import find_spec
 
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_burst.cli.cases import Case
+from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.peers import Autograd, Shard
+from megatron_burst.cli.world import World
 
 
 class TransformerEngine(Autograd):
@@ -17,14 +20,31 @@ class TransformerEngine(Autograd):
 
     attention: torch.nn.Module | None = None
 
-    def refusal(self, case: Case) -> str | None:
+    def __init__(self, impl: Impl, world: World) -> None:
+        super().__init__(impl, world)
+        if not self._missing:
+            # the cuDNN that it finds may be another than torch's and must then be loaded first
+            importlib.import_module("transformer_engine.pytorch")
+
+    @property
+    def _missing(self) -> str | None:
         if find_spec("transformer_engine") is None:
             return "TransformerEngine is not installed; pip install 'megatron-burst[te]'"
         if self.world.device.type != "cuda":
             return "TransformerEngine runs on CUDA only"
+        return None
+
+    def refusal(self, case: Case) -> str | None:
+        if self._missing:
+            return self._missing
         size, rows = self.world.size, self._rows
         if self.impl.mode == "a2a+p2p" and (size % rows or size == rows):
             return f"a2a+p2p needs {rows} rows of equally many ranks, 2 or more; got {size} ranks"
+        exchanging = {"a2a": size, "a2a+p2p": size // rows}.get(self.impl.mode, 1)
+        if case.heads_kv % exchanging:
+            return (
+                f"{self.impl.mode} deals key heads out over {exchanging} ranks; got {case.heads_kv}"
+            )
         return None
 
     @property

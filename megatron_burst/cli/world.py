@@ -75,8 +75,6 @@ def started(device: str | None, hosts: int | None) -> Iterator[World]:
         BurstError: if there are no GPUs though asked for, or the hosts do not divide the ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda":
-        torch.backends.cudnn.version()  # torch's own, before TransformerEngine loads another
     if device == "cuda" and not torch.cuda.is_available():
         raise BurstError(
             f"{_WHO}: --device cuda must find a GPU, because kernels run there; got none that "

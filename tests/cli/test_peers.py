@@ -105,7 +105,14 @@ def test_transformer_engine_gets_heads_mask_and_group(engine):
 
 @pytest.mark.parametrize(
     ("size", "hosts", "reason"),
-    [(4, 1, None), (8, 2, None), (2, 1, "2 rows"), (3, 1, "2 rows"), (3, 3, "3 rows")],
+    [
+        (4, 1, None),
+        (8, 4, None),
+        (8, 2, "deals key heads out over 4 ranks; got 2"),
+        (2, 1, "2 rows"),
+        (3, 1, "2 rows"),
+        (3, 3, "3 rows"),
+    ],
 )
 def test_two_level_exchange_needs_a_grid_of_ranks(engine, size, hosts, reason):
     peer = te_peer.TransformerEngine(Impl("te", "a2a+p2p"), world(size, 0, hosts, "cuda"))

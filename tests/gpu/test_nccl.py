@@ -54,9 +54,16 @@ def relative(got, truth, rows):
     return tuple((wrong / torch.stack([(b**2).sum() for b in truth])).sqrt().tolist())
 
 
-@pytest.mark.parametrize("connections", ["1", "8"])
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["MHA", "GQA"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype, heads, connections",
+    [
+        (torch.bfloat16, (8, 8), "1"),
+        (torch.bfloat16, (8, 2), "1"),
+        (torch.bfloat16, (8, 2), "8"),
+        (torch.bfloat16, (8, 2), "32"),
+        (torch.float32, (8, 2), "1"),
+    ],
+)
 def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
     settings = {
         "backend": "nccl",
