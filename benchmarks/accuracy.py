@@ -1,7 +1,7 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
-torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs (on CPU too, small)
-python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
+PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs (on CPU too, small)
+PYTHONPATH=. python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
 
 Sequences are dealt out to 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
 burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
@@ -79,7 +79,7 @@ def simulated(tensors, ranks, mode):
         out = out.to(q.dtype)
         return rows, [out, *run_backward(call, q, k, v, out, lse, dout)]
 
-    results, _ = run_simulated(one, ranks)
+    results, _ = run_simulated(one, ranks, in_turns=True)
     whole = [torch.empty_like(tensors[i]) for i in (3, 0, 1, 2)]
     for rows, shards in results:
         for target, shard in zip(whole, shards, strict=True):

@@ -18,6 +18,9 @@ class FlashAttention4:
 
     Backward takes delta by `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is delta
     for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
+
+    On Hopper its backward rounds head dimensions up to 16 in the kernel and to 32 around it
+    (flash_bwd_sm90.py, interface.py, 4.0.0b36): other multiples of 8 get wrong gradients.
     """
 
     capability = Capability(
@@ -25,7 +28,7 @@ class FlashAttention4:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_dim=256,
-        dim_multiple=8,
+        dim_multiple=32,
         equal_dims_if_grouped=True,
         takes_delta=True,
         rectangular_causal=True,

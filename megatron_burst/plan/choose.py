@@ -9,7 +9,8 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
-_ROUND_BYTES = 512 << 20  # gathered keys and values of one round, at most
+_ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
+_ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def choose_transfer(
 
 
 def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
-    """Key heads that are gathered at a time: as many as the buffer holds, for long kernel calls.
+    """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
 
     Args:
         shape: sizes of the call on one rank.
@@ -129,8 +130,10 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
     if asked is not None:
         return asked
     head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
-    most = max(1, _ROUND_BYTES // (head_bytes * shape.itemsize))
-    return min(shape.heads_kv, most)
+    in_bytes = _ROUND_BYTES // (head_bytes * shape.itemsize)
+    chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
+    to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
+    return min(shape.heads_kv, max(1, in_bytes, to_fill))
 
 
 def _size(num_bytes: int) -> str:

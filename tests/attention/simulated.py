@@ -7,6 +7,7 @@ receiver waits: who computes too early gets NaN, who overwrites too early sends 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Queue
 from random import Random
@@ -21,15 +22,28 @@ _TIMEOUT_S = 30
 class Wire:
     """The hops between simulated ranks, and memory that all of them can read."""
 
-    def __init__(self, cp_size):
+    def __init__(self, cp_size, in_turns=False):
         self._queues, self._lock = {}, threading.Lock()
         self.cp_size, self.memory = cp_size, {}
         self._barriers = {}
+        self.turn = threading.Lock() if in_turns else None
+
+    @contextmanager
+    def resting(self):
+        """While a rank waits for others they may run."""
+        if self.turn:
+            self.turn.release()
+        try:
+            yield
+        finally:
+            if self.turn:
+                self.turn.acquire()
 
     def barrier(self, *key):
         with self._lock:
             barrier = self._barriers.setdefault(key, threading.Barrier(self.cp_size))
-        barrier.wait(_TIMEOUT_S)
+        with self.resting():
+            barrier.wait(_TIMEOUT_S)
 
     def queue(self, *key) -> Queue:
         with self._lock:
@@ -83,7 +97,7 @@ class SimulatedCarrier:
         for _, recv in recvs:
             recv.fill_(float("nan"))
         inboxes = [(self._wire.queue(cargo, peer, self.cp_rank), recv) for peer, recv in recvs]
-        return SimulatedExchange(inboxes, taken)
+        return SimulatedExchange(self._wire, inboxes, taken)
 
     def start(self, hop, send, recv):
         time.sleep(self._delay.random() * 1e-3)  # ranks must not have to run in step
@@ -92,7 +106,7 @@ class SimulatedCarrier:
         parcel = (send, taken := threading.Event())
         self._wire.queue(hop.ring, hop.cargo, self.cp_rank, hop.dest).put(parcel)
         inbox = self._wire.queue(hop.ring, hop.cargo, hop.source, self.cp_rank)
-        return SimulatedTransfer(inbox, recv, taken)
+        return SimulatedExchange(self._wire, [(inbox, recv)], [taken])
 
 
 class CountedSlots(PulledSlots):
@@ -110,35 +124,32 @@ class CountedSlots(PulledSlots):
 class SimulatedExchange:
     """Several messages under way; those between two ranks arrive in the order of their posts."""
 
-    def __init__(self, inboxes, taken):
-        self._inboxes, self._taken = inboxes, taken
+    def __init__(self, wire, inboxes, taken):
+        self._wire, self._inboxes, self._taken = wire, inboxes, taken
 
     def wait(self):
         for inbox, recv in self._inboxes:
-            data, taken = inbox.get(timeout=_TIMEOUT_S)
+            with self._wire.resting():
+                data, taken = inbox.get(timeout=_TIMEOUT_S)
             recv.copy_(data)
             taken.set()
         for taken in self._taken:
-            assert taken.wait(_TIMEOUT_S), "nobody took what was sent"
+            with self._wire.resting():
+                assert taken.wait(_TIMEOUT_S), "nobody took what was sent"
 
 
-class SimulatedTransfer:
-    """A hop under way."""
+def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
+    """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers.
 
-    def __init__(self, inbox, recv, taken):
-        self._inbox, self._recv, self._taken = inbox, recv, taken
-
-    def wait(self):
-        data, taken = self._inbox.get(timeout=_TIMEOUT_S)
-        self._recv.copy_(data)
-        taken.set()
-        assert self._taken.wait(_TIMEOUT_S), "nobody took what was sent"
-
-
-def run_simulated(function, cp_size, seed=0, pulls=False):
-    """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers."""
-    wire = Wire(cp_size)
+    In turns, one rank at a time runs until it waits: for compilers that are not for threads.
+    """
+    wire = Wire(cp_size, in_turns)
     carriers = [SimulatedCarrier(wire, rank, seed, pulls) for rank in range(cp_size)]
+
+    def run(rank):
+        with wire.turn or nullcontext():
+            return function(rank, carriers[rank])
+
     with ThreadPoolExecutor(cp_size) as pool:
-        futures = [pool.submit(function, rank, carriers[rank]) for rank in range(cp_size)]
+        futures = [pool.submit(run, rank) for rank in range(cp_size)]
         return [future.result(2 * _TIMEOUT_S) for future in futures], carriers

@@ -22,20 +22,30 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
 ]
-HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
+SHAPES = {  # query heads, key heads, head dimension
+    "MHA": (8, 8, 64), "GQA": (8, 2, 128), "MQA": (8, 1, 64), "narrow": (8, 2, 16),
+}  # fmt: skip
 
 
 def kernels():
     """Backends that can be used with bf16 on this machine's GPUs."""
     if not GPUS:
         return []
-    problem = Problem("cuda", torch.bfloat16, 64, 64, arch=torch.cuda.get_device_capability()[0])
+    problem = problem_for((8, 8, 64))
     named = backends().items()
     able = [name for name, b in named if not (b.capability.refusal(problem) or b.missing())]
     return [name for name in able if name != "reference"]
 
 
-def problem_of(heads, tokens, dim=64):
+def problem_for(shape):
+    """What a backend is asked to do for (query heads, key heads, head dimension)."""
+    return Problem(
+        "cuda", torch.bfloat16, shape[2], shape[2], grouped=shape[0] != shape[1],
+        arch=torch.cuda.get_device_capability()[0],
+    )  # fmt: skip
+
+
+def problem_of(heads, tokens, dim):
     """Whole-sequence q, k, v and dout in bf16, and (out, dq, dk, dv) in float64."""
     generator = torch.Generator("cuda").manual_seed(7)
     sizes = [(heads[0], dim), (heads[1], dim), (heads[1], dim), (heads[0], dim)]
@@ -54,9 +64,10 @@ def run(tensors, rows, config):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
 
 
-def errors(rank, world, backend, heads):
+def errors(rank, world, backend, shape):
     """Relative errors of (out, dq, dk, dv) by way and heads a round, over the whole sequence."""
-    tensors, truth = problem_of(heads, 2048)
+    heads, dim = shape[:2], shape[2]
+    tensors, truth = problem_of(heads, 2048, dim)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     found = {}
     several = sorted({1, max(heads[1] // 2, 1), heads[1]})
@@ -75,24 +86,27 @@ def errors(rank, world, backend, heads):
     return found
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", kernels() or ["none"])
-def test_errors_are_at_most_twice_one_gpus(backend, heads):
+def test_errors_are_at_most_twice_one_gpus(backend, shape):
     settings = {"backend": "nccl", "timeout_s": 300}
-    (alone,) = run_ranks(errors, 1, 1, backend, HEADS[heads], **settings)
-    print(f"{backend} {heads} 1 rank: {alone['ring']}")
+    capability = backends()[backend].capability
+    if capability.refusal(problem_for(SHAPES[shape])):
+        pytest.skip(f"{backend} does not do {SHAPES[shape]}")
+    (alone,) = run_ranks(errors, 1, 1, backend, SHAPES[shape], **settings)
+    print(f"{backend} {shape} 1 rank: {alone['ring']}")
     for world in (w for w in (2, 4) if w <= GPUS):
-        for way, several in run_ranks(errors, world, world, backend, HEADS[heads], **settings)[
+        for way, several in run_ranks(errors, world, world, backend, SHAPES[shape], **settings)[
             0
         ].items():
-            print(f"{backend} {heads} {world} ranks {way}: {several}")
+            print(f"{backend} {shape} {world} ranks {way}: {several}")
             for error, single in zip(several, alone["ring"], strict=True):
                 assert error <= 2 * single and single < 1e-2, (world, way, several, alone)
 
 
 def twice(rank, world, backend, intra, transfer):
     """Whether two runs, with other work in between, give the same bits."""
-    tensors, _ = problem_of((8, 2), 2048)
+    tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     config = BurstConfig(
         intra=intra, heads_per_round=1, backend=backend, deterministic=True, transfer=transfer

@@ -112,6 +112,14 @@ def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others(given, chos
         assert f"{name}: it" in choice.reason
 
 
+@pytest.mark.parametrize("dim", [8, 16, 48, 80, 112])
+def test_flash_attention_4_is_not_given_dimensions_whose_gradients_it_gets_wrong(dim):
+    capability = backends()["fa4"].capability
+    refusal = capability.refusal(problem("cuda", torch.bfloat16, dim, dim))
+    assert refusal == "it needs head dimensions that are multiples of 32"
+    assert capability.refusal(problem("cuda", torch.bfloat16, 96, 96)) is None
+
+
 def test_a_backend_that_cannot_do_the_call_is_refused_with_those_that_can():
     with pytest.raises(BurstError, match=r"backend flash must.*on cpu.*choose among torch-cpu, re"):
         choose_backend(problem(), "flash")

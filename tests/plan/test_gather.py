@@ -197,10 +197,12 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
         return choose_heads_per_round(shape, 4, asked)
 
-    assert heads(16384, 32, 8) == 8  # 32 MiB each
-    assert heads(16384, 32, 32) == 16  # of 512 MiB
-    assert heads(131072, 32, 32) == 2 and heads(131072, 8, 1) == 1
+    assert heads(16384, 32, 8) == heads(16384, 32, 32) == 4  # 32 MiB each
+    assert heads(32768, 32, 8) == 2  # 64 MiB each
+    assert heads(131072, 32, 32) == heads(131072, 8, 1) == 1
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
+    wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
+    assert choose_heads_per_round(wide, 16, None) == 16  # 256 MiB each, but shorter tiles
     assert heads(16384, 32, 8, asked=5) == 5
     with pytest.raises(BurstError, match="must not exceed the key heads.*got 3 of 2; leave it out"):
         heads(16384, 8, 2, asked=3)
