@@ -1,4 +1,4 @@
-"""Moving tensors between ranks: groups, hop buffers, transfers, and agreement out of band.
+"""Moving tensors between ranks: groups, hop buffers, slots, transfers, agreement out of band.
 
 Nothing here decides what is sent: that is in the schedule.
 """
