@@ -1,6 +1,6 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
-PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs (on CPU too, small)
+PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
 PYTHONPATH=. python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
 
 Sequences are dealt out to 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
