@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -143,12 +144,13 @@ class Communicator:
     def _sent_slots(
         self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
     ) -> SentSlots:
+        buffers = self.buffers(cargo, min(2, rounds), num_bytes, device)
+        return SentSlots(buffers, partial(self.exchange, cargo))
+
+    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
+        """Post sends and receives inside the host; those between two ranks match in order."""
         name = f"{Link.INTRA} {cargo} exchange of cp rank {self.cp_rank}"
-
-        def exchange(sends: Parcels, recvs: Parcels) -> Transfer:
-            return self._post((Link.INTRA, cargo), sends, recvs, name)
-
-        return SentSlots(self.buffers(cargo, min(2, rounds), num_bytes, device), exchange)
+        return self._post((Link.INTRA, cargo), sends, recvs, name)
 
     def _post(
         self, group: tuple[Link, Cargo], sends: Parcels, recvs: Parcels, name: str

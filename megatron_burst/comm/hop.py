@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.slots import Slots
+from megatron_burst.comm.slots import Parcels, Slots
 from megatron_burst.plan.schedule import HOME, Cargo, Hop, Schedule
 
 

@@ -65,7 +65,7 @@ class SimulatedCarrier:
     def slots(self, cargo, rounds, num_bytes, device):
         if not self._pulls:
             count = min(2, rounds)
-            exchange = partial(self._exchange, cargo)
+            exchange = partial(self.exchange, cargo)
             return SentSlots(self.buffers(cargo, count, num_bytes, device), exchange)
         if cargo not in self._pulled:
             self._pulled[cargo] = self._make_pulled(cargo, rounds, num_bytes, device)
@@ -87,7 +87,7 @@ class SimulatedCarrier:
         self._wire.barrier(*key)
         time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
 
-    def _exchange(self, cargo, sends, recvs):
+    def exchange(self, cargo, sends, recvs):
         time.sleep(self._delay.random() * 1e-3)
         taken = []
         for peer, send in sends:
