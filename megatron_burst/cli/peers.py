@@ -14,7 +14,7 @@ from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.world import World
 from megatron_burst.comm.groups import release_buffers, symmetric_bytes
-from megatron_burst.kernels.backends import Backend, Problem, QuerySide, choose_backend
+from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +166,7 @@ class Kernel(Peer):
         case, device = shard.case, self.world.device
         self.causal, self.scale = case.mask == "causal", case.head_dim_qk**-0.5
         heads_q, heads_kv = self.heads(case)
-        problem = Problem(
-            device=device.type,
-            dtype=shard.q.dtype,
-            dim_qk=case.head_dim_qk,
-            dim_v=case.head_dim_v,
-            grouped=case.heads_q != case.heads_kv,
-            arch=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0,
-        )
-        self.backend, choice = choose_backend(problem, self.impl.mode)
+        self.backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v), self.impl.mode)
         self.note = f"backend {choice.value}"
         sizes = (
             (heads_q, case.head_dim_qk), (heads_kv, case.head_dim_qk), (heads_kv, case.head_dim_v),

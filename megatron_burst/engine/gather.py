@@ -26,7 +26,7 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
     """
     schedule = call.forward
-    out = empty_rows_like(q, v.shape[-1])
+    out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
     keys = GatheredKeys(call, schedule, k, v)
     keys.post(0)
@@ -85,7 +85,7 @@ def gather_backward(
         dout: [b, n, h, dv].
     """
     schedule = call.backward
-    dq, dk, dv = (empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
+    dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
     keys, home = GatheredKeys(call, schedule, k, v), KeyGrads(call, schedule, dk, dv)
     side = QuerySide(q, dout, lse, None, out)
     keys.post(0)
@@ -147,7 +147,7 @@ def _query_heads(round_: Round, q: Tensor, k: Tensor) -> slice:
     return slice(round_.heads.start * group, round_.heads.stop * group)
 
 
-def empty_rows_like(x: Tensor, dim: int) -> Tensor:
+def _empty_rows_like(x: Tensor, dim: int) -> Tensor:
     """[b, n, h, dim] in x's dtype, with rows outermost in memory if they are in x."""
     batch, rows, heads, _ = x.shape
     if batch > 1 and x.stride(0) < x.stride(1):

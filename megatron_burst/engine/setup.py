@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
-from megatron_burst.kernels.backends import Problem, choose_backend
+from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.choose import choose_circulate, choose_heads_per_round, choose_intra
 from megatron_burst.plan.cost import AttentionShape
@@ -47,7 +47,9 @@ def set_up(
     """
     grad_dtype = q.dtype if config.grad_wire == "input" else accumulate_dtype(q.dtype)
     shape = attention_shape(q, k, v, grad_dtype)
-    backend, backend_choice = choose_backend(problem_of(q, shape, config), config.backend)
+    backend, backend_choice = choose_backend(
+        problem_of(q, k, v, config.deterministic), config.backend
+    )
     intra = choose_intra(carrier.topology, pattern.layout, q.device.type, config.intra)
     if intra.value == "gather":
         heads = choose_heads_per_round(shape, carrier.topology.cp_size, config.heads_per_round)
@@ -77,20 +79,6 @@ def set_up(
         deterministic=config.deterministic,
     )
     return call, f"{carrier.topology}; {intra}; {chosen}; backend {backend_choice}"
-
-
-def problem_of(q: Tensor, shape: AttentionShape, config: BurstConfig) -> Problem:
-    """What the kernel is asked to do."""
-    arch = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    return Problem(
-        device=q.device.type,
-        dtype=q.dtype,
-        dim_qk=shape.dim_qk,
-        dim_v=shape.dim_v,
-        grouped=shape.heads_q != shape.heads_kv,
-        deterministic=config.deterministic,
-        arch=arch,
-    )
 
 
 def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:

@@ -24,6 +24,19 @@ class Problem:
     arch: int = 0  # major number of the GPU's compute capability
 
 
+def problem_of(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> Problem:
+    """What is asked for attention of these tensors, [.., .., heads, dim] each."""
+    return Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        dim_qk=q.shape[3],
+        dim_v=v.shape[3],
+        grouped=q.shape[2] != k.shape[2],
+        deterministic=deterministic,
+        arch=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Capability:
     """What a backend can do, as data.
