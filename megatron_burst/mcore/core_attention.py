@@ -18,7 +18,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.patching import Patch
+from megatron_burst.patching import Patch
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
 
 

@@ -10,7 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
-from megatron_burst.mcore.patching import Patch
+from megatron_burst.patching import Patch
 
 _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
 

@@ -1,0 +1,326 @@
+"""One call of an attention function, kept so that a replay needs its inputs only.
+
+The first pass runs the function with its autograd graph, but of the tensors that the graph saves
+only those are kept that the replay will not have again: references stand for its inputs, which are
+recomputed, and for its outputs, which are kept once. With burst attention, or any flash attention,
+that leaves (out, lse).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from megatron_burst.errors import BurstError
+from megatron_burst.recompute.frames import Hidden
+
+WHO = "burst keep"
+Tensors = tuple[Tensor, ...]
+
+
+class Policy(Protocol):
+    """How much of the outputs is kept."""
+
+    def trim(self, outs: Tensors) -> Tensors:
+        """What is kept of the outputs."""
+        ...
+
+    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
+        """The outputs, from what was kept and from the inputs of the replay."""
+        ...
+
+
+class Whole:
+    """Keeps all of the outputs."""
+
+    def trim(self, outs: Tensors) -> Tensors:
+        return outs
+
+    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
+        return kept
+
+
+WHOLE = Whole()
+
+
+class Parcel(Protocol):
+    """Kept tensors, wherever they are."""
+
+    def get(self) -> Tensors: ...
+
+
+@dataclass(slots=True)
+class Resident:
+    """Kept tensors that stay where they are."""
+
+    tensors: Tensors
+
+    def get(self) -> Tensors:
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How calls are kept.
+
+    Attributes:
+        policy: how much of the outputs.
+        pack: puts kept tensors away until the replay.
+        debug: whether a replay's inputs are compared with the first pass's, bit by bit.
+    """
+
+    policy: Policy = WHOLE
+    pack: Callable[[Tensors], Parcel] = Resident
+    debug: bool = False
+
+
+class _Saved:
+    """What stands for a tensor that the graph saves: where its data will be, and its geometry.
+
+    Attributes:
+        tensor: the data, until it refers to something.
+        role: "inputs", "outs" or "extras".
+        index: which of these.
+    """
+
+    __slots__ = ("tensor", "role", "index", "_view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+
+    def refer(self, role: str, index: int, base: Tensor) -> None:
+        """Stand for a view of `base`, which is to be found as `role` number `index`."""
+        self.role, self.index = role, index
+        shape, stride, offset = _geometry(self.tensor)
+        same = shape == tuple(base.shape) and stride == base.stride()
+        self._view = None if same else (shape, stride, offset - base.storage_offset())
+        self.tensor = None
+
+    def find(self, bound: dict[str, Tensors]) -> Tensor:
+        """The tensor, from what the backward pass has at hand."""
+        base = bound[self.role][self.index].detach()
+        if self._view is None:
+            return base
+        shape, stride, offset = self._view
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Where a graph begins: takes the gradients of the inputs."""
+
+    grads: tuple[Tensor | None, ...] = ()
+
+
+class _Enter(torch.autograd.Function):
+    """Identity whose backward hands the gradients to `ends`: no leaf of the graph holds an input."""
+
+    @staticmethod
+    def forward(ctx, ends, _token, *inputs):
+        ctx.ends = ends
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.ends.grads = grads
+        return None, None, *(None for _ in grads)
+
+
+class Recording:
+    """A kept call. Made by the first pass; `play` gives its outputs in the replay.
+
+    Args:
+        function: of tensors; returns a tensor or a tuple of tensors. It must not draw random
+            numbers, as a replay would not draw them again.
+        inputs: what it is called with.
+        keeping: how much, where.
+
+    Attributes:
+        outs: the outputs, until the first pass takes them.
+        num_bytes: how much is kept.
+    """
+
+    def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
+        self._inputs = [_geometry(x) for x in inputs]
+        self._debug = [checksum(x) for x in inputs] if keeping.debug else None
+        self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
+        self._saved: list[_Saved] = []
+        outs = self._run(function, inputs)
+        self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
+        self.outs = tuple(x.detach() for x in outs)
+        extras = self._refer(inputs)
+        kept = self._policy.trim(self.outs)
+        self._num_kept = len(kept)
+        self.num_bytes = _num_bytes((*kept, *extras))
+        self._parcel: Parcel | None = keeping.pack((*kept, *extras))
+
+    def _run(self, function: Callable, inputs: Tensors) -> Tensors:
+        """Run the function with its graph; what the graph saves goes to `_saved`."""
+        saved, bound = self._saved, self._bound
+
+        def pack(tensor: Tensor) -> _Saved:
+            saved.append(_Saved(tensor))
+            return saved[-1]
+
+        floating = [x.detach() for x in inputs if x.is_floating_point()]
+        state = _random_state(inputs)
+        with Hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
+            token = torch.empty(0, requires_grad=True)
+            entered = iter(_Enter.apply(self._ends, token, *floating))
+            outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
+        if _random_state(inputs) != state:
+            raise BurstError(
+                f"{WHO}: attention must not draw random numbers, because a replay that does not "
+                "run it would not draw them and what follows would drop other activations; got a "
+                "random state that moved; pass --attention-dropout 0"
+            )
+        self._is_tuple = isinstance(outs, tuple)
+        outs = outs if self._is_tuple else (outs,)
+        if not all(isinstance(x, Tensor) for x in outs):
+            raise BurstError(
+                f"{WHO}: attention must return a tensor or a tuple of tensors, because these are "
+                f"kept; got {[type(x).__name__ for x in outs]}; wrap it in a function that does"
+            )
+        return outs
+
+    def _refer(self, inputs: Tensors) -> Tensors:
+        """Let references stand for inputs and outputs; returns what else the graph saves."""
+        homes = {_home(x): ("outs", i, x) for i, x in enumerate(self.outs)}
+        homes |= {_home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        homes |= {_place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        extras: list[Tensor] = []
+        for saved in self._saved:
+            tensor = saved.tensor
+            known = homes.get(_place(tensor)) or homes.get(_home(tensor))
+            if known is None:
+                known = ("extras", len(extras), tensor)
+                extras.append(tensor)
+            saved.refer(*known)
+        self._saved.clear()
+        return tuple(extras)
+
+    def play(self, inputs: Tensors) -> Tensor | Tensors:
+        """What the function returned; with gradients enabled also their graph, over the replay's inputs.
+
+        Raises:
+            BurstError: if the inputs are laid out otherwise than in the first pass, or in debug
+                mode if any bit of them differs.
+        """
+        self._check(inputs)
+        if self.outs:
+            outs, extras, self.outs = self.outs, self._parcel.get()[self._num_kept :], ()
+        else:
+            kept = self._parcel.get()
+            outs, extras = kept[: self._num_kept], kept[self._num_kept :]
+            outs = self._policy.restore(outs, inputs)
+        if torch.is_grad_enabled():
+            outs = _Played.apply(self, outs, extras, *inputs)
+        return outs if self._is_tuple else outs[0]
+
+    def backward(self, inputs: Tensors, outs: Tensors, extras: Tensors, grads) -> list:
+        """Gradients of the inputs, None for those that have none; only once.
+
+        Args:
+            inputs: of the replay.
+            outs: of `play`.
+            extras: what else the graph saved.
+            grads: of the outputs, None where there is none.
+        """
+        self._parcel = None  # its tensors are the caller's now
+        self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
+        pairs = zip(self._edges, grads, strict=True)
+        roots = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+        try:
+            if roots:
+                torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+        finally:
+            self._bound.clear()
+        found, self._ends.grads = iter(self._ends.grads), ()
+        return [next(found, None) if x.is_floating_point() else None for x in inputs]
+
+    @property
+    def constants(self) -> list[bool]:
+        """Which outputs carry no gradient."""
+        return [edge is None for edge in self._edges]
+
+    def _check(self, inputs: Tensors) -> None:
+        found = [_geometry(x) for x in inputs]
+        if found != self._inputs:
+            raise BurstError(
+                f"{WHO}: a replay must call attention as the first pass did, because results are "
+                f"kept by the order of calls; got inputs (shape, strides, offset) {found} after "
+                f"{self._inputs}; recompute a function that does the same every time"
+            )
+        if self._debug is None:
+            return
+        differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
+        if differing:
+            raise BurstError(
+                f"{WHO}: a replay's inputs must equal the first pass's bit by bit, because its "
+                f"outputs are not computed again; got other bits in inputs {differing}; look for "
+                "random numbers or weights that changed between the two, or pass --burst-keep none"
+            )
+
+
+class _Played(torch.autograd.Function):
+    """The outputs of a recording as if its function had been run on these inputs."""
+
+    @staticmethod
+    def forward(ctx, recording, outs, extras, *inputs):
+        outs = tuple(x.detach() for x in outs)
+        ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
+        ctx.save_for_backward(*inputs, *outs, *extras)
+        pairs = zip(outs, recording.constants, strict=True)
+        ctx.mark_non_differentiable(*(x for x, constant in pairs if constant))
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
+        inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
+        return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that another bit anywhere, or another order of rows, changes.
+
+    Sums of the bits as integers, modulo 2**64, rows weighted by their place.
+    """
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    rows = tensor.detach().contiguous().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    sums = rows.view(bits).sum(-1, dtype=torch.int64)
+    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
+
+
+def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(x.shape), x.stride(), x.storage_offset()
+
+
+def _home(x: Tensor) -> tuple:
+    """The memory that a tensor is a view of."""
+    return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.dtype
+
+
+def _place(x: Tensor) -> tuple:
+    """Where in that memory it begins."""
+    return *_home(x), x.storage_offset()
+
+
+def _num_bytes(tensors: Tensors) -> int:
+    """Bytes of the memory that the tensors are views of."""
+    return sum({_home(x)[:2]: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _random_state(inputs: Tensors) -> list[bytes]:
+    """State of the generators that attention could draw from; read on the host."""
+    states = [torch.get_rng_state()]
+    devices = {x.device for x in inputs if x.is_cuda}
+    states += [torch.cuda.get_rng_state(device) for device in devices]
+    return [state.numpy().tobytes() for state in states]
