@@ -1,4 +1,4 @@
-"""Patches of Megatron and torch: few, idempotent, checked against the signature that they replace, listed."""
+"""Patches of Megatron and torch: few, idempotent, listed, checked against what they replace."""
 
 import functools
 import importlib

@@ -10,6 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
+from megatron_burst.mcore.keep import keep_patches
 from megatron_burst.patching import Patch
 
 _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
@@ -23,7 +24,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
-    return (*flag_patches(), *provider_patches())
+    return (*flag_patches(), *provider_patches(), *keep_patches())
 
 
 def flag_patches() -> tuple[Patch, ...]:

@@ -8,12 +8,10 @@ however many micro-batches are in flight and however a step ends.
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any, Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-class Frame(Generic[T]):
+class Frame[T]:
     """One call of a checkpoint: entered for the first pass, and again for each replay.
 
     What is put while it is entered first is found, place by place, when it is entered again: a
@@ -48,7 +46,7 @@ class Frame(Generic[T]):
         return run
 
 
-class Run(Generic[T]):
+class Run[T]:
     """A frame while its function runs; knows which attention call it has come to.
 
     Attributes:

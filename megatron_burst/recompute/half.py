@@ -1,17 +1,29 @@
 """Keeps the later half of the sequence's rows; computes the early half again, evenly."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
+from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_forward
-from megatron_burst.plan.half import EarlyHalf, Move
+from megatron_burst.engine.setup import Pattern, set_up
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.half import EarlyHalf, Move, choose_half, early_half
 from megatron_burst.plan.schedule import Cargo
-from megatron_burst.recompute.recording import Tensors
+from megatron_burst.recompute.host import host_memory
+from megatron_burst.recompute.recording import (
+    WHO,
+    WHOLE,
+    Keeping,
+    Parcel,
+    Resident,
+    Tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +63,60 @@ class LaterHalf:
                 return run_forward(self.call, *shard)
             dealt = _passed(moves, carrier, shard)
             out, lse = run_forward(self.call, *dealt)
-            home = [
-                Move(move.dest, move.dest_rows, move.source, move.rows) for move in moves
-            ]
+            home = [Move(move.dest, move.dest_rows, move.source, move.rows) for move in moves]
             rows_first = _passed(home, carrier, (out.to(shard[0].dtype), lse.transpose(1, 2)))
             return rows_first[0], rows_first[1].transpose(1, 2)
+
+
+def keeping_of(
+    q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
+) -> tuple[Keeping | None, str]:
+    """How a call of burst attention is kept, None if it is not; what is to be said of it.
+
+    Args:
+        q: [b, n, h, d_qk].
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        carrier: of the context-parallel group.
+        pattern: mask, layout, scale.
+        config: what the user asked for.
+
+    Raises:
+        BurstError: if it was asked for what only Megatron's layers can have.
+    """
+    if config.keep == "none":
+        return None, ""
+    _check(config)
+    policy, said = WHOLE, ""
+    if config.keep == "half":
+        topology, tokens = carrier.topology, q.shape[1]
+        hosts = len(set(topology.host_of))
+        choice = choose_half(pattern.layout, pattern.mask, topology.cp_size, tokens, hosts)
+        said = f"; keep half: {choice}"
+        if choice.value == "none":
+            return None, said
+        dealt = choice.value == "dealt"
+        plan = early_half(pattern.layout, topology.cp_size, tokens, dealt)
+        shard = (x[:, plan.early.slice] for x in (q, k, v))
+        early = replace(pattern, layout=plan.layout)
+        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0])
+    return Keeping(policy, packer(q.device, config), config.keep_debug), said
+
+
+def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
+    """Where kept tensors go."""
+    if not config.keep_offload:
+        return Resident
+    return host_memory(device, config.keep_host_gib).pack
+
+
+def _check(config: BurstConfig) -> None:
+    for name, value in (("keep", config.keep), ("keep_layers", config.keep_layers)):
+        if value == "auto" or (name == "keep_layers" and value is not None):
+            raise BurstError(
+                f"{WHO}: {name} must be settled by Megatron's layers, because a single call knows "
+                f"of no others; got {name}={value}; pass keep none, half or all to each call"
+            )
 
 
 def _passed(moves: Sequence[Move], carrier: Carrier, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -71,13 +132,14 @@ def _passed(moves: Sequence[Move], carrier: Carrier, tensors: Sequence[Tensor]) 
                 sends.append((move.dest, source[:, move.rows.slice].contiguous()))
             elif move.dest == mine:
                 view = target[:, move.dest_rows.slice]
-                arrivals.append((view, torch.empty(view.shape, dtype=view.dtype, device=view.device)))
+                arrivals.append(
+                    (view, torch.empty(view.shape, dtype=view.dtype, device=view.device))
+                )
                 recvs.append((move.source, arrivals[-1][1]))
     carrier.exchange(Cargo.READ, sends, recvs).wait()
     for view, arrived in arrivals:
         view.copy_(arrived)
     return results
-
 
 
 def _longer(x: Tensor, more: int) -> Tensor:

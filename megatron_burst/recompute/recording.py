@@ -117,7 +117,7 @@ class _Ends:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity whose backward hands the gradients to `ends`: no leaf of the graph holds an input."""
+    """Identity that hands the gradients to `ends`, so that no leaf of the graph holds an input."""
 
     @staticmethod
     def forward(ctx, ends, _token, *inputs):
@@ -141,7 +141,6 @@ class Recording:
         keeping: how much, where.
 
     Attributes:
-        outs: the outputs, until the first pass takes them.
         num_bytes: how much is kept.
     """
 
@@ -152,9 +151,10 @@ class Recording:
         self._saved: list[_Saved] = []
         outs = self._run(function, inputs)
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
-        self.outs = tuple(x.detach() for x in outs)
-        extras = self._refer(inputs)
-        kept = self._policy.trim(self.outs)
+        outs = tuple(x.detach() for x in outs)
+        extras = self._refer(inputs, outs)
+        kept = self._policy.trim(outs)
+        self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
         self._num_kept = len(kept)
         self.num_bytes = _num_bytes((*kept, *extras))
         self._parcel: Parcel | None = keeping.pack((*kept, *extras))
@@ -188,9 +188,9 @@ class Recording:
             )
         return outs
 
-    def _refer(self, inputs: Tensors) -> Tensors:
+    def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Let references stand for inputs and outputs; returns what else the graph saves."""
-        homes = {_home(x): ("outs", i, x) for i, x in enumerate(self.outs)}
+        homes = {_home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {_home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         homes |= {_place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         extras: list[Tensor] = []
@@ -205,19 +205,19 @@ class Recording:
         return tuple(extras)
 
     def play(self, inputs: Tensors) -> Tensor | Tensors:
-        """What the function returned; with gradients enabled also their graph, over the replay's inputs.
+        """What the function returned; with gradients enabled, with a graph over these inputs.
 
         Raises:
             BurstError: if the inputs are laid out otherwise than in the first pass, or in debug
                 mode if any bit of them differs.
         """
         self._check(inputs)
-        if self.outs:
-            outs, extras, self.outs = self.outs, self._parcel.get()[self._num_kept :], ()
+        if self._fresh is not None:  # the first pass has all of it at hand
+            (outs, extras), self._fresh = self._fresh, None
         else:
             kept = self._parcel.get()
-            outs, extras = kept[: self._num_kept], kept[self._num_kept :]
-            outs = self._policy.restore(outs, inputs)
+            outs = self._policy.restore(kept[: self._num_kept], inputs)
+            extras = kept[self._num_kept :]
         if torch.is_grad_enabled():
             outs = _Played.apply(self, outs, extras, *inputs)
         return outs if self._is_tuple else outs[0]

@@ -58,6 +58,7 @@ def layer(weights, attend, x):
 def forward(weights, attend, x, reentrant, per_frame=1):
     """Layers in checkpoints, `per_frame` at a time; `reentrant=None` has none."""
     for start in range(0, LAYERS, per_frame):
+
         def some(x, members=weights[start : start + per_frame]):
             for each in members:
                 x = layer(each, attend, x)
@@ -273,7 +274,9 @@ def test_debug_mode_finds_a_replay_with_other_inputs():
     replay_of_other(False, last_bit)
     replay_of_other(True, lambda x: x * 1)
     for change in (last_bit, lambda x: x.flip(1)):
-        with pytest.raises(BurstError, match=r"equal the first pass's bit by bit.*inputs \[0, 1, 2"):
+        with pytest.raises(
+            BurstError, match=r"equal the first pass's bit by bit.*inputs \[0, 1, 2"
+        ):
             replay_of_other(True, change)
 
 
