@@ -1,4 +1,4 @@
-"""Keeping under Megatron's recomputation: checkpoints as frames, layers, Megatron's own attention."""
+"""Keeping under Megatron's recomputation: checkpoints as frames, layers, its own attention."""
 
 import inspect
 from dataclasses import replace
@@ -162,15 +162,13 @@ def settled(
             burst,
             keep=choice.keep,
             keep_budget_gib=None,
-            keep_layers=choice.layers if choice.keep != "none" else None,
+            keep_layers=choice.layers if 0 < choice.layers < len(stage) else None,
             keep_offload=choice.offload,
             keep_debug=burst.keep_debug and choice.keep != "none",
         )
-    if burst.keep == "none":
+    if burst.keep == "none" or burst.keep_layers is None:
         return burst
-    most = len(stage) if burst.keep_layers is None else burst.keep_layers
-    place = stage.index(layer_number) if layer_number in stage else len(stage)
-    if place < most:
+    if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
     return replace(burst, keep="none", keep_layers=None, keep_offload=False, keep_debug=False)
 
@@ -190,7 +188,7 @@ def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
 def stage_layers(config: TransformerConfig) -> list[int]:
     """Numbers of the decoder layers of this process's pipeline stage, over all its chunks.
 
-    A layer of multi-token prediction counts as the one with its number, or after all of them.
+    A layer of multi-token prediction counts as the one with its number, if there is one.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     numbers = []

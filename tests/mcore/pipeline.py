@@ -92,6 +92,7 @@ def build(setting: Setting, config) -> list:
     chunks = []
     for chunk in range(setting.vp):
         stage = chunk if setting.vp > 1 else None
+        place = dict(ignore_virtual=False, vp_stage=stage)
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
         spec = burst_spec(spec) if setting.cp > 1 else spec
         mtp = None
@@ -99,8 +100,8 @@ def build(setting: Setting, config) -> list:
             mtp = specs.get_gpt_mtp_block_spec(config, spec, False, vp_stage=stage)
         gpt = GPTModel(
             config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
             mtp_block_spec=mtp, vp_stage=stage, share_embeddings_and_output_weights=False,
         )  # fmt: skip
         chunks.append(gpt.double())
