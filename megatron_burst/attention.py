@@ -47,7 +47,7 @@ def burst_attention(
     of the group must call with the same shapes and options, and all of them must run backward
     through the output if one does: each needs the others' shards. Inside a checkpoint
     (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the first pass
-    has computed.
+    has computed (from the second checkpoint of the process on: the first call sees to it).
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16

@@ -16,6 +16,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.half import EarlyHalf, Move, choose_half, early_half
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.recompute.host import host_memory
+from megatron_burst.recompute.keep import torch_patches
 from megatron_burst.recompute.recording import (
     WHO,
     WHOLE,
@@ -87,6 +88,8 @@ def keeping_of(
     if config.keep == "none":
         return None, ""
     _check(config)
+    for patch in torch_patches():
+        patch.apply()
     policy, said = WHOLE, ""
     if config.keep == "half":
         topology, tokens = carrier.topology, q.shape[1]

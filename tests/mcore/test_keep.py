@@ -6,7 +6,7 @@ layers that keep though they should not.
 """
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -47,27 +47,25 @@ def recompute(options: dict) -> tuple:
     return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
 
 
+BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
+OFFLOAD = BurstConfig(keep="all", keep_offload=True)
 CASES = {
-    "none": Case(BurstConfig(), replayed=(2, 2), mtp_replayed=1),
+    "none": Case(BurstConfig(), **BOTH),
     "none, block": Case(BurstConfig(), recompute(BLOCK), (1, 2)),
     "all": Case(ALL),
     "all, two layers a checkpoint": Case(ALL, recompute(PAIRS)),
     "all, block": Case(ALL, recompute(BLOCK)),
     "all, selective": Case(ALL, recompute(SELECTIVE)),
     "all, q circulates": Case(BurstConfig(keep="all", circulate="q")),
-    "all, offload, debug": Case(BurstConfig(keep="all", keep_offload=True, keep_debug=True)),
-    "all, offload, two": Case(BurstConfig(keep="all", keep_offload=True), recompute(PAIRS)),
-    "all, no room on the host": Case(
-        BurstConfig(keep="all", keep_offload=True, keep_host_gib=1e-5)
-    ),
-    "all of one layer": Case(BurstConfig(keep="all", keep_layers=1), replayed=(1, 1), mtp_replayed=1),
+    "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
+    "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
+    "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
+    "all of one layer": Case(BurstConfig(keep="all", keep_layers=1), **ONE),
     "auto": Case(BurstConfig(**AUTO)),
-    "half": Case(HALF, replayed=(2, 2), mtp_replayed=1),
-    "half, offload": Case(BurstConfig(keep="half", keep_offload=True), replayed=(2, 2), mtp_replayed=1),
-    "half of one layer": Case(
-        BurstConfig(keep="half", keep_layers=1), replayed=(2, 2), mtp_replayed=1
-    ),
-}  # fmt: skip
+    "half": Case(HALF, **BOTH),
+    "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
+    "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
+}
 RUNS = [  # Megatron recomputes a layer of MTP alone
     (setting, name)
     for setting in (MTP, VPP)
