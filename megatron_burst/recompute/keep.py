@@ -25,11 +25,11 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
 
     Args:
         attention: takes tensors, by position or by name, and anything else; returns a tensor or a
-            tuple of tensors. It must not draw random numbers (dropout).
+            tuple of tensors.
         debug: compare the inputs of every replay with the first pass's, bit by bit.
 
     Raises:
-        BurstError: when called, if it draws random numbers, or if a replay does not call it with
+        BurstError: when called, if it returns anything else, or if a replay does not call it with
             tensors of the same shapes in the same order.
     """
     for patch in torch_patches():

@@ -135,8 +135,8 @@ class Recording:
     """A kept call. Made by the first pass; `play` gives its outputs in the replay.
 
     Args:
-        function: of tensors; returns a tensor or a tuple of tensors. It must not draw random
-            numbers, as a replay would not draw them again.
+        function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers, a
+            replay leaves torch's default generators as it did.
         inputs: what it is called with.
         keeping: how much, where.
 
@@ -168,17 +168,14 @@ class Recording:
             return saved[-1]
 
         floating = [x.detach() for x in inputs if x.is_floating_point()]
-        state = _random_state(inputs)
+        devices = sorted({x.device.index for x in inputs if x.is_cuda})
+        state = _random_state(devices)
         with Hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
-        if _random_state(inputs) != state:
-            raise BurstError(
-                f"{WHO}: attention must not draw random numbers, because a replay that does not "
-                "run it would not draw them and what follows would drop other activations; got a "
-                "random state that moved; pass --attention-dropout 0"
-            )
+        after = _random_state(devices)
+        self._random = None if all(map(torch.equal, state, after)) else (devices, after)
         self._is_tuple = isinstance(outs, tuple)
         outs = outs if self._is_tuple else (outs,)
         if not all(isinstance(x, Tensor) for x in outs):
@@ -216,6 +213,7 @@ class Recording:
             (outs, extras), self._fresh = self._fresh, None
         else:
             kept = self._parcel.get()
+            self._draw_again()
             outs = self._policy.restore(kept[: self._num_kept], inputs)
             extras = kept[self._num_kept :]
         if torch.is_grad_enabled():
@@ -247,6 +245,15 @@ class Recording:
     def constants(self) -> list[bool]:
         """Which outputs carry no gradient."""
         return [edge is None for edge in self._edges]
+
+    def _draw_again(self) -> None:
+        """Leave the generators as the function left them: what follows may draw from them."""
+        if self._random is None:
+            return
+        devices, (on_host, *on_device) = self._random
+        torch.set_rng_state(on_host)
+        for device, state in zip(devices, on_device, strict=True):
+            torch.cuda.set_rng_state(state, device)
 
     def _check(self, inputs: Tensors) -> None:
         found = [_geometry(x) for x in inputs]
@@ -318,9 +325,6 @@ def _num_bytes(tensors: Tensors) -> int:
     return sum({_home(x)[:2]: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _random_state(inputs: Tensors) -> list[bytes]:
-    """State of the generators that attention could draw from; read on the host."""
-    states = [torch.get_rng_state()]
-    devices = {x.device for x in inputs if x.is_cuda}
-    states += [torch.cuda.get_rng_state(device) for device in devices]
-    return [state.numpy().tobytes() for state in states]
+def _random_state(devices: list[int]) -> list[Tensor]:
+    """State of the host's generator, then of the devices'; all are read on the host."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
