@@ -93,7 +93,8 @@ def validate_flags(validate_args):
 
     def validate_all(args: Namespace, defaults=None):
         wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
-        keeps = BurstConfig.from_args(args).keep != "none"
+        burst = BurstConfig.from_args(args)
+        keeps = burst.keep != "none" or burst.keep_offload_inputs
         if wants_burst:
             check_args(args)
             force_args(args)
@@ -108,7 +109,7 @@ def validate_flags(validate_args):
         if keeps:
             from megatron_burst.mcore.keep import switch_on
 
-            switch_on()
+            switch_on(burst)
         return validated
 
     return validate_all

@@ -226,8 +226,7 @@ class BurstForward:
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
         communicator_for(pg_collection, burst_config)
-        if burst_config.keep != "none":
-            switch_on()
+        switch_on(burst_config)
         return cls(
             cp_group,
             hcp_groups_of(pg_collection, burst_config),

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig, available_host_bytes
 from megatron_burst.errors import BurstError
@@ -19,8 +20,11 @@ from megatron_burst.patching import Patch
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.frames import Frame, running
 from megatron_burst.recompute.half import packer
+from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import call_kept, in_frames, torch_patches
 from megatron_burst.recompute.recording import WHO, WHOLE, Keeping
+
+_LEAST = 1 << 10  # elements of an input that is worth a copy
 
 
 def keep_patches() -> tuple[Patch, ...]:
@@ -50,10 +54,42 @@ def keep_patches() -> tuple[Patch, ...]:
     return (*patches, *map(_keep_own, own))
 
 
-def switch_on() -> None:
-    """Put the patches in force."""
-    for patch in keep_patches():
-        patch.apply()
+def switch_on(burst: BurstConfig) -> None:
+    """Put the patches in force, as far as the options need them."""
+    if burst.keep != "none":
+        for patch in keep_patches():
+            patch.apply()
+    if burst.keep_offload_inputs:
+        input_patch(burst).apply()
+
+
+def input_patch(burst: BurstConfig) -> Patch:
+    """What puts the inputs of recomputed layers into host memory; the first options count."""
+    return Patch(
+        owner="megatron.core.tensor_parallel",
+        name="checkpoint",
+        parameters=("function", "distribute_saved_activations", "args"),
+        why="layers call it by this name; hooks for what it saves must be set around the call",
+        wrap=partial(_inputs_on_host, burst.keep_host_gib),
+    )
+
+
+def _inputs_on_host(limit_gib: float | None, checkpoint):
+    def checkpoint_on_host(function, distribute_saved_activations, *args):
+        frame = Frame()
+
+        def pack(x: Tensor):
+            if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
+                return x
+            return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
+
+        def unpack(packed) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed.get()[0]
+
+        with saved_tensors_hooks(pack, unpack):
+            return checkpoint(frame.bind(function), distribute_saved_activations, *args)
+
+    return checkpoint_on_host
 
 
 def _te_in_frames(checkpoint):

@@ -61,7 +61,7 @@ def start(cpu: bool, cp_size: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    switch_on()
+    switch_on(BurstConfig(keep="all"))
 
 
 class Stack:

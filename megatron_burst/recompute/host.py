@@ -45,12 +45,12 @@ class HostMemory:
         self._ahead: list[weakref.ref[HostParcel]] = []
         self._has_warned = False
 
-    def pack(self, tensors: Tensors, first: bool = False) -> "HostParcel | Resident":
+    def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
         """Begin to copy tensors to the host; they stay on the device where it is full.
 
         Args:
-            tensors: of the frame that runs.
-            first: whether its replay needs them before those that were packed earlier.
+            tensors: of the frame that runs, or the input of another.
+            input_of: whose replay needs them before all that it has packed itself.
         """
         num_bytes = _offsets(tensors)[-1]
         buffer = self._take(num_bytes)
@@ -58,7 +58,7 @@ class HostMemory:
             return Resident(tensors)
         parcel = HostParcel(self, tensors, buffer)
         weakref.finalize(parcel, self._free.setdefault(num_bytes, []).append, buffer)
-        self._line_up(parcel, first)
+        self._line_up(parcel, input_of)
         return parcel
 
     def _take(self, num_bytes: int) -> Tensor | None:
@@ -86,14 +86,15 @@ class HostMemory:
                 self.taken_bytes -= buffers[-1].numel()
                 _unpin(buffers.pop(), self.stream)
 
-    def _line_up(self, parcel: "HostParcel", first: bool) -> None:
-        frame = running()[0].frame
+    def _line_up(self, parcel: "HostParcel", input_of: Frame | None) -> None:
+        frame = running()[0].frame if input_of is None else input_of
         line = self._lines.get(frame)
         if line is None:
             line = self._lines[frame] = _Line(self._last)
             self._last = weakref.ref(line)
-        line.parcels.insert(0 if first else len(line.parcels), weakref.ref(parcel))
-        line.has_input |= first
+        place = len(line.parcels) if input_of is None else 0
+        line.parcels.insert(place, weakref.ref(parcel))
+        line.has_input |= input_of is not None
         parcel.line = weakref.ref(line)
 
     def look_ahead(self, parcel: "HostParcel") -> None:

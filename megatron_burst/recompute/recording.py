@@ -85,9 +85,11 @@ class _Saved:
         tensor: the data, until it refers to something.
         role: "inputs", "outs" or "extras".
         index: which of these.
+        needs: how much of the base's geometry it relies on: 1 its shape, 2 also its strides, 3 also
+            its place in memory, as it reaches beyond it (q, k and v in one buffer).
     """
 
-    __slots__ = ("tensor", "role", "index", "_view")
+    __slots__ = ("tensor", "role", "index", "needs", "_view")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()
@@ -97,7 +99,10 @@ class _Saved:
         self.role, self.index = role, index
         shape, stride, offset = _geometry(self.tensor)
         same = shape == tuple(base.shape) and stride == base.stride()
-        self._view = None if same else (shape, stride, offset - base.storage_offset())
+        first = offset - base.storage_offset()
+        inside = 0 <= first and first + _extent(self.tensor) <= _extent(base)
+        self.needs = 1 if same and not first else 2 if inside else 3
+        self._view = None if self.needs == 1 else (shape, stride, first)
         self.tensor = None
 
     def find(self, bound: dict[str, Tensors]) -> Tensor:
@@ -146,6 +151,7 @@ class Recording:
 
     def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
         self._inputs = [_geometry(x) for x in inputs]
+        self._needs = [1] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
         self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
         self._saved: list[_Saved] = []
@@ -198,6 +204,8 @@ class Recording:
                 known = ("extras", len(extras), tensor)
                 extras.append(tensor)
             saved.refer(*known)
+            if saved.role == "inputs":
+                self._needs[saved.index] = max(self._needs[saved.index], saved.needs)
         self._saved.clear()
         return tuple(extras)
 
@@ -205,8 +213,8 @@ class Recording:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
         Raises:
-            BurstError: if the inputs are laid out otherwise than in the first pass, or in debug
-                mode if any bit of them differs.
+            BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
+                in memory where that matters; in debug mode if any bit of them differs.
         """
         self._check(inputs)
         if self._fresh is not None:  # the first pass has all of it at hand
@@ -257,7 +265,11 @@ class Recording:
 
     def _check(self, inputs: Tensors) -> None:
         found = [_geometry(x) for x in inputs]
-        if found != self._inputs:
+        matches = len(found) == len(self._inputs) and all(
+            got[:needs] == first[:needs]
+            for got, first, needs in zip(found, self._inputs, self._needs, strict=True)
+        )
+        if not matches:
             raise BurstError(
                 f"{WHO}: a replay must call attention as the first pass did, because results are "
                 f"kept by the order of calls; got inputs (shape, strides, offset) {found} after "
@@ -308,6 +320,11 @@ def checksum(tensor: Tensor) -> int:
 
 def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(x.shape), x.stride(), x.storage_offset()
+
+
+def _extent(x: Tensor) -> int:
+    """Elements of memory from the first to the last of a tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _home(x: Tensor) -> tuple:

@@ -65,6 +65,9 @@ CASES = {
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
+    "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload_inputs=True)),  # stays on
+    "none, inputs on the host": Case(BurstConfig(keep_offload_inputs=True), **BOTH),
+    "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
 }
 RUNS = [  # Megatron recomputes a layer of MTP alone
     (setting, name)
@@ -206,7 +209,7 @@ def own_attention(rank: int) -> dict:
     setting, found = Setting(micro_batches=2), {}
     pipeline.start(setting)
     truth = run_step(setting, build(setting, config_for(setting)))
-    keep.switch_on()
+    keep.switch_on(ALL)
     for name, burst in {
         "none": None,
         "all": ALL,

@@ -95,7 +95,7 @@ def live_patches(rank):
     found = [live()]
     launch.prepare([])
     found.append(live())
-    for patch in (*launch.provider_patches(), *launch.keep_patches()):
+    for patch in launch.all_patches():
         patch.apply()
     return [*found, live()], [(patch.target, patch.why) for patch in launch.all_patches()]
 
@@ -118,6 +118,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "torch.utils.checkpoint.CheckpointFunction.forward",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
+        "megatron.core.tensor_parallel.checkpoint",
     ]
     assert [target for target, _ in listed] == asked and all(why for _, why in listed)
 
