@@ -22,7 +22,7 @@ from megatron_burst.recompute.frames import Frame, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import call_kept, in_frames, torch_patches
-from megatron_burst.recompute.recording import WHO, WHOLE, Keeping
+from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
 

@@ -17,14 +17,7 @@ from megatron_burst.plan.half import EarlyHalf, Move, choose_half, early_half
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import torch_patches
-from megatron_burst.recompute.recording import (
-    WHO,
-    WHOLE,
-    Keeping,
-    Parcel,
-    Resident,
-    Tensors,
-)
+from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident, Tensors
 
 
 @dataclass(frozen=True, slots=True)

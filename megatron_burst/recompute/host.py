@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_burst.config import available_host_bytes
 from megatron_burst.recompute.frames import Frame, running
-from megatron_burst.recompute.recording import WHO, Resident, Tensors
+from megatron_burst.recompute.keeping import WHO, Resident, Tensors
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_burst.patching import Patch
 from megatron_burst.recompute.frames import Frame, running
-from megatron_burst.recompute.recording import WHOLE, Keeping, Recording, Tensors
+from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
+from megatron_burst.recompute.recording import Recording
 
 
 def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:

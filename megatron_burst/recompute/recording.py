@@ -8,7 +8,6 @@ that leaves (out, lse).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,101 +16,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Hidden
-
-WHO = "burst keep"
-Tensors = tuple[Tensor, ...]
-
-
-class Policy(Protocol):
-    """How much of the outputs is kept."""
-
-    def trim(self, outs: Tensors) -> Tensors:
-        """What is kept of the outputs."""
-        ...
-
-    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """The outputs, from what was kept and from the inputs of the replay."""
-        ...
-
-
-class Whole:
-    """Keeps all of the outputs."""
-
-    def trim(self, outs: Tensors) -> Tensors:
-        return outs
-
-    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        return kept
-
-
-WHOLE = Whole()
-
-
-class Parcel(Protocol):
-    """Kept tensors, wherever they are."""
-
-    def get(self) -> Tensors: ...
-
-
-@dataclass(slots=True)
-class Resident:
-    """Kept tensors that stay where they are."""
-
-    tensors: Tensors
-
-    def get(self) -> Tensors:
-        return self.tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How calls are kept.
-
-    Attributes:
-        policy: how much of the outputs.
-        pack: puts kept tensors away until the replay.
-        debug: whether a replay's inputs are compared with the first pass's, bit by bit.
-    """
-
-    policy: Policy = WHOLE
-    pack: Callable[[Tensors], Parcel] = Resident
-    debug: bool = False
-
-
-class _Saved:
-    """What stands for a tensor that the graph saves: where its data will be, and its geometry.
-
-    Attributes:
-        tensor: the data, until it refers to something.
-        role: "inputs", "outs" or "extras".
-        index: which of these.
-        needs: how much of the base's geometry it relies on: 1 its shape, 2 also its strides, 3 also
-            its place in memory, as it reaches beyond it (q, k and v in one buffer).
-    """
-
-    __slots__ = ("tensor", "role", "index", "needs", "_view")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()
-
-    def refer(self, role: str, index: int, base: Tensor) -> None:
-        """Stand for a view of `base`, which is to be found as `role` number `index`."""
-        self.role, self.index = role, index
-        shape, stride, offset = _geometry(self.tensor)
-        same = shape == tuple(base.shape) and stride == base.stride()
-        first = offset - base.storage_offset()
-        inside = 0 <= first and first + _extent(self.tensor) <= _extent(base)
-        self.needs = 1 if same and not first else 2 if inside else 3
-        self._view = None if self.needs == 1 else (shape, stride, first)
-        self.tensor = None
-
-    def find(self, bound: dict[str, Tensors]) -> Tensor:
-        """The tensor, from what the backward pass has at hand."""
-        base = bound[self.role][self.index].detach()
-        if self._view is None:
-            return base
-        shape, stride, offset = self._view
-        return base.as_strided(shape, stride, base.storage_offset() + offset)
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors
+from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
 
 
 @dataclass(slots=True)
@@ -150,11 +56,11 @@ class Recording:
     """
 
     def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
-        self._inputs = [_geometry(x) for x in inputs]
+        self._inputs = [geometry(x) for x in inputs]
         self._needs = [1] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
         self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
-        self._saved: list[_Saved] = []
+        self._saved: list[Saved] = []
         outs = self._run(function, inputs)
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
         outs = tuple(x.detach() for x in outs)
@@ -162,15 +68,15 @@ class Recording:
         kept = self._policy.trim(outs)
         self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
         self._num_kept = len(kept)
-        self.num_bytes = _num_bytes((*kept, *extras))
+        self.num_bytes = num_bytes((*kept, *extras))
         self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
         """Run the function with its graph; what the graph saves goes to `_saved`."""
         saved, bound = self._saved, self._bound
 
-        def pack(tensor: Tensor) -> _Saved:
-            saved.append(_Saved(tensor))
+        def pack(tensor: Tensor) -> Saved:
+            saved.append(Saved(tensor))
             return saved[-1]
 
         floating = [x.detach() for x in inputs if x.is_floating_point()]
@@ -193,13 +99,13 @@ class Recording:
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Let references stand for inputs and outputs; returns what else the graph saves."""
-        homes = {_home(x): ("outs", i, x) for i, x in enumerate(outs)}
-        homes |= {_home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
-        homes |= {_place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
+        homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        homes |= {place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         extras: list[Tensor] = []
         for saved in self._saved:
             tensor = saved.tensor
-            known = homes.get(_place(tensor)) or homes.get(_home(tensor))
+            known = homes.get(place(tensor)) or homes.get(home(tensor))
             if known is None:
                 known = ("extras", len(extras), tensor)
                 extras.append(tensor)
@@ -264,7 +170,7 @@ class Recording:
             torch.cuda.set_rng_state(state, device)
 
     def _check(self, inputs: Tensors) -> None:
-        found = [_geometry(x) for x in inputs]
+        found = [geometry(x) for x in inputs]
         matches = len(found) == len(self._inputs) and all(
             got[:needs] == first[:needs]
             for got, first, needs in zip(found, self._inputs, self._needs, strict=True)
@@ -305,41 +211,6 @@ class _Played(torch.autograd.Function):
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
         return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
-
-
-def checksum(tensor: Tensor) -> int:
-    """A number that another bit anywhere, or another order of rows, changes.
-
-    Sums of the bits as integers, modulo 2**64, rows weighted by their place.
-    """
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    rows = tensor.detach().contiguous().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-    sums = rows.view(bits).sum(-1, dtype=torch.int64)
-    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
-
-
-def _geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(x.shape), x.stride(), x.storage_offset()
-
-
-def _extent(x: Tensor) -> int:
-    """Elements of memory from the first to the last of a tensor."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
-def _home(x: Tensor) -> tuple:
-    """The memory that a tensor is a view of."""
-    return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.dtype
-
-
-def _place(x: Tensor) -> tuple:
-    """Where in that memory it begins."""
-    return *_home(x), x.storage_offset()
-
-
-def _num_bytes(tensors: Tensors) -> int:
-    """Bytes of the memory that the tensors are views of."""
-    return sum({_home(x)[:2]: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _random_state(devices: list[int]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_burst.recompute.frames import Frame
 from megatron_burst.recompute.host import HostMemory, HostParcel, host_memory
-from megatron_burst.recompute.recording import Resident
+from megatron_burst.recompute.keeping import Resident
 
 CPU = torch.device("cpu")
 
