@@ -43,6 +43,8 @@ def check_keep_args(args: Namespace) -> None:
             f"{who}: activations must be recomputed, because results are kept for the replay; got "
             "no --recompute-granularity; pass --recompute-granularity full, or leave it out"
         )
+    if args.burst_keep in (None, "none"):  # only the inputs of layers wait on the host
+        return
     modules = getattr(args, "recompute_modules", None)
     if args.recompute_granularity == "selective" and modules and "core_attn" not in modules:
         raise BurstError(
