@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_burst.patching import Patch
@@ -71,7 +72,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
         BurstError: see `Recording`.
     """
     runs = running()
-    if not runs:
+    if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
     for run in runs:
         run.step()

@@ -9,6 +9,7 @@ import gc
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
@@ -200,6 +201,57 @@ def test_nothing_is_left_after_200_steps_that_fail_anywhere():
         assert error == 0
         assert left == [0] * 5
         assert 0 < taken == free  # every host buffer came back, and no more were made
+
+
+class TheirCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint such as TransformerEngine's, which runs its function itself."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+def transformer_engines_checkpoint(rank: int) -> list:
+    """Attention calls and gradients without and with the patch of its checkpoint."""
+    from megatron_burst import keep
+    from megatron_burst.mcore.keep import _te_in_frames
+
+    def checkpoint(function, *args, **options):
+        assert options == dict(tp_group=3)
+        return TheirCheckpoint.apply(function, *args)
+
+    found, calls = [], []
+
+    def square(x):
+        calls.append(1)
+        return x * x
+
+    attend = keep(square)
+    for function in (checkpoint, _te_in_frames(checkpoint)):
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        calls.clear()
+        y = function(lambda x: attend(x + 1), x, tp_group=3)
+        function(lambda x: attend(x).sum(), y, tp_group=3).backward()
+        found.append((len(calls), x.grad.tolist()))
+    return found
+
+
+def test_transformer_engines_checkpoint_runs_in_frames_too():
+    """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
+    ((plain, framed),) = run_ranks(transformer_engines_checkpoint, 1)
+    assert (plain[0], framed[0]) == (4, 2)
+    assert plain[1] == framed[1] == [4 * (1 + x) ** 3 for x in torch.linspace(0, 1, 5).tolist()]
 
 
 def own_attention(rank: int) -> dict:
