@@ -10,6 +10,7 @@ _HOME_OF = {
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
     "burst_spec": "megatron_burst.mcore.spec_tree",
+    "keep": "megatron_burst.recompute.keep",
 }
 __all__ = ["__version__", *_HOME_OF]
 

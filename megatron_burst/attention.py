@@ -1,6 +1,7 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,11 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import board_of, communicator_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout, check_tokens
 from megatron_burst.plan.mask import Mask
+from megatron_burst.recompute.half import keeping_of
+from megatron_burst.recompute.keep import run_kept
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
@@ -42,7 +46,9 @@ def burst_attention(
     backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results are merged and
     gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is kept. All ranks
     of the group must call with the same shapes and options, and all of them must run backward
-    through the output if one does: each needs the others' shards.
+    through the output if one does: each needs the others' shards. Inside a checkpoint
+    (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the first pass
+    has computed (from the second checkpoint of the process on: the first call sees to it).
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -81,13 +87,20 @@ def burst_attention(
     q, k, v = (_readable(x) for x in (q, k, v))
     carrier = communicator_of(group, config, hcp_groups)
     mask = Mask.CAUSAL if causal else Mask.FULL
-    call, choices = set_up(q, k, v, carrier, Pattern(Layout(layout), mask, scale), config)
+    pattern = Pattern(Layout(layout), mask, scale)
+    call, choices = set_up(q, k, v, carrier, pattern, config)
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
     if is_new:
         board.agree({"backend": call.backend.capability.name}, _WHO)
-        board.say_once(f"{_WHO}: {choices}")
-    out, lse = BurstAttentionFunction.apply(q, k, v, call)
+        board.say_once(f"{_WHO}: {choices}{kept}")
+    run = partial(_attend, call=call)
+    out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
     out = out.transpose(0, 1) if qkv_format == "sbhd" else out
     return (out, lse) if return_lse else out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    return BurstAttentionFunction.apply(q, k, v, call)
 
 
 class BurstAttentionFunction(torch.autograd.Function):

@@ -31,6 +31,18 @@ class BurstConfig:
             multiprocessors; None leaves it to NCCL.
         overlap: hide transfers behind kernels; False waits for each at once, to measure what
             hiding them brings.
+        keep: which of attention's results (out, lse) stay for the replay of a recomputed layer, so
+            that it need not compute them: "none", those of the later "half" of the sequence, "all";
+            "auto" chooses within `keep_budget_gib`, under Megatron only.
+        keep_layers: how many layers of a pipeline stage keep, from the first; None: all of them.
+            Under Megatron only.
+        keep_offload: put what is kept into pinned host memory until it is needed.
+        keep_offload_inputs: the same for the layer inputs that full recomputation saves; under
+            Megatron only.
+        keep_host_gib: most host memory of a rank for that; None: half of what is available, shared
+            by the ranks of the host.
+        keep_budget_gib: device memory of a rank that "auto" may fill.
+        keep_debug: compare a replay's inputs with the first pass's, bit by bit.
         timeout_s: seconds a rank waits for the others before it names who is missing.
     """
 
@@ -44,6 +56,13 @@ class BurstConfig:
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     overlap: bool = True
+    keep: Literal["none", "half", "all", "auto"] = "none"
+    keep_layers: int | None = None
+    keep_offload: bool = False
+    keep_offload_inputs: bool = False
+    keep_host_gib: float | None = None
+    keep_budget_gib: float | None = None
+    keep_debug: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -62,17 +81,53 @@ class BurstConfig:
                     f"burst attention: {name} must be at least 1, because nothing would move with "
                     f"none; got {value}; leave it out"
                 )
+        self._check_keep()
         if self.timeout_s <= 0:
             raise BurstError(
                 "burst attention: timeout_s must be positive, because a rank waits that long for "
                 f"the others; got {self.timeout_s}; pass seconds"
             )
 
+    def _check_keep(self) -> None:
+        """Refuse options of keeping that contradict each other or would be ignored."""
+        who = "burst keep"
+        if self.keep_layers is not None and self.keep_layers < 0:
+            raise BurstError(
+                f"{who}: keep_layers must not be negative, because it counts layers; got "
+                f"{self.keep_layers}; leave it out"
+            )
+        for name in ("keep_host_gib", "keep_budget_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BurstError(
+                    f"{who}: {name} must be positive, because it is room for what is kept; got "
+                    f"{value}; pass GiB, or leave it out"
+                )
+        if (self.keep == "auto") != (self.keep_budget_gib is not None):
+            raise BurstError(
+                f"{who}: keep=auto and a budget must come together, because the one fills the "
+                f"other; got keep={self.keep}, keep_budget_gib={self.keep_budget_gib}; pass "
+                "--burst-keep auto --burst-keep-budget-gib GIB, or none of them"
+            )
+        for name in ("keep_layers", "keep_offload", "keep_debug"):
+            if self.keep == "none" and getattr(self, name) not in (None, False):
+                raise BurstError(
+                    f"{who}: {name} must come with keep, because nothing is kept without it; got "
+                    f"keep=none, {name}={getattr(self, name)}; pass --burst-keep all, or leave it "
+                    "out"
+                )
+
     @classmethod
     def from_args(cls, args: Namespace) -> "BurstConfig":
         """The configuration in Megatron's parsed arguments (`--burst-*`)."""
         given = {f.name: getattr(args, f"burst_{f.name}", None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def available_host_bytes() -> int:
+    """Host memory that this rank may take: what is available, shared by the ranks of the host."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_name() -> str:

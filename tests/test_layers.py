@@ -10,11 +10,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors"},
+    {"patching"},
     {"plan"},
     {"config"},
     {"kernels"},
     {"comm"},
     {"engine"},
+    {"recompute"},
     {"attention"},
     {"mcore"},
     {"cli"},

@@ -120,6 +120,46 @@ def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
 
 
 @app.command()
+def recompute(
+    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,256K,1M")] = "64K",
+    heads: Annotated[str, Option(help="query heads / key heads")] = "32/8",
+    head_dim: Annotated[int, Option(help="width of a head")] = 128,
+    layers: Annotated[int, Option(min=1, help="layers of the stack")] = 4,
+    hidden: Annotated[int, Option(help="model width")] = 4096,
+    ffn: Annotated[int, Option(help="width of the gated MLP")] = 14336,
+    batch: Annotated[int, Option(help="sequences")] = 1,
+    mode: Annotated[
+        list[str] | None, Option(help="repeatable, e.g. burst:all, megatron:full; default: all")
+    ] = None,
+    dtype: Annotated[str, Option(help="default: bfloat16 on GPUs, float32 on CPU")] = "",
+    out: Annotated[Path, Option(help="CSV to append to")] = Path("recompute.csv"),
+    reps: Annotated[int, Option(min=1)] = 5,
+    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
+    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
+    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+) -> None:
+    """Time and memory of a stack of Megatron's layers by how it recomputes and what it keeps."""
+    from megatron_burst.cli.bench_recompute import Plan, measure, modes_of
+    from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
+    from megatron_burst.cli.world import started
+    from megatron_burst.mcore.stack import Widths
+
+    with _in_one_sentence(), started(device, hosts) as world:
+        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+        ((heads_q, heads_kv),) = head_counts(heads)
+        problems = [
+            Widths(layers, hidden, ffn, heads_q, heads_kv, head_dim, tokens, batch, dtype)
+            for tokens in counts(seq, "--seq")
+        ]
+        plan = Plan(problems, modes_of(mode or ()), reps=reps, budget_s=budget_s, out=out)
+        rows = measure(plan, world, typer.echo)
+        if world.rank == 0 and rows:
+            typer.echo(trade_table(rows))
+            for path in draw_if_possible(rows, out.with_suffix("")):
+                typer.echo(path)
+
+
+@app.command()
 def table(
     csvs: Csvs,
     pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",

@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
+from megatron_burst.mcore.keep_arguments import add_keep_flags, check_keep_args
 
 
 def add_flags(add_megatron_arguments):
@@ -63,6 +64,7 @@ def add_flags(add_megatron_arguments):
         group.add_argument(
             "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"
         )
+        add_keep_flags(group)
         return parser
 
     return add_all
@@ -73,15 +75,23 @@ def validate_flags(validate_args):
 
     def validate_all(args: Namespace, defaults=None):
         wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
+        burst = BurstConfig.from_args(args)
+        keeps = burst.keep != "none" or burst.keep_offload_inputs
         if wants_burst:
             check_args(args)
             force_args(args)
+        if keeps:
+            check_keep_args(args)
         validated = validate_args(args, {} if defaults is None else defaults)
         if wants_burst:
             from megatron_burst.mcore.core_attention import provider_patches
 
             for patch in provider_patches():
                 patch.apply()
+        if keeps:
+            from megatron_burst.mcore.keep import switch_on
+
+            switch_on(burst)
         return validated
 
     return validate_all

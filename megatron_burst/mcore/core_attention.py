@@ -18,8 +18,9 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.patching import Patch
+from megatron_burst.mcore.keep import settled, switch_on
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
+from megatron_burst.patching import Patch
 
 
 class BurstCoreAttention(MegatronModule):
@@ -52,7 +53,7 @@ class BurstCoreAttention(MegatronModule):
                 f"{layer_number}; install transformer-engine or pass --cp-comm-type burst"
             )
         check_config(config, layer_number, attn_mask_type, attention_type, attention_dropout)
-        self.burst = BurstForward.of(config, softmax_scale, pg_collection)
+        self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
     def forward(
         self,
@@ -112,7 +113,7 @@ if HAVE_TE:
                 check_config(
                     config, layer_number, attn_mask_type, attention_type, attention_dropout
                 )
-                self.burst = BurstForward.of(config, softmax_scale, pg_collection)
+                self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
         def forward(
             self,
@@ -208,9 +209,13 @@ class BurstForward:
     hcp_groups: Sequence[dist.ProcessGroup] | None
     softmax_scale: float | None
     config: BurstConfig
+    layer_config: TransformerConfig
+    layer_number: int
 
     @classmethod
-    def of(cls, config: TransformerConfig, softmax_scale, pg_collection) -> "BurstForward":
+    def of(
+        cls, config: TransformerConfig, layer_number: int, softmax_scale, pg_collection
+    ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.context_parallel_size != cp_group.size():
@@ -221,14 +226,18 @@ class BurstForward:
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
         communicator_for(pg_collection, burst_config)
+        switch_on(burst_config)
         return cls(
             cp_group,
             hcp_groups_of(pg_collection, burst_config),
             softmax_scale,
             burst_config,
+            config,
+            layer_number,
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        config = settled(self.config, self.layer_config, self.layer_number, query, value)
         out = burst_attention(
             query,
             key,
@@ -237,7 +246,7 @@ class BurstForward:
             causal=causal,
             softmax_scale=self.softmax_scale,
             qkv_format="sbhd",
-            config=self.config,
+            config=config,
             hcp_groups=self.hcp_groups,
         )
         return out.flatten(2)

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from megatron_burst.mcore.patching import Patch
+from megatron_burst.patching import Patch
 
 
 def use_built_dataset_helpers() -> None:

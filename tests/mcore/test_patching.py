@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.patching import Patch
+from megatron_burst.patching import Patch
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
@@ -65,7 +65,7 @@ def test_a_patch_may_replace_a_method(stub):
 @pytest.mark.parametrize("parameters", [("a",), ("b", "a"), ("a", "b", "c")])
 def test_a_patch_refuses_a_function_with_other_parameters(stub, parameters):
     """Megatron moves parameters between releases; a wrapper would pass them on wrongly."""
-    message = r"stub_of_megatron\.add must have.*got \('a', 'b'\) in Megatron-Core \d.*; install"
+    message = r"stub_of_megatron\.add must have.*got \('a', 'b'\) in megatron-core \d.*; install"
     with pytest.raises(BurstError, match=message):
         patch_of(parameters=parameters).apply()
     assert stub.add(1) == 2
@@ -74,7 +74,7 @@ def test_a_patch_refuses_a_function_with_other_parameters(stub, parameters):
 @pytest.mark.parametrize("found", [None, 3])
 def test_a_patch_refuses_what_is_no_function(stub, found):
     stub.add = found
-    with pytest.raises(BurstError, match=r"stub_of_megatron\.add must have.*got None in Megatron"):
+    with pytest.raises(BurstError, match=r"stub_of_megatron\.add must have.*got None in megatron"):
         patch_of().apply()
 
 
@@ -95,7 +95,7 @@ def live_patches(rank):
     found = [live()]
     launch.prepare([])
     found.append(live())
-    for patch in launch.provider_patches():
+    for patch in launch.all_patches():
         patch.apply()
     return [*found, live()], [(patch.target, patch.why) for patch in launch.all_patches()]
 
@@ -114,6 +114,11 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         *flags,
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
+        "torch.utils.checkpoint.CheckpointFunction.forward",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
+        "megatron.core.tensor_parallel.checkpoint",
     ]
     assert [target for target, _ in listed] == asked and all(why for _, why in listed)
 

@@ -33,9 +33,12 @@ FLAG_DOOR = "--context-parallel-impl burst --context-parallel-size"
 SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --context-parallel-size 4
     --no-create-attention-mask-in-dataloader --hierarchical-context-parallel-sizes 2 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
+KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
+    --burst-keep all --burst-keep-layers 1 --burst-keep-offload --burst-keep-offload-inputs
+    --burst-keep-debug"""
 RUNS = {  # ranks, what torchrun starts, its flags
     "megatron": (1, [str(SCRIPT)], ""),
-    "launcher": (4, ["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 4 --burst-hosts 2"),
+    "launcher": (4, ["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 4 --burst-hosts 2 {KEEP}"),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
     "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-circulate q"),
 }

@@ -1,10 +1,11 @@
-"""Patches of Megatron: few, idempotent, checked against the signature that they replace, listed."""
+"""Patches of Megatron and torch: few, idempotent, listed, checked against what they replace."""
 
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from megatron_burst.errors import BurstError
@@ -14,7 +15,7 @@ _MARK = "__megatron_burst_original__"
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One rebound function or method of Megatron.
+    """One rebound function or method of Megatron's or torch's.
 
     Attributes:
         owner: module, or "module:Class".
@@ -22,6 +23,7 @@ class Patch:
         parameters: names that the original must have, in order.
         why: what it is for and why no public seam does.
         wrap: makes the replacement from the original.
+        package: the distribution that the owner comes with.
     """
 
     owner: str
@@ -29,6 +31,7 @@ class Patch:
     parameters: tuple[str, ...]
     why: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    package: str = "megatron-core"
 
     @property
     def target(self) -> str:
@@ -55,12 +58,11 @@ class Patch:
         original = getattr(self._owner(), self.name, None)
         found = tuple(inspect.signature(original).parameters) if callable(original) else None
         if found != self.parameters:
-            from megatron.core import __version__
-
             raise BurstError(
                 f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
-                f"because a patch replaces it; got {found} in Megatron-Core {__version__}; install "
-                "megatron-core 0.19.2"
+                f"because a patch replaces it; got {found} in {self.package} "
+                f"{version(self.package)}; install the one that megatron_burst names in its "
+                "pyproject.toml"
             )
         replacement = functools.wraps(original)(self.wrap(original))
         setattr(replacement, _MARK, original)

@@ -1,0 +1,208 @@
+"""Measures what recomputation costs in time and saves in memory: the run loop and its picture."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import monotonic
+
+from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.links import link_speed
+from megatron_burst.cli.results import Row, append, check_appendable
+from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
+from megatron_burst.cli.world import World
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.stack import Stack, Widths, start
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to recompute.
+
+    Attributes:
+        impl: whose attention: "burst" or "megatron".
+        name: of the mode.
+        recompute: "full", "selective" or "off".
+        keep: burst's keeping.
+        half_of_layers: whether only half of the layers keep.
+        offload: whether it waits on the host.
+    """
+
+    impl: str
+    name: str
+    recompute: str = "full"
+    keep: str = "none"
+    half_of_layers: bool = False
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.impl}:{self.name}"
+
+    def apply(self, stack: Stack, widths: Widths, options: BurstConfig) -> None:
+        """Have the layers recompute this way."""
+        burst = replace(options, keep=self.keep, keep_offload=self.offload)
+        layers = max(1, widths.layers // 2) if self.half_of_layers else None
+        stack.set(self.recompute, burst, layers)
+
+
+MODES = {
+    str(mode): mode
+    for mode in (
+        Mode("burst", "none"),
+        Mode("burst", "half", keep="half"),
+        Mode("burst", "all", keep="all"),
+        Mode("burst", "all-half-layers", keep="all", half_of_layers=True),
+        Mode("burst", "all-offload", keep="all", offload=True),
+        Mode("burst", "selective", "selective"),
+        Mode("burst", "off", "off"),
+        Mode("megatron", "full"),
+        Mode("megatron", "full-keep", keep="all"),
+        Mode("megatron", "selective", "selective"),
+        Mode("megatron", "off", "off"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run measures.
+
+    Attributes:
+        problems: sizes, in order.
+        modes: what each is measured with.
+        options: burst's other options.
+        reps: repetitions.
+        budget_s: seconds after which nothing new is started; None: no end.
+        out: CSV that rank 0 appends to; None: nowhere.
+    """
+
+    problems: Sequence[Widths]
+    modes: Sequence[Mode]
+    options: BurstConfig = BurstConfig()
+    reps: int = 5
+    budget_s: float | None = None
+    out: Path | None = None
+
+
+def modes_of(names: Sequence[str]) -> tuple[Mode, ...]:
+    """The modes of a list of names; none named means all.
+
+    Raises:
+        BurstError: if there is no such mode.
+    """
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
+        raise BurstError(
+            "bench recompute: --mode must name one that there is, because it stands for a way to "
+            f"recompute; got {unknown[0]!r}; choose among {', '.join(MODES)}"
+        )
+    return tuple(MODES[name] for name in names or MODES)
+
+
+def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
+    """Run a plan on all ranks together; returns the rows, on every rank.
+
+    Args:
+        plan: the same on all ranks.
+        world: all ranks; they are one context-parallel group.
+        say: tells rank 0's user how far it is.
+
+    Raises:
+        BurstError: if `plan.out` has other columns.
+    """
+    if plan.out and world.rank == 0:
+        check_appendable(plan.out)
+    start(world.device.type == "cpu", world.size)
+    began, link, rows = monotonic(), link_speed(world), []
+    for number, widths in enumerate(plan.problems):
+        over = plan.budget_s is not None and monotonic() - began > plan.budget_s
+        if world.decide(over):
+            break
+        if world.rank == 0:
+            say(f"{number + 1} of {len(plan.problems)}: {widths}")
+        made = _Problem(widths, plan, world, link).rows(began)
+        if plan.out and world.rank == 0:
+            append(plan.out, made)
+        rows += made
+    return rows
+
+
+class _Problem:
+    """All modes on one problem; those of one attention share its weights."""
+
+    def __init__(self, widths: Widths, plan: Plan, world: World, link: str) -> None:
+        self.widths, self.plan, self.world, self.link = widths, plan, world, link
+        self.stacks: dict[str, Stack] = {}
+        self.failures: dict[str, str] = {}
+        self.peaks: dict[str, float | None] = {}
+
+    def rows(self, began: float) -> list[Row]:
+        """Measure, and let everything go."""
+        made = []
+        for impl in dict.fromkeys(mode.impl for mode in self.plan.modes):
+            modes = [mode for mode in self.plan.modes if mode.impl == impl]
+            made += self._of(impl, modes, began)
+            self.stacks.clear()
+            clean_up(self.world)
+        return made
+
+    def _of(self, impl: str, modes: Sequence[Mode], began: float) -> list[Row]:
+        failure = attempt(partial(self._build, impl), self.world)
+        for mode in modes:
+            failure_of_it = failure or self._try_out(mode)
+            if failure_of_it:
+                self.failures[str(mode)] = failure_of_it
+        able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
+        runs = {name: partial(self._run, mode) for name, mode in able.items()}
+        budget = self.plan.budget_s
+
+        def over() -> bool:
+            return budget is not None and monotonic() - began > budget
+
+        times = interleave(runs, dict.fromkeys(runs, self.plan.reps), self.world, over)
+        gpu = gpu_state(self.world.device)
+        return [self._row(mode, times.get(str(mode)), gpu) for mode in modes]
+
+    def _build(self, impl: str) -> None:
+        self.stacks[impl] = Stack(self.widths, burst=impl == "burst")
+
+    def _try_out(self, mode: Mode) -> str | None:
+        """Run it twice: the first pass makes what lasts, the second's memory counts."""
+        failure = attempt(partial(self._run, mode), self.world)
+        clean_up(self.world)
+        memory = Memory(self.world)
+        memory.restart()
+        failure = failure or attempt(partial(self._run, mode), self.world)
+        self.peaks[str(mode)] = None if failure else memory.peak_gib(0)
+        clean_up(self.world)
+        return failure
+
+    def _run(self, mode: Mode) -> None:
+        stack = self.stacks[mode.impl]
+        mode.apply(stack, self.widths, self.plan.options)
+        stack.run()
+
+    def _row(self, mode: Mode, ms: list[float] | None, gpu: str) -> Row:
+        widths, world = self.widths, self.world
+        measured = {"status": "failed", "note": self.failures.get(str(mode), "time was up")}
+        if ms:
+            middle = median(ms)
+            measured = {
+                "ms": middle,
+                "ms_min": min(ms),
+                "ms_max": max(ms),
+                "tflops_per_gpu": widths.flops / world.size / middle / 1e9,
+                "peak_gib": self.peaks[str(mode)],
+                "note": f"{widths.layers} layers, hidden {widths.hidden}, ffn {widths.ffn}; "
+                f"model FLOPs; {len(ms)} repetitions",
+            }
+        return Row(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions(), gpu=gpu, hosts=world.hosts, ranks=world.size, link=self.link,
+            seq=widths.seq, batch=widths.batch, heads_q=widths.heads_q, heads_kv=widths.heads_kv,
+            head_dim_qk=widths.head_dim, head_dim_v=widths.head_dim, mask="causal",
+            dtype=widths.dtype, impl=mode.impl, mode=mode.name, pass_="fwd_bwd", **measured,
+        )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Time against memory of ways to recompute: as a table, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_burst.cli.cases import in_kilo
+from megatron_burst.cli.results import Row
+
+
+def trade_table(rows: Sequence[Row]) -> str:
+    """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
+    head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        full = next((r for r in rows if r.seq == row.seq and _is_full(r, row.impl) and r.ms), None)
+        measured = ["-"] * 4
+        if row.ms:
+            measured = [
+                f"{row.ms:.1f} ({row.ms_min:.1f}-{row.ms_max:.1f})",
+                f"{row.ms / full.ms:.3f}" if full else "-",
+                f"{row.tflops_per_gpu:.3g}",
+                "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+            ]
+        status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
+        lines.append([in_kilo(row.seq), f"{row.impl}:{row.mode}", *measured, status])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _is_full(row: Row, impl: str) -> bool:
+    return (row.impl, row.mode) == (impl, {"burst": "none", "megatron": "full"}[impl])
+
+
+def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write `STEM_trade.png`, memory across and time upwards, one panel a length.
+
+    Returns:
+        the file, or nothing where Matplotlib is missing or nothing has both figures.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return []
+    able = [row for row in rows if row.ms and row.peak_gib is not None]
+    lengths = sorted({row.seq for row in able})
+    if not lengths:
+        return []
+    figure = Figure(figsize=(5.5 * len(lengths), 4.5), layout="constrained")
+    for axis, seq in zip(
+        figure.subplots(1, len(lengths), squeeze=False).flat, lengths, strict=True
+    ):
+        for row in (row for row in able if row.seq == seq):
+            marker = "o" if row.impl == "burst" else "s"
+            low, high = row.ms - row.ms_min, row.ms_max - row.ms
+            axis.errorbar(row.peak_gib, row.ms, [[low], [high]], marker=marker, capsize=3)
+            axis.annotate(f" {row.impl}:{row.mode}", (row.peak_gib, row.ms), fontsize=8)
+        axis.set(title=f"{in_kilo(seq)} tokens", xlabel="peak GiB above weights and gradients")
+        axis.set(ylabel="ms, forward + backward", xlim=(0, None), ylim=(0, None))
+        axis.grid(alpha=0.3)
+    path = stem.with_name(f"{stem.name}_trade.png")
+    figure.savefig(path, dpi=130)
+    return [path]

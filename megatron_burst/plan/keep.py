@@ -1,0 +1,95 @@
+"""What keeping attention's results costs in memory, and what to keep within a budget."""
+
+from dataclasses import dataclass
+
+_KERNEL_TFLOPS = 600.0  # of attention forward on a current GPU
+_HOST_GBS = 20.0  # GB/s of a GPU to pinned host memory while all GPUs of the host copy
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KeepProblem:
+    """What is known of a pipeline stage.
+
+    Attributes:
+        layers: attention layers of the stage, all its chunks together.
+        in_flight: how often each layer's results wait for backward at the same time, on average.
+        layer_bytes: out and lse of one layer and micro-batch.
+        tokens: of the whole sequence.
+        can_half: whether the later half alone can be kept.
+    """
+
+    layers: int
+    in_flight: float
+    layer_bytes: int
+    tokens: int
+    can_half: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KeepChoice:
+    """What is kept, and why, in words for the user.
+
+    Attributes:
+        keep: "none", "half" or "all".
+        layers: how many layers of the stage keep; the others recompute.
+        offload: whether it waits on the host.
+        reason: figures.
+    """
+
+    keep: str
+    layers: int
+    offload: bool
+    reason: str
+
+    def __str__(self) -> str:
+        where = " on the host" if self.offload else ""
+        return f"keep {self.keep} of {self.layers} layers{where} ({self.reason})"
+
+
+def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
+    """Micro-batches whose activations a stage holds at most, in units of the whole stage.
+
+    1F1B holds P - p of them on stage p; interleaved, Megatron warms up 2(P - p - 1) + (v - 1)P
+    chunks of a v-th of the stage, and runs one more.
+
+    Source: Megatron-Core 0.19.2, pipeline_parallel/schedules.py, get_pp_rank_microbatches.
+    """
+    if num_chunks == 1:
+        return float(pp_size - pp_rank)
+    return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * pp_size + 1) / num_chunks
+
+
+def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0) -> KeepChoice:
+    """The cheapest replay whose kept results fit into a budget of device memory.
+
+    Everything if it fits; else everything on the host if the copy hides behind attention, which
+    for any model depends on the sequence's length alone; else half of it or all of some layers,
+    whichever saves more of the replays: a layer that keeps half saves three quarters.
+
+    Args:
+        problem: the stage.
+        budget_bytes: of device memory for kept results.
+        host_bytes: of host memory for them.
+    """
+    per_layer = problem.layer_bytes * problem.in_flight
+    total, layers = per_layer * problem.layers, problem.layers
+    figures = f"{total / _GIB:.2f} GiB in all, {budget_bytes / _GIB:.2f} GiB given"
+    if total <= budget_bytes:
+        return KeepChoice("all", layers, False, figures)
+    hides = hides_copy(problem.tokens)
+    if hides and total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes:
+        return KeepChoice("all", layers, True, f"{figures}; attention hides the copy to the host")
+    whole = min(layers, int(budget_bytes // per_layer))
+    half = min(layers, int(budget_bytes // (per_layer / 2))) if problem.can_half else 0
+    if 0.75 * half > whole:
+        return KeepChoice("half", half, False, figures)
+    return KeepChoice("all" if whole else "none", whole, False, figures)
+
+
+def hides_copy(tokens: int) -> bool:
+    """Whether causal attention over so many tokens takes longer than copying its output.
+
+    A row of one head with dimension d takes 2 S d operations on average and is 2 d bytes in bf16.
+    """
+    return 2 * tokens / (_KERNEL_TFLOPS * 1e12) >= 2 / (_HOST_GBS * 1e9)

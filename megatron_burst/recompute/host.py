@@ -1,0 +1,234 @@
+"""Host memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
+
+import weakref
+from contextlib import nullcontext
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_burst.config import available_host_bytes
+from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.keeping import WHO, Resident, Tensors
+
+_ALIGNMENT = 256  # bytes; every dtype's width divides it
+_GIB = 1 << 30
+
+
+@lru_cache(maxsize=8)
+def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
+    """The host memory of a device: one for each limit, kept as long as the process.
+
+    Args:
+        device: whose tensors it takes.
+        limit_gib: most that it takes; None: half of what is available now.
+    """
+    half = available_host_bytes() // 2
+    return HostMemory(device, half if limit_gib is None else int(limit_gib * _GIB))
+
+
+class HostMemory:
+    """Copies tensors of a device to pinned buffers and back, on a stream of its own.
+
+    Attributes:
+        limit_bytes: most that it takes.
+        taken_bytes: what it has taken so far, used or free.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self.limit_bytes, self.taken_bytes = limit_bytes, 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: dict[int, list[Tensor]] = {}
+        self._lines: weakref.WeakKeyDictionary[Frame, _Line] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[_Line] | None = None
+        self._ahead: list[weakref.ref[HostParcel]] = []
+        self._has_warned = False
+
+    def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
+        """Begin to copy tensors to the host; they stay on the device where it is full.
+
+        Args:
+            tensors: of the frame that runs, or the input of another.
+            input_of: whose replay needs them before all that it has packed itself.
+        """
+        num_bytes = _offsets(tensors)[-1]
+        buffer = self._take(num_bytes)
+        if buffer is None:
+            return Resident(tensors)
+        parcel = HostParcel(self, tensors, buffer)
+        weakref.finalize(parcel, self._free.setdefault(num_bytes, []).append, buffer)
+        self._line_up(parcel, input_of)
+        return parcel
+
+    def _take(self, num_bytes: int) -> Tensor | None:
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        if self.taken_bytes + num_bytes > self.limit_bytes:
+            self._release()
+        if self.taken_bytes + num_bytes > self.limit_bytes:
+            if not self._has_warned:
+                print(
+                    f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory a rank are full; "
+                    "what comes more stays on the device",
+                    flush=True,
+                )
+            self._has_warned = True
+            return None
+        self.taken_bytes += num_bytes
+        return _pinned(num_bytes, self.stream is not None)
+
+    def _release(self) -> None:
+        """Give free buffers of all sizes back to the host."""
+        for buffers in self._free.values():
+            while buffers:
+                self.taken_bytes -= buffers[-1].numel()
+                _unpin(buffers.pop(), self.stream)
+
+    def _line_up(self, parcel: "HostParcel", input_of: Frame | None) -> None:
+        frame = running()[0].frame if input_of is None else input_of
+        line = self._lines.get(frame)
+        if line is None:
+            line = self._lines[frame] = _Line(self._last)
+            self._last = weakref.ref(line)
+        place = len(line.parcels) if input_of is None else 0
+        line.parcels.insert(place, weakref.ref(parcel))
+        line.has_input |= input_of is not None
+        parcel.line = weakref.ref(line)
+
+    def look_ahead(self, parcel: "HostParcel") -> None:
+        """Begin to fetch what backward needs after a parcel; drop what was fetched in vain."""
+        line = parcel.line()
+        coming = [each() for each in line.after(parcel)] if line else []
+        coming = [each for each in coming if each is not None]
+        for other in (each() for each in self._ahead):
+            if other is not None and other is not parcel and other not in coming:
+                other.drop()
+        for each in coming:
+            each.prefetch()
+        self._ahead = [weakref.ref(each) for each in coming]
+
+
+class _Line:
+    """Parcels of one frame in the order in which its replay needs them.
+
+    Attributes:
+        parcels: in that order.
+        has_input: whether the first is the frame's own input.
+        before: the line that was made before this one: backward needs it next.
+    """
+
+    def __init__(self, before: "weakref.ref[_Line] | None") -> None:
+        self.parcels: list[weakref.ref[HostParcel]] = []
+        self.has_input = False
+        self.before = before
+
+    def after(self, parcel: "HostParcel") -> list["weakref.ref[HostParcel]"]:
+        """What is needed next: the next of the line, or the beginning of the line before."""
+        place = next(i for i, each in enumerate(self.parcels) if each() is parcel)
+        if place + 1 < len(self.parcels):
+            return self.parcels[place + 1 : place + 2]
+        before = self.before() if self.before else None
+        return before.parcels[: 1 + before.has_input] if before else []
+
+
+class HostParcel:
+    """Tensors that wait on the host. Its buffer is free again when nobody holds it.
+
+    Attributes:
+        line: the line that it stands in.
+    """
+
+    line: "weakref.ref[_Line]"
+
+    def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
+        self._memory, self._buffer = memory, buffer
+        self._likes = [_dense_like(x) for x in tensors]
+        self._fetched: Tensors | None = None
+        self._event: torch.cuda.Event | None = None
+        if memory.stream is not None:
+            memory.stream.wait_stream(torch.cuda.current_stream(memory.stream.device))
+        with _on(memory.stream):
+            for target, tensor in zip(self._views(), tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
+        for tensor in tensors if memory.stream is not None else ():
+            tensor.record_stream(memory.stream)
+
+    def _views(self) -> list[Tensor]:
+        """The buffer as tensors of the right shapes, strides and dtypes."""
+        return [
+            self._buffer[offset : offset + _num_bytes(x)].view(x.dtype).as_strided(
+                x.shape, x.stride(), offset // x.itemsize
+            )
+            for offset, x in zip(_offsets(self._likes), self._likes, strict=False)
+        ]  # fmt: skip
+
+    def prefetch(self) -> None:
+        """Begin to copy the tensors back to the device."""
+        if self._fetched is not None:
+            return
+        stream = self._memory.stream
+        device = "cpu" if stream is None else stream.device
+        self._fetched = tuple(
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            for x in self._likes
+        )
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))  # whoever had that memory before
+        with _on(stream):
+            for target, source in zip(self._fetched, self._views(), strict=True):
+                target.copy_(source, non_blocking=True)
+            self._event = None if stream is None else stream.record_event()
+        for tensor in self._fetched if stream is not None else ():
+            tensor.record_stream(stream)
+
+    def drop(self) -> None:
+        """Forget what was fetched; it can be fetched again."""
+        self._fetched = None
+
+    def get(self) -> Tensors:
+        """The tensors on the device; begins to fetch those of the next layer."""
+        self.prefetch()
+        if self._event is not None:
+            torch.cuda.current_stream(self._memory.stream.device).wait_event(self._event)
+        tensors, self._fetched = self._fetched, None
+        self._memory.look_ahead(self)
+        return tensors
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    """A tensor without data of the same dtype, shape, and strides if these leave no gaps."""
+    return torch.empty_like(x, device="meta")
+
+
+def _num_bytes(x: Tensor) -> int:
+    return prod(x.shape) * x.itemsize
+
+
+def _offsets(tensors) -> list[int]:
+    """Where each begins in a buffer, and the buffer's size."""
+    offsets = [0]
+    for x in tensors:
+        offsets.append(offsets[-1] + -(-_num_bytes(x) // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _on(stream: torch.cuda.Stream | None):
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _pinned(num_bytes: int, pin: bool) -> Tensor:
+    """A byte buffer, page-locked by hand: torch's own allocator rounds up to powers of two."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if pin and num_bytes:
+        torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+        )
+    return buffer
+
+
+def _unpin(buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
+    if stream is not None and buffer.numel():
+        stream.synchronize()  # copies may be under way
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))

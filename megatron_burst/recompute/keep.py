@@ -1,0 +1,144 @@
+"""Calls attention so that checkpoints around it need not call it again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.patching import Patch
+from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
+from megatron_burst.recompute.recording import Recording
+
+
+def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:
+    """An attention function whose results `torch.utils.checkpoint` need not compute again.
+
+    In the first pass of a checkpoint, reentrant or not, what the function saves for its backward
+    is kept, except its inputs; with any flash attention that is (out, lse). The replay gets it
+    back: it runs no kernel and sends nothing. Outside of checkpoints nothing changes. What is kept
+    serves one backward: after `retain_graph` a reentrant checkpoint computes anew, and torch
+    refuses a second one through another.
+
+        attend = keep(partial(F.scaled_dot_product_attention, is_causal=True))
+        checkpoint(lambda x: layer(x, attend), x, use_reentrant=False)
+
+    Args:
+        attention: takes tensors, by position or by name, and anything else; returns a tensor or a
+            tuple of tensors.
+        debug: compare the inputs of every replay with the first pass's, bit by bit.
+
+    Raises:
+        BurstError: when called, if it returns anything else, or if a replay does not call it with
+            tensors of the same shapes in the same order.
+    """
+    for patch in torch_patches():
+        patch.apply()
+    keeping = Keeping(WHOLE, debug=debug)
+
+    @functools.wraps(attention, updated=())
+    def attend(*args, **options):
+        return call_kept(attention, args, options, keeping)
+
+    return attend
+
+
+def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping: Keeping) -> Any:
+    """`function(*args, **options)`, kept as `keeping` says wherever a checkpoint runs it."""
+    if not running():
+        return function(*args, **options)
+    named = {**dict(enumerate(args)), **options}
+    names = [name for name, value in named.items() if isinstance(value, Tensor)]
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        given = named | dict(zip(names, tensors, strict=True))
+        positional = [given.pop(index) for index in range(len(args))]
+        return function(*positional, **given)
+
+    return run_kept(of_tensors, tuple(named[name] for name in names), keeping)
+
+
+def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) -> Any:
+    """Outputs of a function of tensors, from the frames that run, or computed and put there.
+
+    Args:
+        function: returns a tensor or a tuple of tensors.
+        inputs: what it is called with.
+        keeping: how much is kept, and where.
+
+    Raises:
+        BurstError: see `Recording`.
+    """
+    runs = running()
+    if not runs or torch.is_inference_mode_enabled():
+        return function(*inputs)
+    for run in runs:
+        run.step()
+    found = [kept for run in runs if run.replays and (kept := run.take()) is not None]
+    recording = found[0] if found else Recording(function, inputs, keeping)
+    for run in runs:
+        if not run.replays:
+            run.put(recording)
+    return recording.play(inputs)
+
+
+def torch_patches() -> tuple[Patch, ...]:
+    """What makes `torch.utils.checkpoint` run its functions in frames."""
+    return (
+        Patch(
+            owner="torch.utils.checkpoint:CheckpointFunction",
+            name="forward",
+            parameters=("ctx", "run_function", "preserve_rng_state", "args"),
+            why="reentrant checkpoints have no hook around the first pass and the replay",
+            wrap=in_frames,
+            package="torch",
+        ),
+        Patch(
+            owner="torch.utils.checkpoint",
+            name="_checkpoint_without_reentrant_generator",
+            parameters=(
+                "fn", "preserve_rng_state", "context_fn", "determinism_check", "debug",
+                "early_stop", "args", "kwargs",
+            ),
+            why="other checkpoints have context_fn, which each caller would have to pass",
+            wrap=_with_contexts,
+            package="torch",
+        ),
+    )  # fmt: skip
+
+
+def in_frames(forward):
+    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own."""
+
+    def forward_in_frame(ctx, run_function, *args):
+        return forward(ctx, Frame().bind(run_function), *args)
+
+    return forward_in_frame
+
+
+def _with_contexts(generator):
+    def generate(fn, preserve_rng_state, context_fn, *args, **options):
+        def contexts():
+            frame = Frame()
+            return tuple(_Both(context, frame) for context in context_fn())
+
+        return generator(fn, preserve_rng_state, contexts, *args, **options)
+
+    return generate
+
+
+class _Both:
+    """Enters two contexts, again and again if need be."""
+
+    def __init__(self, outer, inner) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)

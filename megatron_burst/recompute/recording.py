@@ -1,0 +1,218 @@
+"""One call of an attention function, kept so that a replay needs its inputs only.
+
+The first pass runs the function with its autograd graph, but of the tensors that the graph saves
+only those are kept that the replay will not have again: references stand for its inputs, which are
+recomputed, and for its outputs, which are kept once. With burst attention, or any flash attention,
+that leaves (out, lse).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from megatron_burst.errors import BurstError
+from megatron_burst.recompute.frames import Hidden
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors
+from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Where a graph begins: takes the gradients of the inputs."""
+
+    grads: tuple[Tensor | None, ...] = ()
+
+
+class _Enter(torch.autograd.Function):
+    """Identity that hands the gradients to `ends`, so that no leaf of the graph holds an input."""
+
+    @staticmethod
+    def forward(ctx, ends, _token, *inputs):
+        ctx.ends = ends
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.ends.grads = grads
+        return None, None, *(None for _ in grads)
+
+
+class Recording:
+    """A kept call. Made by the first pass; `play` gives its outputs in the replay.
+
+    Args:
+        function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers, a
+            replay leaves torch's default generators as it did.
+        inputs: what it is called with.
+        keeping: how much, where.
+
+    Attributes:
+        num_bytes: how much is kept.
+    """
+
+    def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
+        self._inputs = [geometry(x) for x in inputs]
+        self._needs = [1] * len(inputs)
+        self._debug = [checksum(x) for x in inputs] if keeping.debug else None
+        self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
+        self._saved: list[Saved] = []
+        outs = self._run(function, inputs)
+        self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
+        outs = tuple(x.detach() for x in outs)
+        extras = self._refer(inputs, outs)
+        kept = self._policy.trim(outs)
+        self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
+        self._num_kept = len(kept)
+        self.num_bytes = num_bytes((*kept, *extras))
+        self._parcel: Parcel | None = keeping.pack((*kept, *extras))
+
+    def _run(self, function: Callable, inputs: Tensors) -> Tensors:
+        """Run the function with its graph; what the graph saves goes to `_saved`."""
+        saved, bound = self._saved, self._bound
+
+        def pack(tensor: Tensor) -> Saved:
+            saved.append(Saved(tensor))
+            return saved[-1]
+
+        floating = [x.detach() for x in inputs if x.is_floating_point()]
+        devices = sorted({x.device.index for x in inputs if x.is_cuda})
+        state = _random_state(devices)
+        with Hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
+            token = torch.empty(0, requires_grad=True)
+            entered = iter(_Enter.apply(self._ends, token, *floating))
+            outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
+        after = _random_state(devices)
+        self._random = None if all(map(torch.equal, state, after)) else (devices, after)
+        self._is_tuple = isinstance(outs, tuple)
+        outs = outs if self._is_tuple else (outs,)
+        if not all(isinstance(x, Tensor) for x in outs):
+            raise BurstError(
+                f"{WHO}: attention must return a tensor or a tuple of tensors, because these are "
+                f"kept; got {[type(x).__name__ for x in outs]}; wrap it in a function that does"
+            )
+        return outs
+
+    def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
+        """Let references stand for inputs and outputs; returns what else the graph saves."""
+        homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
+        homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        homes |= {place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        extras: list[Tensor] = []
+        for saved in self._saved:
+            tensor = saved.tensor
+            known = homes.get(place(tensor)) or homes.get(home(tensor))
+            if known is None:
+                known = ("extras", len(extras), tensor)
+                extras.append(tensor)
+            saved.refer(*known)
+            if saved.role == "inputs":
+                self._needs[saved.index] = max(self._needs[saved.index], saved.needs)
+        self._saved.clear()
+        return tuple(extras)
+
+    def play(self, inputs: Tensors) -> Tensor | Tensors:
+        """What the function returned; with gradients enabled, with a graph over these inputs.
+
+        Raises:
+            BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
+                in memory where that matters; in debug mode if any bit of them differs.
+        """
+        self._check(inputs)
+        if self._fresh is not None:  # the first pass has all of it at hand
+            (outs, extras), self._fresh = self._fresh, None
+        else:
+            kept = self._parcel.get()
+            self._draw_again()
+            outs = self._policy.restore(kept[: self._num_kept], inputs)
+            extras = kept[self._num_kept :]
+        if torch.is_grad_enabled():
+            outs = _Played.apply(self, outs, extras, *inputs)
+        return outs if self._is_tuple else outs[0]
+
+    def backward(self, inputs: Tensors, outs: Tensors, extras: Tensors, grads) -> list:
+        """Gradients of the inputs, None for those that have none; only once.
+
+        Args:
+            inputs: of the replay.
+            outs: of `play`.
+            extras: what else the graph saved.
+            grads: of the outputs, None where there is none.
+        """
+        self._parcel = None  # its tensors are the caller's now
+        self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
+        pairs = zip(self._edges, grads, strict=True)
+        roots = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+        try:
+            if roots:
+                torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+        finally:
+            self._bound.clear()
+        found, self._ends.grads = iter(self._ends.grads), ()
+        return [next(found, None) if x.is_floating_point() else None for x in inputs]
+
+    @property
+    def constants(self) -> list[bool]:
+        """Which outputs carry no gradient."""
+        return [edge is None for edge in self._edges]
+
+    def _draw_again(self) -> None:
+        """Leave the generators as the function left them: what follows may draw from them."""
+        if self._random is None:
+            return
+        devices, (on_host, *on_device) = self._random
+        torch.set_rng_state(on_host)
+        for device, state in zip(devices, on_device, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _check(self, inputs: Tensors) -> None:
+        found = [geometry(x) for x in inputs]
+        matches = len(found) == len(self._inputs) and all(
+            got[:needs] == first[:needs]
+            for got, first, needs in zip(found, self._inputs, self._needs, strict=True)
+        )
+        if not matches:
+            raise BurstError(
+                f"{WHO}: a replay must call attention as the first pass did, because results are "
+                f"kept by the order of calls; got inputs (shape, strides, offset) {found} after "
+                f"{self._inputs}; recompute a function that does the same every time"
+            )
+        if self._debug is None:
+            return
+        differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
+        if differing:
+            raise BurstError(
+                f"{WHO}: a replay's inputs must equal the first pass's bit by bit, because its "
+                f"outputs are not computed again; got other bits in inputs {differing}; look for "
+                "random numbers or weights that changed between the two, or pass --burst-keep none"
+            )
+
+
+class _Played(torch.autograd.Function):
+    """The outputs of a recording as if its function had been run on these inputs."""
+
+    @staticmethod
+    def forward(ctx, recording, outs, extras, *inputs):
+        outs = tuple(x.detach() for x in outs)
+        ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
+        ctx.save_for_backward(*inputs, *outs, *extras)
+        pairs = zip(outs, recording.constants, strict=True)
+        ctx.mark_non_differentiable(*(x for x, constant in pairs if constant))
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
+        inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
+        return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
+
+
+def _random_state(devices: list[int]) -> list[Tensor]:
+    """State of the host's generator, then of the devices'; all are read on the host."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]

@@ -1,0 +1,293 @@
+"""Keeping under Megatron's recomputation, schedules and multi-token prediction.
+
+Every gradient is compared with that of the same model without recomputation. Catches results that
+reach another layer or micro-batch, replays that compute or communicate though they need not, and
+layers that keep though they should not.
+"""
+
+import gc
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from tests.mcore import pipeline
+from tests.mcore.gpt import FULL_RECOMPUTE
+from tests.mcore.pipeline import Setting, Step, build, config_for, run_step
+from tests.ranks import run_ranks
+
+MTP, VPP = Setting(pp=2, cp=2, mtp=True), Setting(pp=2, vp=2, cp=2)
+BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+PAIRS = FULL_RECOMPUTE | dict(recompute_num_layers=2)
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
+AUTO = dict(keep="auto", keep_budget_gib=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What keeps how, and how many attention calls a layer's replays then make in a step.
+
+    Attributes:
+        burst: options.
+        recompute: Megatron's options.
+        replayed: layers of a stage whose attention is computed again, MTP's not counted; with
+            chunks of two layers (1F1B) and of one (interleaved).
+        mtp_replayed: the same of MTP's layer.
+    """
+
+    burst: BurstConfig
+    recompute: tuple = tuple(FULL_RECOMPUTE.items())
+    replayed: tuple[int, int] = (0, 0)
+    mtp_replayed: int = 0
+
+
+def recompute(options: dict) -> tuple:
+    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
+
+
+BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
+OFFLOAD = BurstConfig(keep="all", keep_offload=True)
+CASES = {
+    "none": Case(BurstConfig(), **BOTH),
+    "none, block": Case(BurstConfig(), recompute(BLOCK), (1, 2)),
+    "all": Case(ALL),
+    "all, two layers a checkpoint": Case(ALL, recompute(PAIRS)),
+    "all, block": Case(ALL, recompute(BLOCK)),
+    "all, selective": Case(ALL, recompute(SELECTIVE)),
+    "all, q circulates": Case(BurstConfig(keep="all", circulate="q")),
+    "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
+    "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
+    "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
+    "all of one layer": Case(BurstConfig(keep="all", keep_layers=1), **ONE),
+    "auto": Case(BurstConfig(**AUTO)),
+    "half": Case(HALF, **BOTH),
+    "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
+    "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
+    "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload_inputs=True)),  # stays on
+    "none, inputs on the host": Case(BurstConfig(keep_offload_inputs=True), **BOTH),
+    "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
+}
+RUNS = [  # Megatron recomputes a layer of MTP alone
+    (setting, name)
+    for setting in (MTP, VPP)
+    for name, case in CASES.items()
+    if not (setting.mtp and ("recompute_num_layers", 2) in case.recompute)
+]
+EXACT = [name for name in CASES if not name.startswith("half")]
+
+
+def relative_error(got: Step, truth: Step) -> float:
+    """Largest difference of any gradient over its largest true value."""
+    assert got.grads.keys() == truth.grads.keys()
+    return max(
+        float((got.grads[name] - true).abs().max() / true.abs().max())
+        for name, true in truth.grads.items()
+    )
+
+
+def compare_all(rank: int) -> dict:
+    """By setting and case: error, kernel calls and hops beyond those without recomputation."""
+    found = {}
+    for setting in (MTP, VPP):
+        pipeline.start(setting)
+        truth = run_step(setting, build(setting, config_for(setting, BurstConfig())))
+        for name in (name for each, name in RUNS if each == setting):
+            case = CASES[name]
+            options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.recompute}
+            chunks = build(setting, config_for(setting, case.burst, **options))
+            evaluate(setting, chunks)
+            got = run_step(setting, chunks)
+            extra = got.kernels - truth.kernels, got.hops - truth.hops
+            has_mtp = bool(setting.mtp and chunks[-1].post_process)
+            found[setting, name] = relative_error(got, truth), *extra, has_mtp, kept_recordings()
+    return found
+
+
+def evaluate(setting: Setting, chunks: list) -> None:
+    """Evaluation before the step, which must leave nothing behind; also in training mode."""
+    for training in (True, False):
+        if not (training and setting.mtp):  # MTP's loss needs a graph then
+            for chunk in chunks:
+                chunk.train(training)
+            run_step(setting, chunks, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+
+
+def kept_recordings() -> int:
+    from megatron_burst.recompute.recording import Recording
+
+    gc.collect()
+    return sum(type(each) is Recording for each in gc.get_objects())
+
+
+@pytest.fixture(scope="module")
+def comparisons():
+    return run_ranks(compare_all, 4, timeout_s=300)
+
+
+@pytest.mark.parametrize("setting, name", RUNS, ids=str)
+def test_gradients_are_those_without_recomputation(comparisons, setting, name):
+    """Bitwise, but for the early half, whose kernel calls have other shapes."""
+    for results in comparisons:
+        error, *_, left = results[setting, name]
+        assert error <= (0 if name in EXACT else 1e-12)
+        assert left == 0
+
+
+@pytest.mark.parametrize("setting, name", RUNS, ids=str)
+def test_replays_run_no_attention_and_send_nothing_where_all_is_kept(comparisons, setting, name):
+    case = CASES[name]
+    for results in comparisons:
+        _, kernels, hops, has_mtp, _ = results[setting, name]
+        layers = case.replayed[setting.vp - 1] + case.mtp_replayed * has_mtp
+        replays = setting.micro_batches * layers
+        if "half" in name:
+            assert kernels >= replays and hops >= replays  # of a half, which is dealt out and home
+        else:
+            assert (kernels, hops) == (setting.cp * replays, replays)
+
+
+LEAK = Setting(pp=1, cp=2, micro_batches=2)
+
+
+def fail_often(rank: int) -> tuple:
+    """200 steps, of which most fail: in a first pass, in a replay, between forward and backward."""
+    from megatron_burst.mcore import core_attention
+
+    pipeline.start(LEAK)
+    burst = BurstConfig(keep="all", keep_offload=True, keep_host_gib=0.01)
+    chunks = build(LEAK, config_for(LEAK, burst, num_layers=2, **FULL_RECOMPUTE))
+    truth = run_step(LEAK, chunks)
+    attention, calls, fail_at = core_attention.BurstForward.__call__, 0, None
+
+    def may_fail(*args):
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise RuntimeError("injected")
+        return attention(*args)
+
+    core_attention.BurstForward.__call__ = may_fail
+    failures, errors, left = 0, [], []
+    for number in range(200):
+        calls, fail_at = 0, (None, *range(1, 9))[number % 9]
+        try:
+            got = run_step(LEAK, chunks)
+        except RuntimeError as error:
+            assert "injected" in str(error)
+            failures += 1
+            for parameter in chunks[0].parameters():
+                parameter.grad = None
+        else:
+            errors.append(relative_error(got, truth))
+        if number % 40 == 39:
+            left.append(kept_recordings())
+    import torch
+
+    from megatron_burst.recompute.host import host_memory
+
+    memory = host_memory(torch.device("cpu"), 0.01)
+    free = sum(buffer.numel() for free in memory._free.values() for buffer in free)
+    return failures, max(errors), len(errors), left, memory.taken_bytes, free
+
+
+def test_nothing_is_left_after_200_steps_that_fail_anywhere():
+    for failures, error, good, left, taken, free in run_ranks(fail_often, 2, timeout_s=200):
+        assert failures == 200 - good and good == 23
+        assert error == 0
+        assert left == [0] * 5
+        assert 0 < taken == free  # every host buffer came back, and no more were made
+
+
+class TheirCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint such as TransformerEngine's, which runs its function itself."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+def transformer_engines_checkpoint(rank: int) -> list:
+    """Attention calls and gradients without and with the patch of its checkpoint."""
+    from megatron_burst import keep
+    from megatron_burst.mcore.keep import _te_in_frames
+
+    def checkpoint(function, *args, **options):
+        assert options == dict(tp_group=3)
+        return TheirCheckpoint.apply(function, *args)
+
+    found, calls = [], []
+
+    def square(x):
+        calls.append(1)
+        return x * x
+
+    attend = keep(square)
+    for function in (checkpoint, _te_in_frames(checkpoint)):
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        calls.clear()
+        y = function(lambda x: attend(x + 1), x, tp_group=3)
+        function(lambda x: attend(x).sum(), y, tp_group=3).backward()
+        found.append((len(calls), x.grad.tolist()))
+    return found
+
+
+def test_transformer_engines_checkpoint_runs_in_frames_too():
+    """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
+    ((plain, framed),) = run_ranks(transformer_engines_checkpoint, 1)
+    assert (plain[0], framed[0]) == (4, 2)
+    assert plain[1] == framed[1] == [4 * (1 + x) ** 3 for x in torch.linspace(0, 1, 5).tolist()]
+
+
+def own_attention(rank: int) -> dict:
+    """Megatron's own attention without context parallelism: errors, kernel calls, refusals."""
+    from megatron_burst.mcore import keep
+
+    setting, found = Setting(micro_batches=2), {}
+    pipeline.start(setting)
+    truth = run_step(setting, build(setting, config_for(setting)))
+    keep.switch_on(ALL)
+    for name, burst in {
+        "none": None,
+        "all": ALL,
+        "three": BurstConfig(keep="all", keep_layers=3),
+        "auto": BurstConfig(**AUTO),
+    }.items():
+        got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
+        found[name] = relative_error(got, truth), got.kernels - truth.kernels
+    for burst, overrides in ((HALF, {}), (ALL, dict(attention_dropout=0.1))):
+        config = config_for(setting, burst, **FULL_RECOMPUTE | overrides)
+        try:
+            run_step(setting, build(setting, config))
+        except BurstError as error:
+            found[str(error)] = None
+    return found
+
+
+def test_megatrons_own_attention_is_kept_too():
+    (found,) = run_ranks(own_attention, 1)
+    refusals = [text for text, value in found.items() if value is None]
+    values = {name: value for name, value in found.items() if value is not None}
+    replays = 2 * pipeline.LAYERS
+    assert values == {
+        "none": (0, replays), "all": (0, 0), "three": (0, 2), "auto": (0, 0)
+    }  # fmt: skip
+    assert refusals[0].startswith("burst keep: half must be kept of burst attention only, because")
+    assert "got Megatron's own attention in layer 1; pass --burst-keep all" in refusals[0]
+    assert refusals[1].startswith("burst keep: attention must not drop weights, because")
+    assert refusals[1].endswith("got attention_dropout=0.1; pass --attention-dropout 0")

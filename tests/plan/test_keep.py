@@ -1,0 +1,70 @@
+"""What is kept within a budget. Catches a choice that does not fit, or a dearer one than need."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.plan.keep import KeepProblem, choose_keep, hides_copy, in_flight
+
+GIB = 1 << 30
+problems = st.builds(
+    KeepProblem,
+    layers=st.integers(1, 64),
+    in_flight=st.sampled_from([1.0, 2.5, 4.0]),
+    layer_bytes=st.integers(1, 4 * GIB),
+    tokens=st.sampled_from([4096, 1 << 20]),
+    can_half=st.booleans(),
+)
+budgets = st.floats(0, 300 * GIB)
+
+
+def on_device(problem, choice):
+    """Bytes that a choice needs on the device."""
+    if choice.offload:
+        return 2 * problem.layer_bytes
+    share = {"none": 0, "half": 0.5, "all": 1}[choice.keep]
+    return share * choice.layers * problem.layer_bytes * problem.in_flight
+
+
+def replayed(problem, choice):
+    """Forwards of attention that replays compute."""
+    saved = {"none": 0, "half": 0.75, "all": 1}[choice.keep]
+    return problem.layers - saved * choice.layers
+
+
+@given(problems, budgets, budgets)
+def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
+    choice = choose_keep(problem, budget, host)
+    assert on_device(problem, choice) <= budget * (1 + 1e-9)
+    whole = problem.layer_bytes * problem.in_flight
+    if choice.offload:
+        assert whole * problem.layers <= host and hides_copy(problem.tokens)
+        return
+    for keep, size in (("all", whole), ("half", whole / 2 if problem.can_half else float("inf"))):
+        layers = min(problem.layers, int(budget // size))
+        best = problem.layers - {"all": 1, "half": 0.75}[keep] * layers
+        assert replayed(problem, choice) <= best
+
+
+@pytest.mark.parametrize(
+    "budget, host, tokens, expected",
+    [
+        (32, 0, 1 << 20, "keep all of 32 layers (32.00 GiB in all, 32.00 GiB given)"),
+        (31, 99, 1 << 20, "keep all of 32 layers on the host (32.00 GiB in all, 31.00 GiB gi"),
+        (31, 31, 1 << 20, "keep all of 31 layers (32.00 GiB in all"),
+        (31, 99, 16384, "keep all of 31 layers (32.00 GiB in all"),
+        (16, 0, 1 << 20, "keep half of 32 layers (32.00 GiB in all"),
+        (4, 0, 1 << 20, "keep half of 8 layers (32.00 GiB in all"),
+        (0.4, 0, 1 << 20, "keep none of 0 layers (32.00 GiB in all"),
+    ],
+)  # fmt: skip
+def test_what_fits_in_words(budget, host, tokens, expected):
+    problem = KeepProblem(layers=32, in_flight=1, layer_bytes=GIB, tokens=tokens)
+    assert str(choose_keep(problem, budget * GIB, host * GIB)).startswith(expected)
+
+
+def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
+    assert [in_flight(4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight(1, 0) == 1
+    # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the one that runs
+    assert [in_flight(4, rank, 2) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]

@@ -1,0 +1,183 @@
+"""`burst_attention` with `keep` under torch.utils.checkpoint, on processes; what is refused.
+
+Catches modes that give other gradients, that keep what they should not, or that go unsaid.
+"""
+
+import contextlib
+import gc
+import io
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_burst import BurstConfig, burst_attention
+from megatron_burst.comm.groups import Communicator
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.layout import Layout
+from megatron_burst.recompute.keep import torch_patches
+from tests.oracle import full_attention, rows_of
+from tests.ranks import run_ranks
+
+SIZE, TOKENS = 2, 8
+CASES = {
+    "none": (BurstConfig(), {}),
+    "all": (BurstConfig(keep="all"), {}),
+    "all, gather": (BurstConfig(keep="all", intra="gather"), {}),
+    "half": (BurstConfig(keep="half"), {}),
+    "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
+    "half, two hosts": (BurstConfig(keep="half", hosts=2), {}),
+    "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
+    "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
+    "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
+    "half, offload": (BurstConfig(keep="half", keep_offload=True, keep_debug=True), {}),
+}
+SAID = {
+    "half": "keep half: dealt (the early rows are dealt out anew",
+    "half, two hosts": "keep half: plain (not dealt out anew: rows would have to pass between host",
+    "half, striped": "keep half: plain (the early rows are spread evenly)",
+    "half, contiguous": "keep half: none (contiguous: the later ranks would keep all of their rows",
+    "half, no mask": "keep half: none (without a causal mask half of the rows cost half",
+}
+
+
+def problem():
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(4, 6), (2, 6), (2, 3)]
+    return [
+        torch.randn(2, SIZE * TOKENS, *shape, generator=generator, dtype=torch.float64)
+        for shape in shapes
+    ]
+
+
+def run(rank: int) -> dict:
+    """By case: error of gradients, hops of the replay, bytes kept, what was said."""
+    found = {}
+    for name, (config, options) in CASES.items():
+        layout, causal = Layout(options.get("layout", "zigzag")), options.get("causal", True)
+        rows = rows_of(layout, rank, SIZE, TOKENS)
+        whole = [x.requires_grad_() for x in problem()]
+        full_attention(*whole, causal, 6**-0.5).square().sum().backward()
+        leaves = [x.detach()[:, rows].requires_grad_() for x in whole]
+        hops = []
+
+        def attend(q, k, v, config=config, options=options, hops=hops):
+            before, printed = len(hops), io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                out = burst_attention(q * 1, k * 1, v * 1, config=config, **options)
+            if torch.is_grad_enabled():
+                hops.append(("replay", len(hops) - before))
+            return out, printed.getvalue()
+
+        said = []
+
+        def layer(q, k, v, attend=attend, said=said):
+            out, printed = attend(q, k, v)
+            said.append(printed)
+            return out
+
+        with watched(hops):
+            for patch in torch_patches():  # else the first checkpoint is entered without a frame
+                patch.apply()
+            loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
+            kept = kept_bytes()
+            loss.backward()
+        replays = [x[1] for x in hops if x[0] == "replay"]
+        errors = [
+            float((x.grad - y.grad[:, rows]).abs().max())
+            for x, y in zip(leaves, whole, strict=True)
+        ]
+        found[name] = max(errors), replays, kept, "".join(said)
+    return found
+
+
+@contextlib.contextmanager
+def watched(hops):
+    """Notes each message between ranks in `hops`."""
+
+    def noting(method):
+        def call(*args, **options):
+            hops.append(("hop", 1))
+            return method(*args, **options)
+
+        return call
+
+    with (
+        mock.patch.object(Communicator, "start", noting(Communicator.start)),
+        mock.patch.object(Communicator, "exchange", noting(Communicator.exchange)),
+    ):
+        yield
+
+
+def kept_bytes():
+    from megatron_burst.recompute.recording import Recording
+
+    gc.collect()
+    return sum(each.num_bytes for each in gc.get_objects() if type(each) is Recording)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(run, SIZE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_full_attention(results, name):
+    for found in results:
+        assert found[name][0] <= 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_and_whether_the_replay_communicates(results, name):
+    whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
+    falls_back = name in ("none", "half, contiguous", "half, no mask")
+    for found in results:
+        _, (replayed,), kept, _ = found[name]
+        if name.startswith("all"):
+            assert (kept, replayed) == (whole, 0)
+        else:
+            assert kept == (0 if falls_back else whole // 2) and replayed > 0
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_half_comes_to_is_said_once(results, name):
+    assert results[0][name][3].count(SAID[name]) >= 1
+    assert results[1][name][3] == ""
+
+
+REFUSED = [
+    (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
+    (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
+    (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; pass GiB"),
+    (dict(keep="auto"), "keep=auto and a budget must come together.*keep_budget_gib=None; pass"),
+    (dict(keep="all", keep_budget_gib=1.0), "must come together.*got keep=all, keep_budget_gib=1"),
+    (dict(keep_layers=2), "keep_layers must come with keep.*got keep=none, keep_layers=2; pass"),
+    (
+        dict(keep_offload=True),
+        "keep_offload must come with keep.*keep_offload=True; pass --burst-k",
+    ),
+    (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_refuses_options_that_contradict_each_other(options, message):
+    with pytest.raises(BurstError, match=message):
+        BurstConfig(**options)
+
+
+def refused_calls(rank: int) -> list[str]:
+    found = []
+    for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
+        try:
+            burst_attention(*problem(), config=BurstConfig(**options))
+        except BurstError as error:
+            found.append(str(error))
+    return found
+
+
+def test_refuses_in_a_single_call_what_needs_to_know_of_layers():
+    for auto, layers in run_ranks(refused_calls, 2):
+        assert "burst keep: keep must be settled by Megatron's layers" in auto
+        assert "got keep_layers=1; pass keep none, half or all to each call" in layers

@@ -1,0 +1,102 @@
+"""Host memory of kept tensors: what comes back, what it holds, what it fetches ahead.
+
+Catches a buffer given away too early, more memory than allowed, and fetches in the wrong order.
+"""
+
+import gc
+
+import pytest
+import torch
+
+from megatron_burst.recompute.frames import Frame
+from megatron_burst.recompute.host import HostMemory, HostParcel, host_memory
+from megatron_burst.recompute.keeping import Resident
+
+CPU = torch.device("cpu")
+
+
+def packed(memory, *tensors, frame=None):
+    with frame or Frame():
+        return memory.pack(tensors)
+
+
+def test_tensors_come_back_with_their_strides():
+    memory = HostMemory(CPU, 1 << 20)
+    strided = torch.randn(5, 2, 3, 4).transpose(0, 1)
+    sliced = torch.randn(2, 6, 3)[:, 1:4]
+    tensors = strided, sliced, torch.arange(7, dtype=torch.int16), torch.tensor(2.0).double()
+    parcel = packed(memory, *tensors)
+    for _ in range(2):
+        for got, tensor in zip(parcel.get(), tensors, strict=True):
+            assert torch.equal(got, tensor) and got.dtype == tensor.dtype
+            assert got.data_ptr() != tensor.data_ptr()
+    assert parcel.get()[0].stride() == strided.stride()
+
+
+def test_buffers_are_used_again_and_never_exceed_the_limit(capsys):
+    memory = HostMemory(CPU, 4096)
+    for _ in range(5):
+        parcels = [packed(memory, torch.full((256,), float(i))) for i in range(4)]
+        assert memory.taken_bytes == 4096
+        assert all(torch.equal(p.get()[0], torch.full((256,), float(i))) for i, p in
+                   enumerate(parcels))  # fmt: skip
+        full = packed(memory, torch.ones(256))
+        assert isinstance(full, Resident) and torch.equal(full.get()[0], torch.ones(256))
+        del parcels, full
+        gc.collect()
+    assert capsys.readouterr().out == (
+        "burst keep: 0.00 GiB of host memory a rank are full; what comes more stays on the device\n"
+    )
+    other = packed(memory, torch.ones(1024))  # free buffers of another size make room
+    assert isinstance(other, HostParcel) and memory.taken_bytes == 4096
+
+
+def fetched(parcels):
+    return [name for name, parcel in parcels.items() if parcel._fetched is not None]
+
+
+@pytest.fixture
+def three_layers():
+    """Two layers with a call each, then one with two; inputs are packed after the first pass."""
+    memory, parcels, frames = HostMemory(CPU, 1 << 20), {}, [Frame(), Frame(), Frame()]
+    for layer, frame in enumerate(frames):
+        with frame:
+            for call in range(2 if layer == 2 else 1):
+                parcels[f"out {layer}.{call}"] = memory.pack((torch.ones(2),))
+        parcels[f"in {layer}"] = memory.pack((torch.ones(2),), input_of=frame)
+    return parcels, frames
+
+
+def test_what_backward_needs_next_is_fetched_ahead(three_layers):
+    parcels, _ = three_layers
+    ahead = []
+    for name in ("in 2", "out 2.0", "out 2.1", "in 1", "out 1.0", "in 0", "out 0.0"):
+        parcels[name].get()
+        ahead.append(fetched(parcels))
+    assert ahead == [
+        ["out 2.0"], ["out 2.1"], ["out 1.0", "in 1"], ["out 1.0"], ["out 0.0", "in 0"],
+        ["out 0.0"], [],
+    ]  # fmt: skip
+
+
+def test_what_was_fetched_in_vain_is_dropped(three_layers):
+    parcels, _ = three_layers
+    parcels["out 2.1"].get()
+    assert fetched(parcels) == ["out 1.0", "in 1"]
+    parcels["in 0"].get()  # backward went elsewhere, as between micro-batches
+    assert fetched(parcels) == ["out 0.0"]
+    assert torch.equal(parcels["in 1"].get()[0], torch.ones(2))
+
+
+def test_a_frame_that_is_gone_is_passed_over(three_layers):
+    parcels, frames = three_layers
+    del parcels["out 1.0"], parcels["in 1"], frames[1]
+    gc.collect()
+    parcels["out 2.1"].get()
+    assert fetched(parcels) == []
+
+
+def test_there_is_one_memory_for_a_device_and_limit():
+    assert host_memory(CPU, 0.5) is host_memory(CPU, 0.5)
+    assert host_memory(CPU, 0.5).limit_bytes == 1 << 29
+    assert host_memory(CPU, None).limit_bytes > 0
