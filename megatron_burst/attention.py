@@ -10,19 +10,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import board_of, communicator_of
+from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.layout import Layout, check_tokens
+from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
+from megatron_burst.terms import Terms, check, terms_of
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def burst_attention(
@@ -77,26 +78,43 @@ def burst_attention(
     """
     config = config or BurstConfig()
     group = _group(group)
-    scale = softmax_scale if softmax_scale is not None else _default_scale(q)
-    terms = _terms(q, k, v, causal, scale, layout, qkv_format, config)
     board = board_of(group, config.timeout_s)
-    is_new = board.agree(terms, _WHO)
-    _check(q, k, v, scale, layout, qkv_format, group.size())
-    if qkv_format == "sbhd":
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    q, k, v = (_readable(x) for x in (q, k, v))
-    carrier = communicator_of(group, config, hcp_groups)
-    mask = Mask.CAUSAL if causal else Mask.FULL
-    pattern = Pattern(Layout(layout), mask, scale)
-    call, choices = set_up(q, k, v, carrier, pattern, config)
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
+    scale = softmax_scale if softmax_scale is not None else _default_scale(q)
+    terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
+    key = terms, tuple(hcp_groups or ())
+    if key not in board.settled:
+        board.settled[key] = _settle(q, k, v, terms, group, board, hcp_groups)
+    call, keeping = board.settled[key]
+    q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+    run = partial(_attend, call=call)
+    out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
+    (out,) = _to_bshd(qkv_format, out)
+    return (out, lse) if return_lse else out
+
+
+def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
+    """(call, keeping) of a call with new terms, once all ranks agree and nothing speaks against it.
+
+    The ranks agree before anything is checked: what is wrong on one of them only is then a
+    disagreement that all of them see.
+    """
+    is_new = board.agree(terms.in_words(), _WHO)
+    check(terms, group.size())
+    q, k, v = _to_bshd(terms.qkv_format, q, k, v)
+    carrier = communicator_of(group, terms.config, hcp_groups)
+    mask = Mask.CAUSAL if terms.causal else Mask.FULL
+    pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
+    call, choices = set_up(q, k, v, carrier, pattern, terms.config)
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, terms.config)
     if is_new:
         board.agree({"backend": call.backend.capability.name}, _WHO)
         board.say_once(f"{_WHO}: {choices}{kept}")
-    run = partial(_attend, call=call)
-    out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
-    out = out.transpose(0, 1) if qkv_format == "sbhd" else out
-    return (out, lse) if return_lse else out
+    return call, keeping
+
+
+def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """To "bshd", or from there."""
+    return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -156,72 +174,3 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _default_scale(q: Tensor) -> float:
     return max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
-
-
-def _terms(q, k, v, causal, scale, layout, qkv_format, config) -> dict[str, str]:
-    """What all ranks must have in common, in words."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    terms = {name: str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
-    terms["dtype"] = ", ".join(str(x.dtype) for x in (q, k, v))
-    terms["device"] = ", ".join(_device_name(x) for x in (q, k, v))
-    terms["causal"] = str(causal)
-    terms |= {"softmax_scale": repr(scale), "layout": layout, "qkv_format": qkv_format}
-    return terms | {"gradients": str(needs_grad), "config": str(config)}
-
-
-def _device_name(x: Tensor) -> str:
-    others = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return x.device.type + (" (not the current device)" if others else "")
-
-
-def _check(q, k, v, scale, layout, qkv_format, cp_size) -> None:
-    """Refuse what does not fit; the facts are the same on all ranks by now."""
-    if qkv_format not in ("bshd", "sbhd"):
-        raise BurstError(
-            f"{_WHO}: qkv_format must be bshd or sbhd, because it names the order of the axes; got "
-            f"{qkv_format!r}; pass one of these"
-        )
-    if layout not in tuple(Layout):
-        raise BurstError(
-            f"{_WHO}: layout must be one of {', '.join(Layout)}, because it decides which keys a "
-            f"query may see; got {layout!r}; pass the one in which the tokens are dealt out"
-        )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if any(x.dim() != 4 for x in (q, k, v)):
-        raise BurstError(
-            f"{_WHO}: q, k and v must have four axes ({qkv_format}), because heads and batch are "
-            f"separate; got {shapes}; reshape them"
-        )
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise BurstError(
-            f"{_WHO}: q, k and v must agree in batch and tokens, k and v in heads, q and k in head "
-            f"dimension, because this is self-attention; got {shapes}; pass matching shards"
-        )
-    if 0 in (*q.shape, *v.shape) or q.shape[2] % k.shape[2]:
-        raise BurstError(
-            f"{_WHO}: the number of key heads must divide that of query heads and no axis may be "
-            f"empty, because each key head serves equally many query heads; got {shapes}; change "
-            "the heads (--num-query-groups) or the batch"
-        )
-    if q.dtype not in _DTYPES or {k.dtype, v.dtype} != {q.dtype}:
-        raise BurstError(
-            f"{_WHO}: q, k and v must have one dtype among float64, float32, bfloat16 and float16, "
-            f"because nothing is converted silently; got {q.dtype}, {k.dtype}, {v.dtype}; cast them"
-        )
-    if len({x.device for x in (q, k, v)}) > 1:
-        raise BurstError(
-            f"{_WHO}: q, k and v must be on one device, because one kernel reads them; got "
-            f"{q.device}, {k.device}, {v.device}; move them"
-        )
-    if "(" in _device_name(q):
-        raise BurstError(
-            f"{_WHO}: q, k and v must be on the process's current device, because streams and "
-            f"transfers belong to it; got {q.device} while cuda:{torch.cuda.current_device()} is "
-            "current; call torch.cuda.set_device(LOCAL_RANK) first"
-        )
-    if not 0 < scale < float("inf"):
-        raise BurstError(
-            f"{_WHO}: softmax_scale must be positive and finite, because kernels look for the "
-            f"largest score before they scale it; got {scale}; leave it out for d ** -0.5"
-        )
-    check_tokens(Layout(layout), cp_size, q.shape[0 if qkv_format == "sbhd" else 1])

@@ -17,7 +17,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"comm"},
     {"engine"},
     {"recompute"},
-    {"attention"},
+    {"attention", "terms"},
     {"mcore"},
     {"cli"},
     {"__init__", "__main__", "patch", "spec"},

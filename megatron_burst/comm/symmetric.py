@@ -28,7 +28,8 @@ class SymmetricPool:
     def __init__(
         self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
     ) -> None:
-        self._group, self._cp_ranks, self._cp_rank = group, cp_ranks, cp_rank
+        self._group_name = group.group_name  # the group itself must not live on for us
+        self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
         self._slots: dict[tuple, PulledSlots] = {}
 
@@ -56,7 +57,7 @@ class SymmetricPool:
             symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
             for _ in range(count)
         ]
-        handles = [symmetric_memory.rendezvous(buffer, self._group) for buffer in own]
+        handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
         of_all = [
             {
                 cp_rank: handle.get_buffer(position, (num_bytes,), torch.uint8)

@@ -5,8 +5,9 @@ is missing.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,6 +23,9 @@ class Board:
         group: the context-parallel group; all its ranks must post the same topics in the same
             order.
         timeout_s: seconds to wait for the others' posts; may be changed later.
+
+    Attributes:
+        settled: what has come of calls that were agreed upon and accepted, for their repetition.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -30,6 +34,7 @@ class Board:
         self.timeout_s = timeout_s
         self._posts = 0
         self._agreed: set[str] = set()
+        self.settled: dict[Hashable, Any] = {}
         self._said: set[str] = set()
 
     def share(self, text: str, who: str) -> list[str]:
