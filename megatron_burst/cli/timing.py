@@ -117,7 +117,7 @@ class Memory:
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
-    def peak_gib(self, outputs: int, uncounted: int) -> float | None:
+    def peak_gib(self, outputs: int, uncounted: int = 0) -> float | None:
         """The worst rank's peak in GiB above what was there; None on CPU.
 
         Args:
