@@ -16,6 +16,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"comm"},
     {"engine"},
     {"attention"},
+    {"loss"},
     {"mcore"},
     {"cli"},
     {"__init__", "__main__", "patch", "spec"},
