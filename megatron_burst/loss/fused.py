@@ -21,11 +21,13 @@ def merge_statistics(
     rows, classes = raw.shape
     if rows == 0:
         return
+    block = _block(classes)
     with torch.cuda.device_of(raw):  # Triton launches on the current device, whatever it gets
         _statistics_kernel[(rows,)](
             stats, raw, targets, classes, stats.stride(0), raw.stride(0),
             transform.scale, transform.softcap or 1.0,
-            CAPPED=transform.softcap > 0, EXTRAS=extras, BLOCK=_block(classes), num_warps=8,
+            CAPPED=transform.softcap > 0, EXTRAS=extras,
+            BLOCKS=triton.cdiv(classes, block), BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def _logits(x, scale, softcap, CAPPED: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "softcap"])
 def _statistics_kernel(
     stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
-    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     raw += row * raw_step
@@ -71,9 +73,9 @@ def _statistics_kernel(
     weight = 0.0  # sum of exp(z - largest)
     weighted = 0.0  # sum of exp(z - largest) z
     total = 0.0
-    for start in range(0, classes, BLOCK):
-        inside = start + columns < classes
-        x = tl.load(raw + start + columns, mask=inside, other=0.0)
+    for block in range(BLOCKS):  # a constant: the interpreter knows no other bounds
+        inside = block * BLOCK + columns < classes
+        x = tl.load(raw + block * BLOCK + columns, mask=inside, other=0.0)
         z = _logits(x, scale, softcap, CAPPED)
         masked = tl.where(inside, z, -float("inf"))
         now = tl.maximum(largest, tl.max(masked, axis=0))

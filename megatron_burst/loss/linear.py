@@ -124,7 +124,7 @@ def token_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     loss_mask: Tensor | None = None,
-    options: LossOptions = LossOptions(),
+    options: LossOptions | None = None,
     entropy: bool = True,
 ) -> TokenLogProbs:
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
@@ -142,6 +142,7 @@ def token_log_probs(
     Raises:
         BurstError: as of `linear_cross_entropy`.
     """
+    options = options or LossOptions()
     if options.label_smoothing or options.z_loss:
         raise BurstError(
             f"{WHO}: log-probabilities must be asked for without label smoothing and z-loss, "

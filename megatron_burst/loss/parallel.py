@@ -72,8 +72,9 @@ class TensorParallel:
         """
         if self.size == 1 or stats.numel() == 0:
             return stats
-        parts = stats.new_empty(self.size, *stats.shape)
+        parts = stats.new_empty(self.size * len(stats), *stats.shape[1:])
         dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)
+        parts = parts.view(self.size, *stats.shape)
         lses = parts[:, Stat.LSE]
         whole = parts.sum(0)
         whole[Stat.LSE] = lses.logsumexp(0)

@@ -9,6 +9,7 @@ from math import ceil
 
 SCRATCH_BYTES = 896 << 20  # of the 1 GiB that is promised; the rest is for statistics of all rows
 _MOST_ROWS = 8192  # at 700 TFLOP/s and 4 TB/s adding weight gradients is then 9 % of their GEMM
+_LEAST_CLASSES = 4096
 _UNIT = 256  # rows and classes come in multiples: whole tiles for the GEMMs
 
 
@@ -43,7 +44,10 @@ def choose_tiles(
     if whole:
         a_row += classes * itemsize
     share = SCRATCH_BYTES if whole else SCRATCH_BYTES // 2
-    fitting = chunk_tokens or min(_MOST_ROWS, max(share // a_row // _UNIT, 1) * _UNIT)
+    most = share // a_row
+    if not whole:  # leave room for a tile that is not too narrow
+        most = min(most, (SCRATCH_BYTES - share) // (min(classes, _LEAST_CLASSES) * itemsize))
+    fitting = chunk_tokens or min(_MOST_ROWS, max(most // _UNIT, 1) * _UNIT)
     per_block = max(fitting // blocks, 1)
     if not chunk_tokens:
         per_block = _even(rows // blocks, per_block)

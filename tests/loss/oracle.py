@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_burst.loss.options import LossOptions
 
+PLAIN = LossOptions()
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -42,7 +44,7 @@ def random_problem(s=12, b=2, width=16, vocab=40, dtype=torch.float64, mask=True
     return Problem(hidden.to(dtype), weight.to(dtype), labels, loss_mask)
 
 
-def oracle(problem: Problem, options=LossOptions(), reduction="mean"):
+def oracle(problem: Problem, options=PLAIN, reduction="mean"):
     """(loss, lse, entropy) as `linear_cross_entropy` defines them; a reduction of the loss only."""
     z = problem.hidden.double() @ problem.weight.double().t() * options.logit_scale
     if options.softcap:
@@ -55,7 +57,7 @@ def oracle(problem: Problem, options=LossOptions(), reduction="mean"):
     lse = z.logsumexp(-1)
     target = z.gather(-1, problem.labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     smooth = (z.sum(-1) - target) / max(vocab - 1, 1)
-    alpha = options.label_smoothing
+    alpha = options.label_smoothing if vocab > 1 else 0.0
     loss = lse - (1 - alpha) * target - alpha * smooth + options.z_loss * lse**2
     p = z.softmax(-1)
     entropy = -(p * p.clamp_min(1e-300).log()).sum(-1)
