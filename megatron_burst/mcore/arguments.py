@@ -7,6 +7,16 @@ from typing import get_args, get_type_hints
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
+from megatron_burst.mcore.loss_flags import (
+    FLAG as LOSS_FLAG,
+)
+from megatron_burst.mcore.loss_flags import (
+    FusedLossConfig,
+    add_loss_flags,
+    check_loss_args,
+    loss_patches,
+    wants_fused_loss,
+)
 
 
 def add_flags(add_megatron_arguments):
@@ -58,6 +68,7 @@ def add_flags(add_megatron_arguments):
         group.add_argument(
             "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"
         )
+        add_loss_flags(parser)
         return parser
 
     return add_all
@@ -71,11 +82,16 @@ def validate_flags(validate_args):
         if wants_burst:
             check_args(args)
             force_args(args)
+        if wants_fused_loss(args):
+            check_loss_args(args)
         validated = validate_args(args, {} if defaults is None else defaults)
         if wants_burst:
             from megatron_burst.mcore.core_attention import provider_patches
 
             for patch in provider_patches():
+                patch.apply()
+        if wants_fused_loss(args):
+            for patch in loss_patches(FusedLossConfig.from_args(args)):
                 patch.apply()
         return validated
 
@@ -86,7 +102,7 @@ def refuse_yaml(load_yaml):
     """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
 
     def load(yaml_path):
-        if "burst" in sys.argv or "--context-parallel-impl=burst" in sys.argv:
+        if {"burst", "--context-parallel-impl=burst", LOSS_FLAG} & set(sys.argv):
             raise _refusal(
                 "cannot run with --yaml-cfg, because Megatron then drops the command line",
                 f"--yaml-cfg {yaml_path}",

@@ -10,6 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
+from megatron_burst.mcore.loss_flags import loss_patches
 from megatron_burst.mcore.patching import Patch
 
 _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
@@ -17,13 +18,14 @@ _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's argu
 Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own:
   --context-parallel-impl {megatron,burst}   burst: BurstAttention instead of Megatron's ring
   --burst-hosts N  --burst-circulate {auto,kv,q}  --burst-backend NAME  --burst-grad-wire ...
+  --burst-fused-loss                         the LM head's loss without all logits
 Without --context-parallel-impl burst the script runs as it would without megatron_burst.
 On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
 
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
-    return (*flag_patches(), *provider_patches())
+    return (*flag_patches(), *provider_patches(), *loss_patches())
 
 
 def flag_patches() -> tuple[Patch, ...]:
