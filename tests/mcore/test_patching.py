@@ -95,7 +95,7 @@ def live_patches(rank):
     found = [live()]
     launch.prepare([])
     found.append(live())
-    for patch in launch.provider_patches():
+    for patch in (*launch.provider_patches(), *launch.loss_patches()):
         patch.apply()
     return [*found, live()], [(patch.target, patch.why) for patch in launch.all_patches()]
 
@@ -114,6 +114,8 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         *flags,
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
+        "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
     ]
     assert [target for target, _ in listed] == asked and all(why for _, why in listed)
 

@@ -35,7 +35,11 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 RUNS = {  # ranks, what torchrun starts, its flags
     "megatron": (1, [str(SCRIPT)], ""),
-    "launcher": (4, ["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 4 --burst-hosts 2"),
+    "launcher": (
+        4,
+        ["-m", "megatron_burst", str(SCRIPT)],
+        f"{FLAG_DOOR} 4 --burst-hosts 2 --burst-fused-loss",
+    ),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
     "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-circulate q"),
 }
