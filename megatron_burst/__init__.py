@@ -9,6 +9,10 @@ _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
+    "count_supervised": "megatron_burst.loss.rows",
+    "fuse_loss": "megatron_burst.mcore.loss",
+    "linear_cross_entropy": "megatron_burst.loss.linear",
+    "token_log_probs": "megatron_burst.loss.linear",
     "burst_spec": "megatron_burst.mcore.spec_tree",
     "keep": "megatron_burst.recompute.keep",
 }

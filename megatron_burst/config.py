@@ -130,6 +130,32 @@ def available_host_bytes() -> int:
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+@dataclass(frozen=True, slots=True)
+class FusedLossConfig:
+    """How the fused LM head and loss run in Megatron (`--burst-fused-loss`).
+
+    Attributes:
+        grads: "recompute" computes logits again in backward and is right for any use of the losses;
+            "forward" computes gradients along with the loss, a quarter less work, and needs losses
+            that are multiplied with the loss mask and one number, as pretrain_gpt.py's are; other
+            uses give NaN gradients.
+        label_smoothing: as Megatron's vocab_parallel_cross_entropy has it.
+        z_loss: weight of the squared log-sum-exp.
+        softcap: bound of the logits; 0: none.
+    """
+
+    grads: Literal["recompute", "forward"] = "recompute"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "FusedLossConfig":
+        """The configuration in Megatron's parsed arguments (`--burst-loss-*`)."""
+        given = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
 def host_name() -> str:
     """What tells this process's host from others; NCCL's own override counts."""
     return os.environ.get("NCCL_HOSTID") or socket.gethostname()

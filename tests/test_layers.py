@@ -18,6 +18,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"engine"},
     {"recompute"},
     {"attention", "terms"},
+    {"loss"},
     {"mcore"},
     {"cli"},
     {"__init__", "__main__", "patch", "spec"},

@@ -4,10 +4,16 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import get_args, get_type_hints
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
 from megatron_burst.mcore.keep_arguments import add_keep_flags, check_keep_args
+from megatron_burst.mcore.loss_flags import (
+    add_loss_flags,
+    check_loss_args,
+    loss_patches,
+    wants_fused_loss,
+)
 
 
 def add_flags(add_megatron_arguments):
@@ -65,6 +71,7 @@ def add_flags(add_megatron_arguments):
             "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"
         )
         add_keep_flags(group)
+        add_loss_flags(parser)
         return parser
 
     return add_all
@@ -82,6 +89,8 @@ def validate_flags(validate_args):
             force_args(args)
         if keeps:
             check_keep_args(args)
+        if wants_fused_loss(args):
+            check_loss_args(args)
         validated = validate_args(args, {} if defaults is None else defaults)
         if wants_burst:
             from megatron_burst.mcore.core_attention import provider_patches
@@ -92,6 +101,9 @@ def validate_flags(validate_args):
             from megatron_burst.mcore.keep import switch_on
 
             switch_on(burst)
+        if wants_fused_loss(args):
+            for patch in loss_patches(FusedLossConfig.from_args(args)):
+                patch.apply()
         return validated
 
     return validate_all
@@ -101,7 +113,8 @@ def refuse_yaml(load_yaml):
     """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
 
     def load(yaml_path):
-        if "burst" in sys.argv or "--context-parallel-impl=burst" in sys.argv:
+        own = any(word.startswith("--burst-") for word in sys.argv)
+        if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
             raise _refusal(
                 "cannot run with --yaml-cfg, because Megatron then drops the command line",
                 f"--yaml-cfg {yaml_path}",

@@ -12,6 +12,7 @@ from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
 from megatron_burst.mcore.keep import input_patch, keep_patches
+from megatron_burst.mcore.loss_flags import loss_patches
 from megatron_burst.patching import Patch
 
 _USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
@@ -20,6 +21,7 @@ Runs a Megatron-LM training script unchanged, with these flags added to Megatron
   --context-parallel-impl {megatron,burst}   burst: BurstAttention instead of Megatron's ring
   --burst-hosts N  --burst-circulate {auto,kv,q}  --burst-backend NAME  --burst-grad-wire ...
   --burst-keep {none,half,all,auto}          attention is not computed again where layers are
+  --burst-fused-loss                         the LM head's loss without all logits
 Without --context-parallel-impl burst the script runs as it would without megatron_burst.
 On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
 
@@ -27,7 +29,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
     keeping = (*keep_patches(), input_patch(BurstConfig()))
-    return (*flag_patches(), *provider_patches(), *keeping)
+    return (*flag_patches(), *provider_patches(), *keeping, *loss_patches())
 
 
 def flag_patches() -> tuple[Patch, ...]:

@@ -109,7 +109,7 @@ def test_without_burst_no_argument_of_megatrons_is_changed():
     ((stock, _, attention),) = run_ranks(arguments_without_burst, 1, False)
     ((ours, said, ours_attention),) = run_ranks(arguments_without_burst, 1, True)
     added = {name for name in ours if name.startswith("burst_")} | {"context_parallel_impl"}
-    assert len(added) == 18 and added.isdisjoint(stock)
+    assert len(added) == 23 and added.isdisjoint(stock)
     assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
     assert attention == ours_attention == "DotProductAttention" and said == 0
 
@@ -222,3 +222,40 @@ def spec_that_names_megatrons_own(rank):
 
 def test_refuses_a_spec_that_names_megatrons_own_attention():
     run_ranks(spec_that_names_megatrons_own, 1)
+
+
+LOSS = f"{STOCK} --burst-fused-loss"
+LOSS_REFUSED = {
+    "--fp16-lm-cross-entropy": "with --fp16-lm-cross-entropy, because the loss is in float32",
+    "--defer-embedding-wgrad-compute": "gradient comes with the loss; got defer_embedding_wgrad",
+    "--cuda-graph-impl local": "cuda_graph_impl=local; leave one of them out",
+    "--burst-loss-label-smoothing 1.5": r"label_smoothing must be in \[0, 1\)",
+}
+
+
+def fused_loss_flags(rank):
+    start()
+    from megatron_burst.mcore.launch import loss_patches
+
+    for flags, message in LOSS_REFUSED.items():
+        with pytest.raises(BurstError, match=message):
+            parse(f"{LOSS} {flags}")
+    live = [[patch.live for patch in loss_patches()]]
+    values, _ = parse(f"{LOSS} --burst-loss-grads forward --burst-loss-z-loss 0.1")
+    live.append([patch.live for patch in loss_patches()])
+    from megatron_burst.config import FusedLossConfig
+
+    sys.argv = ["pretrain_gpt.py", "--burst-fused-loss", "--yaml-cfg", "a.yaml"]
+    from megatron.training import yaml_arguments
+
+    with pytest.raises(BurstError, match="cannot run with --yaml-cfg"):
+        yaml_arguments.load_yaml("a.yaml")
+    from argparse import Namespace
+
+    return live, FusedLossConfig.from_args(Namespace(**values)), values["context_parallel_impl"]
+
+
+def test_the_fused_loss_has_flags_of_its_own():
+    ((live, config, impl),) = run_ranks(fused_loss_flags, 1)
+    assert live == [[False, False], [True, True]] and impl == "megatron"
+    assert (config.grads, config.z_loss, config.softcap) == ("forward", 0.1, 0.0)

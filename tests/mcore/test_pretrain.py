@@ -38,7 +38,11 @@ KEEP = """--recompute-granularity full --recompute-method block --recompute-num-
     --burst-keep-debug"""
 RUNS = {  # ranks, what torchrun starts, its flags
     "megatron": (1, [str(SCRIPT)], ""),
-    "launcher": (4, ["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 4 --burst-hosts 2 {KEEP}"),
+    "launcher": (
+        4,
+        ["-m", "megatron_burst", str(SCRIPT)],
+        f"{FLAG_DOOR} 4 --burst-hosts 2 --burst-fused-loss {KEEP}",
+    ),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
     "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-circulate q"),
 }

@@ -1,0 +1,121 @@
+"""How autograd runs the passes: logits computed again in backward, or gradients in forward."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import WHO
+from megatron_burst.loss.parallel import HiddenGrad
+from megatron_burst.loss.passes import (
+    Head,
+    Sums,
+    forward_gradient_pass,
+    gradient_pass,
+    loss_factors,
+    losses,
+    statistics_pass,
+)
+from megatron_burst.loss.rows import Rows
+from megatron_burst.loss.statistics import Factor, Stat
+from megatron_burst.loss.weight_grad import announce_main_grad, main_grad_of, new_sums
+
+_ROWS_AT_ONCE = 4096
+
+
+class Recomputed(torch.autograd.Function):
+    """Statistics in forward; backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
+        stats = statistics_pass(head, hidden, weight, rows)
+        ctx.save_for_backward(hidden, weight, stats)
+        ctx.rows, ctx.head = rows, head
+        # a parameter is not what comes out of saved_tensors after offloading: keep its buffer
+        ctx.weight = weight
+        entropy = stats[Stat.LSE] - stats[Stat.MEAN]
+        outputs = losses(head, stats), stats[Stat.LSE], entropy
+        ctx.set_materialize_grads(False)
+        return tuple(rows.spread(output) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        hidden, weight, stats = ctx.saved_tensors
+        head, rows = ctx.head, ctx.rows
+        zeros = stats.new_zeros(rows.labels.shape)
+        loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
+        factors = loss_factors(head, stats, loss)
+        # d entropy / dz = -p (z - mean)
+        factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
+        factors[Factor.SLOPE] -= entropy
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        main_grad = main_grad_of(ctx.weight) if wants_weight else None
+        total = (new_sums(weight) if main_grad is None else main_grad) if wants_weight else None
+        sums = Sums(HiddenGrad(head.tp, rows, hidden) if wants_hidden else None, total)
+        gradient_pass(head, hidden, weight, rows, factors, sums)
+        dhidden = None
+        if sums.hidden is not None:
+            dhidden = rows.spread_hidden(sums.hidden.finish()).view(hidden.shape)
+        if main_grad is not None:
+            return dhidden, announce_main_grad(ctx.weight), None, None
+        return dhidden, None if total is None else total.to(weight.dtype), None, None
+
+
+class GradientsInForward(torch.autograd.Function):
+    """Gradients of sum(row_weight * loss) in forward; backward multiplies them by a number."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        sums = Sums(
+            HiddenGrad(head.tp, rows, hidden) if wants_hidden else None,
+            new_sums(weight) if wants_weight else None,
+        )
+        stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
+        if sums.hidden is not None:
+            sums.hidden.finish()
+        ctx.sums, ctx.rows, ctx.row_weight = sums, rows, row_weight
+        ctx.hidden_shape, ctx.weight = hidden.shape, weight
+        return rows.spread(losses(head, stats))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.sums is None:
+            raise BurstError(
+                f"{WHO}: backward must run once where gradients were computed in forward, because "
+                "they are scaled in place; got a second backward; pass grads='recompute'"
+            )
+        factor = _common_factor(ctx.rows.collect(grad), ctx.row_weight)
+        hidden, total = ctx.sums.hidden, ctx.sums.weight
+        dhidden = dweight = ctx.sums = None
+        if hidden is not None:
+            _scale(hidden.mine, factor)
+            dhidden = ctx.rows.spread_hidden(hidden.mine).view(ctx.hidden_shape)
+        if total is not None:
+            main_grad = main_grad_of(ctx.weight)
+            if main_grad is None:
+                dweight = total.mul_(factor).to(ctx.weight.dtype)
+            else:
+                main_grad.addcmul_(total, factor)
+                dweight = announce_main_grad(ctx.weight)
+        return dhidden, dweight, None, None, None
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, some rows at a time: torch would round the factor to 16 bit first."""
+    for some in x.split(_ROWS_AT_ONCE):
+        some.copy_(some.to(factor.dtype) * factor)
+
+
+def _common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:
+    """The number c of grad = c * row_weight, as a scalar tensor; NaN if there is none."""
+    if grad.numel() == 0:
+        return grad.new_ones(())
+    grad, row_weight = grad.flatten(), row_weight.flatten()
+    largest = row_weight.abs().argmax()  # exact where grad is a product with row_weight
+    weight = row_weight[largest]
+    factor = torch.where(weight != 0, grad[largest] / weight, 0)
+    off = (grad - factor * row_weight).abs() > 1e-3 * (factor * weight).abs()
+    return torch.where(off.any(), torch.nan, factor)

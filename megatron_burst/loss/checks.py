@@ -1,0 +1,159 @@
+"""What the loss refuses, on all ranks together, before anything is computed."""
+
+import json
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.comm.groups import board_of
+from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.loss.options import WHO, LossOptions
+from megatron_burst.loss.parallel import TensorParallel
+
+_TIMEOUT_S = 600.0  # as BurstConfig has it
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# The one cache here: what the ranks of a group have agreed on already, as long as the group lives.
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def check_call(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    tp: TensorParallel,
+    options: LossOptions,
+    settings: Mapping[str, object],
+) -> None:
+    """Refuse a call that cannot be computed rightly.
+
+    Ranks tell each other their shapes, options and refusals through the store, once for each new
+    combination. Labels are looked at on the CPU only: on a GPU that would make it wait.
+
+    Raises:
+        BurstError: on all ranks; DisagreementError if they call differently.
+    """
+    problem = _problem(hidden, weight, labels, loss_mask, tp, settings)
+    if tp.group is not None:
+        _agree(tp.group, _terms(hidden, weight, labels, loss_mask, options, settings, problem))
+    if problem:
+        raise BurstError(problem)
+    if not hidden.is_cuda:
+        _check_labels(labels, loss_mask, weight.shape[0] * tp.size, options, tp)
+
+
+def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Mapping) -> str:
+    """What is wrong with this rank's arguments, in one sentence; empty if nothing is."""
+    shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
+    dtypes = f"{hidden.dtype} and {weight.dtype}"
+    expected = _labels_shape(hidden, tp)
+    masks = () if loss_mask is None else (loss_mask,)
+    devices = {str(x.device) for x in (hidden, weight, labels, *masks)}
+    chunk = settings.get("chunk_tokens", "auto")
+    needs = (  # whether it holds, what must hold and why, what was got, what to change
+        (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[-1],
+         "hidden [..., h] and weight [vocab / tp, h] must have the same width, because logits are "
+         "their products", shapes, "pass the weight of the output layer, not transposed"),
+        (hidden.dtype in _DTYPES and weight.dtype == hidden.dtype,
+         "hidden and weight must have one dtype among float64, float32, bfloat16 and float16, "
+         "because nothing is converted silently", dtypes, "cast one of them"),
+        (weight.shape[0] > 0, "the vocabulary must not be empty, because a label names a class",
+         shapes, "pass the weight of the output layer"),
+        (tuple(labels.shape) == expected, "labels must have the leading axes of hidden, the first "
+         "times tp with sequence parallelism, because each token has one", f"labels "
+         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them"),
+        (not (labels.dtype.is_floating_point or labels.dtype == torch.bool),
+         "labels must be integers, because they name classes", str(labels.dtype), "cast them"),
+        (all(mask.shape == labels.shape for mask in masks), "loss_mask must have the shape of "
+         "labels, because each token has a weight", f"{[tuple(m.shape) for m in masks]}",
+         "reshape it"),
+        (len(devices) == 1, "hidden, weight, labels and loss_mask must be on one device, because "
+         "one kernel reads them", ", ".join(sorted(devices)), "move them"),
+        (settings.get("reduction", "none") in ("none", "sum", "mean"), "reduction must be none, "
+         "sum or mean, because a misspelt one would be ignored", repr(settings.get("reduction")),
+         "choose one of these"),
+        (settings.get("grads", "forward") in ("forward", "recompute"), "grads must be auto, "
+         "forward or recompute, because a misspelt one would be ignored",
+         repr(settings.get("grads")), "choose one of these"),
+        (chunk == "auto" or (type(chunk) is int and chunk > 0), "chunk_tokens must be auto or a "
+         "positive number, because it is a number of rows", repr(chunk), "leave it out"),
+        (not (settings.get("return_lse") and settings.get("grads") == "forward"),
+         "return_lse needs grads='recompute', because its gradient is not known in forward",
+         "grads='forward'", "leave grads out"),
+    )  # fmt: skip
+    for holds, must, got, change in needs:
+        if not holds:
+            return f"{WHO}: {must}; got {got}; {change}"
+    return ""
+
+
+def _labels_shape(hidden: Tensor, tp: TensorParallel) -> tuple[int, ...]:
+    first, *others = hidden.shape[:-1] or (0,)
+    return (first * tp.blocks, *others)
+
+
+def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dict[str, str]:
+    """What all ranks must have in common, in words; what is wrong first."""
+    return {
+        "problem": problem,
+        "hidden": str(tuple(hidden.shape)),
+        "weight": str(tuple(weight.shape)),
+        "labels": str(tuple(labels.shape)),
+        "dtype": f"{hidden.dtype}, {weight.dtype}",
+        "device": hidden.device.type,
+        "loss_mask": str(loss_mask is not None),
+        "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}",
+        "options": f"{options} {dict(settings)}",
+    }
+
+
+def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
+    """Make sure that all ranks of a group have the same terms.
+
+    Raises:
+        BurstError: with the first rank's problem; DisagreementError naming a term that differs.
+    """
+    text, agreed = json.dumps(terms), _AGREED.setdefault(group, set())
+    if text in agreed:
+        return
+    board = board_of(group, _TIMEOUT_S)
+    everyones = [json.loads(other) for other in board.share(text, WHO)]
+    for rank, theirs in enumerate(everyones):
+        if theirs["problem"]:
+            raise BurstError(f"{theirs['problem']} (tp rank {rank})")
+    for rank, theirs in enumerate(everyones):
+        for term, value in terms.items():
+            if theirs[term] != value:
+                raise _disagreement(term, terms, group.rank(), theirs, rank)
+    agreed.add(text)
+
+
+def _disagreement(term: str, mine: dict, my_rank: int, theirs: dict, their_rank: int):
+    change = "give all ranks the same"
+    if term == "weight":
+        change = "pad the vocabulary until tp divides it (--make-vocab-size-divisible-by)"
+    return DisagreementError(
+        f"{WHO}: all ranks of a tensor-parallel group must call with the same shapes and options, "
+        f"because each computes its part of every token's logits; got {term}={mine[term]} on tp "
+        f"rank {my_rank} and {term}={theirs[term]} on tp rank {their_rank}; {change}"
+    )
+
+
+def _check_labels(labels, loss_mask, vocab: int, options: LossOptions, tp: TensorParallel) -> None:
+    """Refuse labels out of range, even if one rank alone has them."""
+    wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocab))
+    if loss_mask is not None:
+        wrong &= loss_mask != 0
+    count = wrong.sum()
+    mine = int(count)
+    if tp.group is not None:
+        dist.all_reduce(count, group=tp.group)
+    if count:
+        got = labels[wrong].flatten()[:3].tolist() if mine else "some on another rank"
+        raise BurstError(
+            f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, because they name "
+            f"classes of the vocabulary; got {got}; check the tokenizer, or mask them"
+        )

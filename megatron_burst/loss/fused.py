@@ -1,0 +1,127 @@
+"""The kernels of `statistics` in Triton: one pass over a tile each, sums in float32.
+
+Megatron's own loss makes about ten passes over logits in float32 (fused_cross_entropy.py); here a
+tile is read once for the statistics, and read and written once for the gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_burst.loss.statistics import Transform
+
+_BLOCK = 4096  # classes that a program looks at together
+
+
+def merge_statistics(
+    stats: Tensor, raw: Tensor, targets: Tensor, transform: Transform, extras: bool
+) -> None:
+    """`statistics.merge_statistics` of [rows, classes] up to float32; a program does a row."""
+    rows, classes = raw.shape
+    if rows == 0:
+        return
+    block = _block(classes)
+    with torch.cuda.device_of(raw):  # Triton launches on the current device, whatever it gets
+        _statistics_kernel[(rows,)](
+            stats, raw, targets, classes, stats.stride(0), raw.stride(0),
+            transform.scale, transform.softcap or 1.0,
+            CAPPED=transform.softcap > 0, EXTRAS=extras,
+            BLOCKS=triton.cdiv(classes, block), BLOCK=block, num_warps=8,
+        )  # fmt: skip
+
+
+def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, transform: Transform) -> None:
+    """`statistics.gradient_` of [rows, classes] up to float32; a program does a block of a row."""
+    rows, classes = raw.shape
+    if rows == 0:
+        return
+    block = _block(classes)
+    with torch.cuda.device_of(raw):
+        _gradient_kernel[(rows, triton.cdiv(classes, block))](
+            raw, targets, factors, classes, raw.stride(0), factors.stride(0),
+            transform.scale, transform.softcap or 1.0,
+            CAPPED=transform.softcap > 0, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+
+
+def _block(classes: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(classes))
+
+
+@triton.jit
+def _logits(x, scale, softcap, CAPPED: tl.constexpr):
+    """z of raw logits x."""
+    z = x.to(tl.float32) * scale
+    if CAPPED:
+        # tanh(u) = sign(u) (1 - e) / (1 + e), e = exp(-2 |u|): nothing overflows
+        e = tl.exp(-2.0 * tl.abs(z) / softcap)
+        z = tl.where(z < 0, -softcap, softcap) * (1.0 - e) / (1.0 + e)
+    return z
+
+
+@triton.jit(do_not_specialize=["scale", "softcap"])
+def _statistics_kernel(
+    stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    raw += row * raw_step
+    stats += row
+    columns = tl.arange(0, BLOCK)
+    largest = -float("inf")
+    weight = 0.0  # sum of exp(z - largest)
+    weighted = 0.0  # sum of exp(z - largest) z
+    total = 0.0
+    for block in range(BLOCKS):  # a constant: the interpreter knows no other bounds
+        inside = block * BLOCK + columns < classes
+        x = tl.load(raw + block * BLOCK + columns, mask=inside, other=0.0)
+        z = _logits(x, scale, softcap, CAPPED)
+        masked = tl.where(inside, z, -float("inf"))
+        now = tl.maximum(largest, tl.max(masked, axis=0))
+        shrink = tl.exp(largest - now)
+        e = tl.exp(masked - now)
+        weight = weight * shrink + tl.sum(e, axis=0)
+        if EXTRAS:
+            weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), axis=0)
+            total += tl.sum(tl.where(inside, z, 0.0), axis=0)
+        largest = now
+    lse = largest + tl.log(weight)
+    before = tl.load(stats)
+    high = tl.maximum(before, lse)
+    merged = high + tl.log(tl.exp(before - high) + tl.exp(lse - high))
+    tl.store(stats, merged)
+    target = tl.load(targets + row)
+    here = (target >= 0) & (target < classes)
+    x = tl.load(raw + target, mask=here, other=0.0)
+    z = tl.where(here, _logits(x, scale, softcap, CAPPED), 0.0)
+    tl.store(stats + stats_step, tl.load(stats + stats_step) + z)
+    if EXTRAS:
+        tl.store(stats + 2 * stats_step, tl.load(stats + 2 * stats_step) + total)
+        mean = tl.load(stats + 3 * stats_step) * tl.exp(before - merged)
+        mean += weighted / weight * tl.exp(lse - merged)
+        tl.store(stats + 3 * stats_step, mean)
+
+
+@triton.jit(do_not_specialize=["scale", "softcap"])
+def _gradient_kernel(
+    raw, targets, factors, classes, raw_step, factors_step, scale, softcap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < classes
+    pointers = raw + row * raw_step + columns
+    x = tl.load(pointers, mask=inside, other=0.0)
+    z = _logits(x, scale, softcap, CAPPED)
+    factors += row
+    lse = tl.load(factors)
+    softmax = tl.load(factors + factors_step)
+    slope = tl.load(factors + 2 * factors_step)
+    label = tl.load(factors + 3 * factors_step)
+    every = tl.load(factors + 4 * factors_step)
+    dz = tl.exp(z - lse) * (softmax + slope * z) - every
+    dz -= tl.where(columns == tl.load(targets + row), label, 0.0)
+    if CAPPED:
+        dz *= 1.0 - (z / softcap) * (z / softcap)
+    tl.store(pointers, (dz * scale).to(x.dtype), mask=inside)

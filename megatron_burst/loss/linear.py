@@ -1,0 +1,207 @@
+"""The public functions: arguments in, calls of autograd functions out."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.autograd import GradientsInForward, Recomputed
+from megatron_burst.loss.checks import check_call
+from megatron_burst.loss.options import WHO, Grads, LossOptions, Reduction
+from megatron_burst.loss.parallel import TensorParallel
+from megatron_burst.loss.passes import Head
+from megatron_burst.loss.rows import Rows, SupervisedCount, count_supervised, rows_of, valid_tokens
+from megatron_burst.loss.statistics import sum_dtype
+from megatron_burst.loss.tiles import choose_tiles
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    loss_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    return_lse: bool = False,
+    chunk_tokens: int | str = "auto",
+    grads: Grads = "auto",
+    supervised: SupervisedCount | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of `hidden @ weight.T`, whose logits exist a tile at a time.
+
+    Needs less than 1 GiB besides its inputs, their gradients and one float32 gradient of the
+    weight, at any number of tokens. Statistics, loss and sums are in float32 (float64 for
+    float64); logits and their gradients are rounded to the model's dtype for the GEMMs. The CPU
+    never waits for the GPU. A token is left out (loss 0, gradient 0, whatever its hidden state is)
+    if its label is `ignore_index` or its mask is 0.
+
+    Args:
+        hidden: [..., h], of bf16, fp16, fp32 or fp64; any strides. Megatron's [s, b, h]; with
+            sequence_parallel [s / tp, b, h], the first axis split over the group in rank order.
+        weight: [vocab / tp, h], contiguous, of hidden's dtype: this rank's classes, in rank order.
+        labels: [...] integers, of the whole sequence, the same on all ranks of the group. One that
+            is out of range is refused on the CPU; on a GPU it makes its token's loss and all
+            gradients NaN on all ranks, even if one rank alone has it.
+        tp_group: ranks that share the vocabulary; None: this one has all of it.
+        sequence_parallel: whether they also share the sequence.
+        reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask, the latter
+            over the sum of masks (0 if that is 0), of the tokens that count.
+        ignore_index: label of tokens that are left out.
+        loss_mask: [...] weights of tokens in the reduction; with "none" only 0 matters.
+        label_smoothing: see `LossOptions`, as are z_loss, softcap and logit_scale.
+        z_loss: weight of the squared log-sum-exp.
+        softcap: bound of the logits; 0: none.
+        logit_scale: factor of the logits.
+        return_lse: also return each token's log-sum-exp.
+        chunk_tokens: rows of a tile of logits; "auto" fits them into the memory above.
+        grads: "recompute" computes logits again in backward: 4 GEMMs, one collective of statistics,
+            any gradient. "forward" computes gradients along with the loss: 3 GEMMs, a collective a
+            chunk, and only the scalar that they are multiplied with may come later: with "none" the
+            losses' gradients must be proportional to loss_mask, else all gradients become NaN.
+            "auto": "forward" for sums and means in bf16, fp32 and fp64 without return_lse.
+        supervised: from `count_supervised`: only tokens that count are computed. On the CPU they
+            are counted anyway.
+
+    Returns:
+        the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 where
+        a token is left out).
+
+    Raises:
+        BurstError: on all ranks together, before anything is computed.
+
+    Source:
+        the vocabulary split of Megatron-Core's tensor_parallel/cross_entropy.py; gradients in
+        forward as in Liger-Kernel's fused_linear_cross_entropy.
+    """
+    options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
+    tp = _tensor_parallel(tp_group, sequence_parallel)
+    if grads == "auto":
+        reduced = reduction != "none" and not return_lse and hidden.dtype != torch.float16
+        grads = "forward" if reduced else "recompute"
+    settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
+    check_call(
+        hidden, weight, labels, loss_mask, tp, options, settings | {"chunk_tokens": chunk_tokens}
+    )
+    rows = _rows(hidden, labels, loss_mask, tp, ignore_index, supervised)
+    weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
+    in_forward = grads == "forward" and _wants_grad(hidden, weight)
+    head = _head(hidden, weight, options, tp, rows, in_forward, chunk_tokens)
+    if in_forward:
+        loss = GradientsInForward.apply(hidden, weight, rows.collect(weights), rows, head)
+    else:
+        loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
+    loss = loss.view(labels.shape) if reduction == "none" else (loss * weights).sum()
+    return (loss, lse.view(labels.shape)) if return_lse else loss
+
+
+class TokenLogProbs(NamedTuple):
+    """Of each token, [...] in float32 or wider; 0 where a token is left out.
+
+    Attributes:
+        log_probs: of the labels.
+        entropy: of the distribution over the vocabulary, nats; None where it was not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    loss_mask: Tensor | None = None,
+    options: LossOptions | None = None,
+    entropy: bool = True,
+) -> TokenLogProbs:
+    """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
+
+    Args:
+        hidden: as of `linear_cross_entropy`, like all that follow.
+        weight: [vocab / tp, h].
+        labels: [...].
+        tp_group: ranks that share the vocabulary.
+        sequence_parallel: whether they also share the sequence.
+        loss_mask: tokens to leave out are 0 in it.
+        options: `logit_scale` is 1 / temperature; smoothing and z-loss must be left out.
+        entropy: whether it is wanted.
+
+    Raises:
+        BurstError: as of `linear_cross_entropy`.
+    """
+    options = options or LossOptions()
+    if options.label_smoothing or options.z_loss:
+        raise BurstError(
+            f"{WHO}: log-probabilities must be asked for without label smoothing and z-loss, "
+            f"because these change the loss only; got {options}; leave them out"
+        )
+    tp = _tensor_parallel(tp_group, sequence_parallel)
+    check_call(hidden, weight, labels, loss_mask, tp, options, {"entropy": entropy})
+    rows = _rows(hidden, labels, loss_mask, tp, options.ignore_index, None)
+    head = _head(hidden, weight, options, tp, rows, False, "auto")
+    head = replace(head, entropy=entropy)
+    loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
+    return TokenLogProbs(
+        -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None
+    )
+
+
+def _tensor_parallel(group: dist.ProcessGroup | None, sequence_parallel: bool) -> TensorParallel:
+    if group is None or group.size() == 1:
+        return TensorParallel()
+    return TensorParallel(group, sequence_parallel)
+
+
+def _wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
+    valid = valid_tokens(labels, loss_mask, ignore_index)
+    if supervised is None and not hidden.is_cuda:
+        supervised = count_supervised(
+            labels, loss_mask, ignore_index=ignore_index, tp_group=tp.group,
+            sequence_parallel=tp.sequence_parallel,
+        )  # fmt: skip
+    if supervised is not None and supervised.blocks != tp.blocks:
+        raise BurstError(
+            f"{WHO}: supervised tokens must be counted as they are computed, because each rank's "
+            f"part has a number of its own; got {supervised.blocks} parts instead of {tp.blocks}; "
+            "pass the same tp_group and sequence_parallel to count_supervised"
+        )
+    most = None if supervised is None else supervised.wait()
+    shape = (tp.blocks, -1) if labels.numel() else (tp.blocks, 0)
+    mine = tp.rank if tp.blocks > 1 else 0
+    return rows_of(labels.reshape(shape).long(), valid.view(shape), mine, most)
+
+
+def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dtype) -> Tensor:
+    """Weight of each token's loss in the reduction, [blocks, tokens]."""
+    ones = rows.valid.new_ones(rows.valid.shape, dtype=sum_dtype(dtype))
+    weights = rows.spread(ones)
+    if loss_mask is not None:
+        weights = weights * loss_mask.reshape(weights.shape)
+    if reduction != "mean":
+        return weights
+    total = weights.sum()
+    return weights / torch.where(total == 0, 1, total)
+
+
+def _head(hidden, weight, options, tp, rows: Rows, whole: bool, chunk_tokens) -> Head:
+    shape = rows.labels.numel(), *weight.shape
+    chunk = None if chunk_tokens == "auto" else chunk_tokens
+    tiles = choose_tiles(shape, hidden.element_size(), tp.blocks, whole, chunk)
+    return Head(options, tp, tiles, weight.shape[0] * tp.size)

@@ -1,0 +1,132 @@
+"""What travels between tensor-parallel ranks: rows, their gradients, statistics."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.loss.rows import Rows
+from megatron_burst.loss.statistics import Stat
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The ranks that hold parts of the vocabulary.
+
+    Attributes:
+        group: None where one rank holds all of it.
+        sequence_parallel: whether each also holds a part of the sequence only.
+    """
+
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def blocks(self) -> int:
+        """Into how many parts the sequence is split."""
+        return self.size if self.sequence_parallel else 1
+
+    def chunks(self, hidden: Tensor, rows: Rows, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of all blocks, some at a time: (which of a block, [blocks * some, h]).
+
+        The next ones are on their way while the caller computes.
+        """
+        step = size // self.blocks
+        pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
+        coming = None
+        for piece in pieces:
+            started = piece, *self._start_gather(rows.take(hidden, piece.start, piece.stop))
+            if coming is not None:
+                yield self._landed(*coming)
+            coming = started
+        if coming is not None:
+            yield self._landed(*coming)
+
+    def _start_gather(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
+        if self.blocks == 1:
+            return mine, None
+        everyones = mine.new_empty(self.blocks * mine.shape[0], mine.shape[1])
+        work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
+        return everyones, work
+
+    @staticmethod
+    def _landed(piece: slice, x: Tensor, work: dist.Work | None) -> tuple[slice, Tensor]:
+        if work is not None:
+            work.wait()
+        return piece, x
+
+    def combine(self, stats: Tensor) -> Tensor:
+        """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
+
+        Sums relative to different maxima cannot be added on the way, so ranks get all parts.
+        """
+        if self.size == 1 or stats.numel() == 0:
+            return stats
+        parts = stats.new_empty(self.size * len(stats), *stats.shape[1:])
+        dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)
+        parts = parts.view(self.size, *stats.shape)
+        lses = parts[:, Stat.LSE]
+        whole = parts.sum(0)
+        whole[Stat.LSE] = lses.logsumexp(0)
+        whole[Stat.MEAN] = ((lses - whole[Stat.LSE]).exp() * parts[:, Stat.MEAN]).sum(0)
+        return whole
+
+
+class HiddenGrad:
+    """The hidden states' gradient [n, h], summed over the vocabulary's parts as chunks come.
+
+    At most two sums are under way, so what they read takes the memory of two chunks.
+    """
+
+    def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor) -> None:
+        self._tp = tp
+        self.mine = like.new_empty(rows.count, like.shape[-1])
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def put(self, piece: slice, grad: Tensor) -> None:
+        """Take a chunk [blocks * some, h] of this rank's part of the sum."""
+        mine, group = self.mine[piece], self._tp.group
+        if self._tp.blocks > 1:
+            work = dist.reduce_scatter_tensor(mine, grad, group=group, async_op=True)
+        else:
+            mine.copy_(grad)
+            if self._tp.size == 1:
+                return
+            work = dist.all_reduce(mine, group=group, async_op=True)
+        self._under_way.append((work, grad))
+        if len(self._under_way) > 1:
+            self._under_way.pop(0)[0].wait()
+
+    def finish(self) -> Tensor:
+        """All of it."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+        return self.mine
+
+
+def first_class(tp: TensorParallel, weight: Tensor) -> int:
+    """The first class of this rank's part of the vocabulary."""
+    return tp.rank * weight.shape[0]
+
+
+def out_of_range(rows: Rows, vocab: int) -> Tensor:
+    """[blocks, n], true where a token that counts has a label outside of the vocabulary."""
+    return rows.valid & ((rows.labels < 0) | (rows.labels >= vocab))
+
+
+def poisoned(stats: Tensor) -> Tensor:
+    """Statistics whose LSE is NaN where the target's logit is: loss and gradient become NaN."""
+    target = stats[Stat.TARGET]
+    stats[Stat.LSE] = torch.where(target.isnan(), target, stats[Stat.LSE])
+    return stats

@@ -1,0 +1,223 @@
+"""Attaches the fused LM head and loss to a model of Megatron's: its logits then never exist.
+
+While labels are given, the output layer hands over `LazyLogits` instead of logits, and
+`compute_language_model_loss` computes the loss from these. Both are replaced on the instance, so
+the main head and those of multi-token prediction (core/transformer/multi_token_prediction.py:760)
+take the same way, in GPTModel and HybridModel alike. Without labels nothing changes.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from megatron_burst.config import FusedLossConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
+from megatron_burst.loss.options import LossOptions
+from megatron_burst.loss.parallel import TensorParallel
+from megatron_burst.loss.predictions import largest_class
+from megatron_burst.loss.rows import SupervisedCount, count_supervised
+
+WHO = "--burst-fused-loss"
+
+
+@dataclass(slots=True)
+class LazyLogits:
+    """Logits [s, b, vocab / tp] that would be `hidden @ weight.T * scale`.
+
+    Answers what Megatron asks of logits on the way to the loss: a factor (MuP), and for the
+    acceptance counts of multi-token prediction their size and largest entry.
+
+    Attributes:
+        hidden: [s, b, h], or a tensor-parallel rank's part of s.
+        weight: [vocab / tp, h].
+        tp: ranks that share the vocabulary.
+        scale: factor.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    tp: TensorParallel
+    scale: float = 1.0
+
+    def __mul__(self, factor: float) -> "LazyLogits":
+        return replace(self, scale=self.scale * factor)
+
+    def size(self, dim: int) -> int:
+        """Only the last axis is asked for."""
+        if dim not in (-1, 2):
+            raise _refusal("logits are known by their last axis only", f"size({dim})")
+        return self.weight.shape[0]
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Largest logit and its class in this rank's part of the vocabulary, [s, b] each."""
+        if dim not in (-1, 2):
+            raise _refusal("logits are compared along the vocabulary only", f"max({dim})")
+        return largest_class(self.hidden, self.weight, self.tp, self.scale)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.argmax:
+            return args[0].max(**(kwargs or {}))[1]
+        raise _refusal("logits are never made while the loss is computed", func.__name__)
+
+
+class FusedHead:
+    """What is attached to one model.
+
+    Args:
+        model: GPTModel or HybridModel, of a pipeline stage with an output layer.
+        config: how the loss is computed.
+    """
+
+    def __init__(self, model, config: FusedLossConfig) -> None:
+        check_model(model)
+        self.config, self.model_config = config, model.config
+        self.layer = model.output_layer
+        self.tp = TensorParallel()
+        if self.layer.tp_group.size() > 1:
+            self.tp = TensorParallel(self.layer.tp_group, self.layer.sequence_parallel)
+        self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+        self.parameters = inspect.signature(model.forward).parameters
+        self.logits_of, self.loss_of = self.layer.forward, model.compute_language_model_loss
+        self.active = False
+        self.mask: Tensor | None = None
+        self.supervised: SupervisedCount | None = None
+        self.main: Tensor | None = None
+
+    def begin(self, model, args, kwargs) -> None:
+        """Before the model's forward: is a loss wanted, and for which tokens?"""
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        labels = given.get("labels")
+        self.active = labels is not None and given.get("output_processor") is None
+        if not self.active:
+            return
+        if given.get("runtime_gather_output"):
+            raise _refusal("logits cannot be gathered, because there are none",
+                           "runtime_gather_output=True")  # fmt: skip
+        mask = given.get("loss_mask")
+        self.main = labels
+        if mask is not None and mask.shape == labels.shape:
+            self.mask = mask.t()
+            self.supervised = count_supervised(
+                labels.t(), self.mask, ignore_index=self.options.ignore_index,
+                tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
+            )  # fmt: skip
+
+    def end(self, model, args, output) -> None:
+        """After the model's forward, even if it failed."""
+        self.active, self.mask, self.supervised, self.main = False, None, None, None
+
+    def output_layer(self, input_, weight=None, runtime_gather_output=None):
+        """In place of the output layer's forward."""
+        if not self.active:
+            return self.logits_of(input_, weight, runtime_gather_output)
+        weight = self.layer.weight if weight is None else weight
+        return LazyLogits(input_, weight, self.tp), None
+
+    def loss(self, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
+        """In place of `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
+        if not isinstance(logits, LazyLogits):
+            return self.loss_of(labels, logits)
+        is_main = labels is self.main  # heads of multi-token prediction have masks of their own
+        loss = linear_cross_entropy(
+            logits.hidden, logits.weight, labels.t(), reduction="none",
+            tp_group=logits.tp.group, sequence_parallel=logits.tp.sequence_parallel,
+            loss_mask=self.mask if is_main else None,
+            supervised=self.supervised if is_main else None,
+            label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
+            softcap=self.options.softcap, logit_scale=logits.scale,
+            grads=self.config.grads if is_main else "recompute",
+        )  # fmt: skip
+        return loss.t().contiguous()
+
+
+def fuse_loss(model, config: FusedLossConfig | None = None):
+    """Have a model compute its losses without logits; a second time changes nothing.
+
+    Args:
+        model: Megatron's GPTModel or HybridModel, not yet wrapped (in DDP, say). A pipeline stage
+            without an output layer is left as it is.
+        config: how; None: the defaults.
+
+    Returns:
+        the model.
+
+    Raises:
+        BurstError: if the model's head is one that the loss would not be right for.
+    """
+    if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
+        return model
+    head = FusedHead(model, config or FusedLossConfig())
+    model.fused_head = head
+    head.layer.forward = head.output_layer
+    model.compute_language_model_loss = head.loss
+    model.register_forward_pre_hook(head.begin, with_kwargs=True)
+    model.register_forward_hook(head.end, always_call=True)
+    if model.share_embeddings_and_output_weights and model.config.pipeline_model_parallel_size == 1:
+        model.shared_embedding_or_output_weight().zero_out_wgrad = True
+    return model
+
+
+def log_probs_and_entropy(
+    *, hidden_states, output_layer, output_weight, labels, loss_mask=None, context=None, config,
+    **_,
+) -> TokenLogProbs:  # fmt: skip
+    """An `output_processor` for reinforcement learning: pass it to the model's forward.
+
+    `model(..., labels=targets, output_processor=log_probs_and_entropy)`; the context, where given,
+    is the temperature. Needs no flag.
+
+    Returns:
+        [b, s] log-probabilities of the labels and [b, s] entropies.
+    """
+    if labels is None:
+        raise _refusal("log-probabilities need labels, because these say of what", "labels=None")
+    tp = output_layer.tp_group
+    scale = 1.0 / (1.0 if context is None else context)
+    if config.use_mup:
+        scale *= config.mup_output_mult
+    found = token_log_probs(
+        hidden_states, output_layer.weight if output_weight is None else output_weight, labels.t(),
+        tp_group=tp, sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
+        loss_mask=None if loss_mask is None else loss_mask.t(),
+        options=LossOptions(logit_scale=scale),
+    )  # fmt: skip
+    return TokenLogProbs(found.log_probs.t(), found.entropy.t())
+
+
+def check_model(model) -> None:
+    """Refuse a head that does something else than `hidden @ weight.T`.
+
+    Raises:
+        BurstError: naming what the model has and what to change.
+    """
+    layer, config = getattr(model, "output_layer", None), model.config
+    if type(layer) is not ColumnParallelLinear:
+        raise _refusal("the output layer must be Megatron's ColumnParallelLinear, because any "
+                       "other computes other logits", type(layer).__name__)  # fmt: skip
+    needs = (  # whether it holds, what must hold and why, what was got
+        (layer.bias is None, "the output layer must have no bias, because none is added", "a bias"),
+        (not layer.gather_output or layer.tp_group.size() == 1, "logits must not be gathered, "
+         "because there are none", "parallel_output=False"),
+        (layer.gtp_remat_size == 1, "the output layer's weight must not be sharded over other "
+         "ranks, because it is read as it lies", f"gtp_remat_size={layer.gtp_remat_size}"),
+        (not config.defer_embedding_wgrad_compute, "the weight's gradient must not be deferred, "
+         "because it comes with the loss", "defer_embedding_wgrad_compute"),
+        (not layer.disable_grad_reduce, "gradients of the hidden states must be reduced, because "
+         "that is done along with the loss", "disable_grad_reduce"),
+        (not getattr(model, "fp16_lm_cross_entropy", False), "the loss must be in float32, because "
+         "it is never computed in 16 bit", "fp16_lm_cross_entropy"),
+        (config.cuda_graph_impl in (None, "none") or not config.cuda_graph_impl, "no CUDA graph "
+         "may be captured, because tokens that count are counted", config.cuda_graph_impl),
+    )  # fmt: skip
+    for holds, must, got in needs:
+        if not holds:
+            raise _refusal(must, got)
+
+
+def _refusal(must: str, got: object) -> BurstError:
+    return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")

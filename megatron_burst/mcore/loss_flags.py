@@ -1,0 +1,114 @@
+"""`--burst-fused-loss` in Megatron's argument parser; independent of burst attention."""
+
+import functools
+from argparse import ArgumentParser, Namespace
+from typing import get_args, get_type_hints
+
+from megatron_burst.config import FusedLossConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import LossOptions
+from megatron_burst.patching import Patch
+
+LOSS_FLAG = "--burst-fused-loss"
+
+
+def add_loss_flags(parser: ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("burst loss", "LM head and loss without logits")
+    group.add_argument(
+        LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
+    )
+    group.add_argument(
+        "--burst-loss-grads",
+        choices=get_args(get_type_hints(FusedLossConfig)["grads"]),
+        help="recompute: logits again in backward; forward: gradients along with the loss",
+    )
+    for name, meaning in (
+        ("label-smoothing", "probability dealt out over other classes"),
+        ("z-loss", "weight of the squared log-sum-exp"),
+        ("softcap", "bound of the logits"),
+    ):
+        group.add_argument(f"--burst-loss-{name}", type=float, metavar="X", help=meaning)
+
+
+def wants_fused_loss(args: Namespace) -> bool:
+    """Whether the flag is given."""
+    return getattr(args, "burst_fused_loss", False)
+
+
+def check_loss_args(args: Namespace) -> None:
+    """Refuse arguments under which the fused loss would be wrong or off.
+
+    Raises:
+        BurstError: on every rank alike, naming the flag to change.
+    """
+    config = FusedLossConfig.from_args(args)
+    LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+    for name, off, flag, reason in _UNSUPPORTED:
+        value = getattr(args, name, None)
+        value = getattr(value, "name", value)  # an enum of Megatron's
+        if value not in (None, *off):
+            raise BurstError(
+                f"{LOSS_FLAG}: cannot run with {flag}, because {reason}; got {name}={value}; leave "
+                "one of them out"
+            )
+
+
+def loss_patches(config: FusedLossConfig | None = None) -> tuple[Patch, ...]:
+    """Models get the fused loss when they are built: Megatron has no hook there for plugins."""
+    return tuple(
+        Patch(
+            owner=owner,
+            name="__init__",
+            parameters=_PARAMETERS[owner],
+            why="attaches the fused loss to models as they are built, whoever builds them",
+            wrap=functools.partial(_attach, config),
+        )
+        for owner in _PARAMETERS
+    )
+
+
+def _attach(config: FusedLossConfig | None, build):
+    def build_with_loss(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        from megatron_burst.mcore.loss import fuse_loss
+
+        fuse_loss(self, config)
+
+    return build_with_loss
+
+
+_OFF = (False, "none", [], ())
+
+# argument, values that are supported, the flag, why others are refused
+_UNSUPPORTED = (
+    ("fp16_lm_cross_entropy", _OFF, "--fp16-lm-cross-entropy", "the loss is in float32"),
+    ("defer_embedding_wgrad_compute", _OFF, "--defer-embedding-wgrad-compute",
+     "the weight's gradient comes with the loss"),
+    ("overlap_moe_expert_parallel_comm", _OFF, "--overlap-moe-expert-parallel-comm",
+     "its schedule computes the loss past the model's forward"),
+    ("cuda_graph_impl", _OFF, "--cuda-graph-impl", "tokens that count are counted on the CPU"),
+    ("enable_cuda_graph", _OFF, "--enable-cuda-graph", "tokens that count are counted on the CPU"),
+    ("logits_load_dir", _OFF, "--logits-load-dir", "distillation needs the logits"),
+    ("modelopt_enabled", _OFF, "--modelopt-enabled", "it replaces the output layer"),
+    ("use_megatron_fsdp", _OFF, "--use-megatron-fsdp", "weights are sharded when they are read"),
+    ("use_torch_fsdp2", _OFF, "--use-torch-fsdp2", "weights are sharded when they are read"),
+)  # fmt: skip
+
+_PARAMETERS = {
+    "megatron.core.models.gpt.gpt_model:GPTModel": (
+        "self", "config", "transformer_layer_spec", "vocab_size", "max_sequence_length",
+        "pre_process", "post_process", "fp16_lm_cross_entropy", "parallel_output",
+        "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
+        "rotary_base", "rope_scaling", "rope_scaling_factor", "scatter_embedding_sequence_parallel",
+        "seq_len_interpolation_factor", "mtp_block_spec", "pg_collection", "vp_stage",
+    ),
+    "megatron.core.models.hybrid.hybrid_model:HybridModel": (
+        "self", "config", "hybrid_stack_spec", "vocab_size", "max_sequence_length",
+        "hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio",
+        "hybrid_override_pattern", "pre_process", "post_process", "fp16_lm_cross_entropy",
+        "parallel_output", "share_embeddings_and_output_weights", "position_embedding_type",
+        "rotary_percent", "rotary_base", "scatter_embedding_sequence_parallel",
+        "seq_len_interpolation_factor", "pg_collection", "vp_stage",
+    ),
+}  # fmt: skip

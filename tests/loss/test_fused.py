@@ -1,0 +1,87 @@
+"""The Triton kernels, in Triton's interpreter on CPU, against plain torch and float64.
+
+The comparison is a function of (kernels, device, ...) that returns numbers: it can be made on a GPU
+too. Catches a wrong mask at the end of a row, merging of tiles, a wrong factor.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from megatron_burst.loss import statistics
+from megatron_burst.loss.statistics import Factor, Stat, Transform
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+SHAPES = [(3, 5), (4, 64), (2, 5000)]  # rows, classes: less than, one and more than a block
+TRANSFORMS = [Transform(), Transform(0.5), Transform(1.5, 4.0)]
+
+
+def tile(shape, dtype, device):
+    """Raw logits with rows that lie apart, targets in the tile and outside, factors."""
+    rows, classes = shape
+    torch.manual_seed(0)
+    raw = (4 * torch.randn(rows, classes + 3, device=device)).to(dtype)[:, :classes]
+    targets = torch.tensor([0, classes - 1, -1, classes][:rows], device=device)
+    factors = torch.randn(len(Factor), rows, device=device)
+    factors[Factor.LSE] = 14.0
+    return raw, targets, factors
+
+
+def compare(kernels, device, shape, dtype, transform, extras):
+    """Largest errors by name: of statistics of two tiles, and of the gradient."""
+    raw, targets, factors = tile(shape, dtype, device)
+    exact, mine = (statistics.empty_statistics(len(raw), like) for like in (raw.double(), raw))
+    for part, target in ((raw, targets), (raw.flip(1) * 0.5, targets + 1)):
+        statistics.merge_statistics(exact, part.double(), target, transform, extras)
+        kernels.merge_statistics(mine, part, target, transform, extras)
+    truth = raw.double()
+    statistics.gradient_(truth, targets, factors.double(), transform)
+    surroundings = raw._base.clone()
+    view = surroundings[:, : shape[1]]
+    kernels.gradient_(view, targets, factors, transform)
+    beyond = surroundings[:, shape[1] :].ne(raw._base[:, shape[1] :]).sum()
+    # where GPUs round to bf16, the interpreter cuts off
+    eps = torch.finfo(dtype).eps
+    excess = (view.double() - truth).abs() - eps * truth.abs()
+    return {
+        "statistics": float(((mine - exact).abs() / exact.abs().clamp_min(1)).max()),
+        "gradient": float((excess / truth.abs().max()).max()),
+        "elsewhere": float(beyond),
+    }
+
+
+def comparisons(device):
+    from megatron_burst.loss import fused
+
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    found = {}
+    for i, shape in enumerate(SHAPES):
+        for j, transform in enumerate(TRANSFORMS):
+            case = shape, dtypes[(i + j) % 3], transform, bool((i + j) % 2)
+            found[str(case)] = compare(fused, device, *case)
+    return found
+
+
+def interpreted():
+    os.environ["TRITON_INTERPRET"] = "1"
+    return comparisons("cpu")
+
+
+def test_kernels_compute_what_plain_torch_does():
+    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = pool.submit(interpreted).result(timeout=200)
+    assert len(found) == 9
+    for case, errors in found.items():
+        assert errors["statistics"] < 3e-6, (case, errors)
+        assert errors["gradient"] < 3e-6, (case, errors)
+        assert errors["elsewhere"] == 0, case
+
+
+def test_statistics_of_no_class_are_neutral():
+    stats = statistics.empty_statistics(2, torch.zeros(1))
+    assert stats[Stat.LSE].isneginf().all() and stats[1:].eq(0).all()

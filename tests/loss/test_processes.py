@@ -1,0 +1,185 @@
+"""The loss over tensor-parallel processes (gloo) against its definition on one.
+
+Catches a vocabulary or sequence that is split otherwise than the ranks hold it, maxima that are
+combined wrongly, collectives that ranks make in another order, and errors that one rank alone sees.
+"""
+
+from dataclasses import asdict, replace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_burst.loss.options import LossOptions
+from tests.loss.oracle import PLAIN, Problem, oracle, random_problem, relative_error
+from tests.ranks import preload, run_ranks
+
+preload("megatron_burst.loss.linear", "tests.loss.oracle")
+ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7)
+
+
+def shard(problem: Problem, rank: int, size: int, sequence_parallel: bool) -> Problem:
+    """What a rank holds, as leaves."""
+    mine = problem.hidden.chunk(size)[rank] if sequence_parallel else problem.hidden
+    part = replace(problem, hidden=mine, weight=problem.weight.chunk(size)[rank].clone())
+    return part.leaves()
+
+
+def errors(rank: int, size: int, sequence_parallel: bool, options, **settings) -> dict:
+    """Of loss and this rank's gradients."""
+    from megatron_burst import linear_cross_entropy
+
+    problem = random_problem(s=12, vocab=40)
+    problem.weight[:20] += 30  # maxima of the parts are far apart
+    truth, ours = problem.leaves(), shard(problem, rank, size, sequence_parallel)
+    reduction = settings.get("reduction", "mean")
+    weights = problem.loss_mask * 3 if reduction == "none" else 1.5
+    (oracle(truth, options, reduction)[0] * weights).sum().backward()
+    loss = linear_cross_entropy(
+        ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=dist.group.WORLD,
+        sequence_parallel=sequence_parallel, **asdict(options), **settings,
+    )  # fmt: skip
+    (loss * weights).sum().backward()
+    grad = truth.hidden.grad.chunk(size)[rank] if sequence_parallel else truth.hidden.grad
+    return {
+        "loss": relative_error(loss, oracle(problem, options, reduction)[0]),
+        "hidden": relative_error(ours.hidden.grad, grad),
+        "weight": relative_error(ours.weight.grad, truth.weight.grad.chunk(size)[rank]),
+    }
+
+
+def all_errors(rank, size):
+    found = {}
+    for sequence_parallel in (False, True):
+        for options in (PLAIN, ALL):
+            for grads in ("recompute", "forward"):
+                for chunk in (size, 5 * size, "auto"):
+                    case = f"{sequence_parallel=} {options=} {grads=} {chunk=}"
+                    reduction = "none" if options is ALL else "mean"
+                    found[case] = errors(
+                        rank, size, sequence_parallel, options, grads=grads, chunk_tokens=chunk,
+                        reduction=reduction,
+                    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_gradients_are_those_of_one_rank(size):
+    for results in run_ranks(all_errors, size, size):
+        assert len(results) == 24
+        for case, found in results.items():
+            assert max(found.values()) < 1e-12, (case, found)
+
+
+def collectives(rank):
+    """How often each collective is called in forward, by how gradients come about."""
+    from megatron_burst import linear_cross_entropy
+
+    found = {}
+    for grads in ("recompute", "forward"):
+        ours = shard(random_problem(s=12, mask=False), rank, 2, False)
+        with mock.patch.object(
+            dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor
+        ) as gathered:
+            linear_cross_entropy(
+                ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, chunk_tokens=6,
+                grads=grads,
+            )  # fmt: skip
+        found[grads] = gathered.call_count
+    return found
+
+
+def test_statistics_of_all_tokens_are_combined_in_one_collective():
+    assert run_ranks(collectives, 2) == [{"recompute": 1, "forward": 4}] * 2
+
+
+def refusals(rank):
+    """What each rank is told, and that it goes on well afterwards."""
+    from megatron_burst import linear_cross_entropy
+    from megatron_burst.errors import BurstError
+
+    said = []
+
+    def ask(change, **settings):
+        ours = change(shard(random_problem(mask=False), rank, 2, False))
+        with pytest.raises(BurstError) as raised:
+            linear_cross_entropy(
+                ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, **settings
+            )
+        said.append(str(raised.value))
+
+    def spoil_labels(ours):
+        ours.labels[0, 0] = 40 if rank == 1 else 0
+        return ours
+
+    ask(spoil_labels)
+    # options that no rank has called with: who alone brings something new waits in vain
+    bad_dtype = dict(logit_scale=0.5)
+    ask(lambda ours: replace(ours, weight=ours.weight.bfloat16()) if rank else ours, **bad_dtype)
+    ask(lambda ours: replace(ours, weight=ours.weight[: 20 - rank]), logit_scale=0.25)
+    ask(lambda ours: ours, z_loss=0.1 * (rank + 1))
+    found = errors(rank, 2, True, PLAIN)
+    return said, max(found.values())
+
+
+def test_what_is_wrong_on_one_rank_alone_is_refused_on_all():
+    for rank, (said, error) in enumerate(run_ranks(refusals, 2)):
+        assert error < 1e-12
+        labels, dtype, vocab, options = said
+        assert f"got {['some on another rank', [40]][rank]}" in labels
+        assert "float64 and torch.bfloat16; cast one of them (tp rank 1)" in dtype
+        assert "weight=(20, 16)" in vocab and "weight=(19, 16)" in vocab
+        assert "--make-vocab-size-divisible-by" in vocab
+        assert (
+            "z_loss=0.1" in options
+            and "z_loss=0.2" in options
+            and "give all ranks the same" in options
+        )
+
+
+def poison(rank):
+    """A label out of range on rank 1 alone where nobody looks, as on a GPU."""
+    from megatron_burst import linear_cross_entropy
+    from megatron_burst.loss import checks
+
+    checks._check_labels = lambda *arguments: None
+    found = []
+    for grads in ("recompute", "forward"):
+        ours = shard(random_problem(mask=False), rank, 2, False)
+        ours.labels[3, 1] = 40 if rank == 1 else 5
+        losses = linear_cross_entropy(
+            ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, reduction="none",
+            grads=grads,
+        )  # fmt: skip
+        losses.sum().backward()
+        found.append((losses.isnan().nonzero().tolist(), bool(ours.weight.grad.isnan().all())))
+    return found
+
+
+def test_a_wrong_label_on_one_rank_makes_the_loss_nan_on_all():
+    assert run_ranks(poison, 2) == [[([[3, 1]], True)] * 2] * 2
+
+
+def log_probs(rank):
+    from megatron_burst import token_log_probs
+
+    problem = random_problem()
+    truth, ours = problem.leaves(), shard(problem, rank, 2, True)
+    loss, _, entropy = oracle(truth, PLAIN, "none")
+    got = token_log_probs(
+        ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask,
+        tp_group=dist.group.WORLD, sequence_parallel=True,
+    )  # fmt: skip
+    (2 * entropy - loss).sum().backward()
+    (2 * got.entropy + got.log_probs).sum().backward()
+    return [
+        relative_error(got.log_probs, -loss),
+        relative_error(got.entropy, entropy),
+        relative_error(ours.hidden.grad, truth.hidden.grad.chunk(2)[rank]),
+        relative_error(ours.weight.grad, truth.weight.grad.chunk(2)[rank]),
+    ]
+
+
+def test_log_probabilities_and_entropy_over_two_ranks():
+    for found in run_ranks(log_probs, 2):
+        assert max(found) < 1e-12, found
