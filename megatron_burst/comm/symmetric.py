@@ -1,6 +1,7 @@
 """Slots in torch's symmetric memory: GPUs of one host read each other's, by copy engine."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,9 @@ class SymmetricPool:
             }
             for handle in handles
         ]
-        barriers = [handle.barrier for handle in handles]
+        # a rank that waits longer than NCCL would ends with an error, instead of for ever
+        patience = int(self._board.timeout_s * 1000)
+        barriers = [partial(handle.barrier, timeout_ms=patience) for handle in handles]
         return PulledSlots(of_all, barriers, self._cp_rank, torch.cuda.Stream(device, priority=-1))
 
     def _wait_for_all(self, device: torch.device) -> None:

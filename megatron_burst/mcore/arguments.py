@@ -1,77 +1,21 @@
-"""Burst's flags in Megatron's argument parser, and what must hold when they ask for burst."""
+"""What must hold when Megatron's arguments ask for burst, and what then follows."""
 
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import get_args, get_type_hints
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import backends
-from megatron_burst.mcore.keep_arguments import add_keep_flags, check_keep_args
-from megatron_burst.mcore.loss_flags import (
-    add_loss_flags,
-    check_loss_args,
-    loss_patches,
-    wants_fused_loss,
-)
+from megatron_burst.mcore.flags import add_flags
+from megatron_burst.mcore.keep_arguments import check_keep_args
+from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
 
 
-def add_flags(add_megatron_arguments):
-    """Replacement of `add_megatron_arguments` that adds burst's group of flags."""
+def with_flags(add_megatron_arguments):
+    """Replacement of `add_megatron_arguments` that adds burst's flags."""
 
     def add_all(parser: ArgumentParser) -> ArgumentParser:
         parser = add_megatron_arguments(parser)
-        group = parser.add_argument_group("burst", "context parallelism by BurstAttention")
-        hints = get_type_hints(BurstConfig)
-        group.add_argument(
-            "--context-parallel-impl",
-            choices=["megatron", "burst"],
-            default="megatron",
-            help="burst: BurstAttention over nested rings instead of Megatron's own",
-        )
-        group.add_argument(
-            "--burst-hosts", type=int, metavar="N", help="pretend that the ranks span N hosts"
-        )
-        group.add_argument(
-            "--burst-intra",
-            choices=get_args(hints["intra"]),
-            help="inside a host: ring passes shards on, gather collects a few heads at a time",
-        )
-        group.add_argument(
-            "--burst-heads-per-round", type=int, metavar="N", help="key heads gathered at a time"
-        )
-        group.add_argument(
-            "--burst-deterministic",
-            action="store_true",
-            default=None,
-            help="bitwise the same gradients every time",
-        )
-        group.add_argument(
-            "--burst-circulate",
-            choices=get_args(hints["circulate"]),
-            help="what travels in backward; auto takes what has fewer bytes",
-        )
-        group.add_argument(
-            "--burst-backend", choices=["auto", *backends()], help="attention kernel"
-        )
-        group.add_argument(
-            "--burst-grad-wire",
-            choices=get_args(hints["grad_wire"]),
-            help="dtype of gradients between ranks: accumulate is fp32, input the model's",
-        )
-        group.add_argument(
-            "--burst-transfer",
-            choices=get_args(hints["transfer"]),
-            help="inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
-        )
-        group.add_argument(
-            "--burst-nccl-ctas", type=int, metavar="N", help="most thread blocks of a transfer"
-        )
-        group.add_argument(
-            "--burst-timeout-s", type=float, metavar="S", help="seconds a rank waits for others"
-        )
-        add_keep_flags(group)
-        add_loss_flags(parser)
+        add_flags(parser)
         return parser
 
     return add_all

@@ -1,34 +1,8 @@
-"""The flags of keeping attention's results across recomputation, and what must hold for them."""
+"""What must hold for attention's results to be kept across recomputation."""
 
 from argparse import Namespace
-from typing import get_args, get_type_hints
 
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-
-
-def add_keep_flags(group) -> None:
-    """The flags of keeping attention's results across recomputation."""
-    group.add_argument(
-        "--burst-keep",
-        choices=get_args(get_type_hints(BurstConfig)["keep"]),
-        help="which of attention's results stay for the replay of a recomputed layer",
-    )
-    group.add_argument(
-        "--burst-keep-layers", type=int, metavar="N", help="of a stage; the others recompute"
-    )
-    for name, meaning in (
-        ("offload", "put what is kept into pinned host memory"),
-        ("offload-inputs", "and the inputs of recomputed layers too"),
-        ("debug", "compare a replay's inputs with the first pass's"),
-    ):
-        flag = f"--burst-keep-{name}"
-        group.add_argument(flag, action="store_true", default=None, help=meaning)
-    for name, meaning in (
-        ("host-gib", "most host memory of a rank for what is kept"),
-        ("budget-gib", "device memory of a rank that --burst-keep auto may fill"),
-    ):
-        group.add_argument(f"--burst-keep-{name}", type=float, metavar="GIB", help=meaning)
 
 
 def check_keep_args(args: Namespace) -> None:

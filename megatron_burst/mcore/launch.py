@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -11,18 +12,14 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
+from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep import input_patch, keep_patches
-from megatron_burst.mcore.loss_flags import loss_patches
+from megatron_burst.mcore.loss_arguments import loss_patches
 from megatron_burst.patching import Patch
 
-_USAGE = """usage: [torchrun ...] python -m megatron_burst SCRIPT [script's arguments]
-
-Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own:
-  --context-parallel-impl {megatron,burst}   burst: BurstAttention instead of Megatron's ring
-  --burst-hosts N  --burst-circulate {auto,kv,q}  --burst-backend NAME  --burst-grad-wire ...
-  --burst-keep {none,half,all,auto}          attention is not computed again where layers are
-  --burst-fused-loss                         the LM head's loss without all logits
-Without --context-parallel-impl burst the script runs as it would without megatron_burst.
+_USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
+_MEANING = "Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own."
+_REST = """Without --context-parallel-impl burst the script runs as it would without megatron_burst.
 On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
 
 
@@ -40,7 +37,7 @@ def flag_patches() -> tuple[Patch, ...]:
             name="add_megatron_arguments",
             parameters=("parser",),
             why="adds burst's flags: Megatron's parser has no hook for plugins",
-            wrap=arguments.add_flags,
+            wrap=arguments.with_flags,
         ),
         Patch(
             owner="megatron.training.arguments",
@@ -84,7 +81,9 @@ def run_script(argv: list[str]) -> None:
         BurstError: if there is no such script, or no GPU and no --distributed-backend gloo.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE)
+        parser = ArgumentParser(usage=_USAGE, description=_MEANING, epilog=_REST, add_help=False)
+        add_flags(parser)
+        parser.print_help()
         return
     script = Path(argv[0])
     if not script.is_file():

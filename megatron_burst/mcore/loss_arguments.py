@@ -1,34 +1,13 @@
-"""`--burst-fused-loss` in Megatron's argument parser; independent of burst attention."""
+"""What must hold for `--burst-fused-loss`, and its patches; independent of burst attention."""
 
 import functools
-from argparse import ArgumentParser, Namespace
-from typing import get_args, get_type_hints
+from argparse import Namespace
 
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.options import LossOptions
+from megatron_burst.mcore.flags import LOSS_FLAG
 from megatron_burst.patching import Patch
-
-LOSS_FLAG = "--burst-fused-loss"
-
-
-def add_loss_flags(parser: ArgumentParser) -> None:
-    """Add the flags."""
-    group = parser.add_argument_group("burst loss", "LM head and loss without logits")
-    group.add_argument(
-        LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
-    )
-    group.add_argument(
-        "--burst-loss-grads",
-        choices=get_args(get_type_hints(FusedLossConfig)["grads"]),
-        help="recompute: logits again in backward; forward: gradients along with the loss",
-    )
-    for name, meaning in (
-        ("label-smoothing", "probability dealt out over other classes"),
-        ("z-loss", "weight of the squared log-sum-exp"),
-        ("softcap", "bound of the logits"),
-    ):
-        group.add_argument(f"--burst-loss-{name}", type=float, metavar="X", help=meaning)
 
 
 def wants_fused_loss(args: Namespace) -> bool:

@@ -1,0 +1,77 @@
+"""Burst's flags in Megatron's argument parser: each sets the field of its name in a configuration.
+
+Types and legal values are the field's; here is what each means.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.kernels.backends import backends
+
+LOSS_FLAG = "--burst-fused-loss"
+
+_ATTENTION = {
+    "hosts": "pretend that the ranks span N hosts",
+    "intra": "inside a host: ring passes shards on, gather collects a few heads at a time",
+    "heads_per_round": "key heads gathered at a time",
+    "deterministic": "bitwise the same gradients every time",
+    "circulate": "what travels in backward; auto takes what has fewer bytes",
+    "backend": "attention kernel",
+    "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's",
+    "transfer": "inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
+    "nccl_ctas": "most thread blocks of a transfer",
+    "timeout_s": "seconds a rank waits for others",
+    "keep": "which of attention's results stay for the replay of a recomputed layer",
+    "keep_layers": "of a stage; the others recompute",
+    "keep_offload": "put what is kept into pinned host memory",
+    "keep_offload_inputs": "and the inputs of recomputed layers too",
+    "keep_debug": "compare a replay's inputs with the first pass's",
+    "keep_host_gib": "most host memory of a rank for what is kept",
+    "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
+}
+_LOSS = {
+    "grads": "recompute: logits again in backward; forward: gradients along with the loss",
+    "label_smoothing": "probability dealt out over other classes",
+    "z_loss": "weight of the squared log-sum-exp",
+    "softcap": "bound of the logits",
+}
+_METAVARS = {"gib": "GIB", "s": "S"}  # of units at the end of a name
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add all of burst's flags to a parser."""
+    group = parser.add_argument_group("burst", "context parallelism by BurstAttention")
+    group.add_argument(
+        "--context-parallel-impl",
+        choices=["megatron", "burst"],
+        default="megatron",
+        help="burst: BurstAttention over nested rings instead of Megatron's own",
+    )
+    _add_fields(group, "burst", BurstConfig, _ATTENTION)
+    group = parser.add_argument_group("burst loss", "LM head and loss without logits")
+    group.add_argument(
+        LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
+    )
+    _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
+
+
+def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -> None:
+    kinds = get_type_hints(config)
+    for name, meaning in meanings.items():
+        flag = f"--{prefix}-{name}".replace("_", "-")
+        group.add_argument(flag, help=meaning, **_options(name, kinds[name]))
+
+
+def _options(name: str, kind: object) -> dict:
+    """How argparse reads a field's value; nothing given means None."""
+    if name == "backend":
+        return {"choices": ["auto", *backends()]}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": "store_true", "default": None}
+    number = int if int in (kind, *get_args(kind)) else float
+    unit = name.rpartition("_")[2]
+    return {"type": number, "metavar": _METAVARS.get(unit, "N" if number is int else "X")}

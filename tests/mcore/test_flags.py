@@ -1,0 +1,56 @@
+"""Flags: each field of a configuration has one, and what is given reaches it."""
+
+from argparse import ArgumentParser
+from dataclasses import fields
+
+import pytest
+
+from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.mcore.flags import add_flags
+
+FLAGS = """--burst-keep half --burst-keep-layers 3 --burst-keep-offload --burst-keep-offload-inputs
+    --burst-keep-debug --burst-keep-host-gib 2.5"""
+
+
+def parsed(flags):
+    parser = ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(flags.split())
+
+
+def config(flags):
+    return BurstConfig.from_args(parsed(flags))
+
+
+def test_every_flag_reaches_the_configuration():
+    assert config("") == BurstConfig()
+    assert config(FLAGS) == BurstConfig(
+        keep="half", keep_layers=3, keep_offload=True, keep_offload_inputs=True, keep_debug=True,
+        keep_host_gib=2.5,
+    )  # fmt: skip
+    auto = config("--burst-keep auto --burst-keep-budget-gib 4")
+    assert auto == BurstConfig(keep="auto", keep_budget_gib=4.0)
+
+
+def test_every_field_has_a_flag():
+    """Overlap is switched off by benchmarks only."""
+    names = vars(parsed("")).keys()
+    wanted = {f"burst_{field.name}" for field in fields(BurstConfig)} - {"burst_overlap"}
+    wanted |= {f"burst_loss_{field.name}" for field in fields(FusedLossConfig)}
+    assert names == wanted | {"context_parallel_impl", "burst_fused_loss"}
+    assert set(vars(parsed("")).values()) == {None, False, "megatron"}
+
+
+@pytest.mark.parametrize(
+    "flags", ["--burst-hosts two", "--burst-keep most", "--burst-keep-debug 1"]
+)
+def test_values_are_checked(flags, capsys):
+    with pytest.raises(SystemExit):
+        parsed(flags)
+    assert "usage" in capsys.readouterr().err
+
+
+def test_numbers_are_whole_where_they_count_something():
+    given = config("--burst-heads-per-round 2 --burst-timeout-s 1.5")
+    assert (given.heads_per_round, given.timeout_s) == (2, 1.5)
+    assert type(given.heads_per_round) is int
