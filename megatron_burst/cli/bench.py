@@ -160,6 +160,43 @@ def recompute(
 
 
 @app.command()
+def loss(
+    tokens: Annotated[str, Option(help="of all ranks together, e.g. 8K,32K,128K")] = "",
+    hidden: Annotated[str, Option(help="width of the hidden states, e.g. 4096,8192")] = "",
+    vocab: Annotated[str, Option(help="classes of all ranks, e.g. 32K,128K")] = "",
+    preset: Annotated[Literal["quick", "full"], Option(help="what is not listed")] = "quick",
+    impl: Annotated[
+        list[str] | None, Option(help="repeatable, e.g. burst:forward, megatron:fused, liger")
+    ] = None,
+    dtype: Annotated[str, Option(help="default: bfloat16 on GPUs, float32 on CPU")] = "",
+    out: Annotated[Path, Option(help="CSV to append to")] = Path("loss.csv"),
+    reps: Annotated[int, Option(min=1)] = 5,
+    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
+    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+) -> None:
+    """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
+    from megatron_burst.cli.bench_loss import LossPlan, measure
+    from megatron_burst.cli.loss_peers import LOSS_PRESETS, LossCase, peers_of
+    from megatron_burst.cli.loss_table import draw_if_possible, loss_table
+    from megatron_burst.cli.world import started
+
+    with _in_one_sentence(), started(device, None) as world:
+        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+        given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
+        widths, vocabularies, lengths = (
+            counts(text, option) if text else default
+            for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
+        )
+        cases = [LossCase(n, h, v, dtype) for h in widths for v in vocabularies for n in lengths]
+        plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
+        rows = measure(plan, world, typer.echo)
+        if world.rank == 0 and rows:
+            typer.echo(loss_table(rows))
+            for path in draw_if_possible(rows, out.with_suffix("")):
+                typer.echo(path)
+
+
+@app.command()
 def table(
     csvs: Csvs,
     pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",

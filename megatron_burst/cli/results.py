@@ -1,9 +1,10 @@
-"""Rows of the results: one a measurement, in a CSV that is appended to."""
+"""Rows of results: one a measurement, in a CSV that is appended to."""
 
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_burst.errors import BurstError
 
@@ -56,32 +57,42 @@ class Row:
     note: str = ""
 
 
-COLUMNS = tuple(field.name.rstrip("_") for field in fields(Row))
+def columns_of(kind: type) -> tuple[str, ...]:
+    """Columns of a CSV of such rows."""
+    return tuple(field.name.rstrip("_") for field in fields(kind))
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
+COLUMNS = columns_of(Row)
+
+
+def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
     """Add rows to a CSV, with a head line where it is new; on disk when this returns.
+
+    Args:
+        path: of the file.
+        rows: all of one dataclass.
+        kind: that class.
 
     Raises:
         BurstError: if the file has other columns.
     """
     is_new = not path.exists()
-    check_appendable(path)
+    check_appendable(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(COLUMNS)
+            writer.writerow(columns_of(kind))
         writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
 
 
-def check_appendable(path: Path) -> None:
+def check_appendable(path: Path, kind: type = Row) -> None:
     """Refuse a file that exists and has other columns."""
     if path.exists():
-        _check_columns(path)
+        _check_columns(path, kind)
 
 
-def read(paths: Sequence[Path]) -> list[Row]:
+def read(paths: Sequence[Path], kind: type = Row) -> list[Any]:
     """The rows of all files, in order.
 
     Raises:
@@ -89,27 +100,32 @@ def read(paths: Sequence[Path]) -> list[Row]:
     """
     rows = []
     for path in paths:
-        _check_columns(path)
+        _check_columns(path, kind)
         with path.open(newline="") as file:
-            rows += [_row(record) for record in csv.DictReader(file)]
+            rows += [_row(record, kind) for record in csv.DictReader(file)]
     if not rows:
         raise BurstError(
             f"{_WHO}: there must be a measurement to show, because an empty table says nothing; "
-            f"got no row in {', '.join(map(str, paths))}; run bench attention first"
+            f"got no row in {', '.join(map(str, paths))}; run bench {_command(kind)} first"
         )
     return rows
 
 
-def _check_columns(path: Path) -> None:
+def _command(kind: type) -> str:
+    return "attention" if kind is Row else "loss"
+
+
+def _check_columns(path: Path, kind: type) -> None:
     head = []
     if path.exists():
         with path.open(newline="") as file:
             head = next(csv.reader(file), [])
-    if tuple(head) != COLUMNS:
+    columns = columns_of(kind)
+    if tuple(head) != columns:
         got = f"the columns {','.join(head)}" if path.exists() else "no such file"
         raise BurstError(
-            f"{_WHO}: {path} must be a CSV with the columns {','.join(COLUMNS)}, because rows of "
-            f"all runs are compared; got {got}; name a file that bench attention wrote"
+            f"{_WHO}: {path} must be a CSV with the columns {','.join(columns)}, because rows of "
+            f"all runs are compared; got {got}; name a file that bench {_command(kind)} wrote"
         )
 
 
@@ -119,12 +135,12 @@ def _cell(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _row(record: dict[str, str]) -> Row:
+def _row(record: dict[str, str], kind: type) -> Any:
     values = {}
-    for field in fields(Row):
+    for field in fields(kind):
         text = record[field.name.rstrip("_")]
         if field.type in (int, str):
             values[field.name] = field.type(text)
         else:
             values[field.name] = float(text) if text else None
-    return Row(**values)
+    return kind(**values)

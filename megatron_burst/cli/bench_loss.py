@@ -1,0 +1,213 @@
+"""Measures the LM head and loss beside its peers: the run loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import monotonic
+
+import torch
+
+from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.loss_peers import HeadTensors, LossCase, LossPeer, draw, truth_of
+from megatron_burst.cli.results import append, check_appendable
+from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
+from megatron_burst.cli.world import World
+
+_CHECKED_TOKENS = 1024
+_TOLERANCE = 0.05
+_MATMUL = {"cuda": 8192, "cpu": 512}  # side of the square product that the rate is measured with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRow:
+    """One implementation's measurement of one head; fields are columns.
+
+    Attributes:
+        date, versions, gpu: see `results.Row`.
+        ranks: that share the vocabulary.
+        tokens, hidden, vocab, dtype: see `LossCase`.
+        impl: name of the implementation.
+        ms, ms_min, ms_max: forward and backward, on the slowest rank: median and spread.
+        gemm_efficiency: three GEMMs' operations / ms / the measured rate of a square matmul.
+        matmul_tflops: that rate.
+        peak_gib: memory above inputs, weight, dX and one float32 gradient of the weight.
+        error_loss, error_dhidden, error_dweight: |x - truth| / |truth| of the first 1024 tokens.
+        status: "ok" or "failed".
+        note: the reason if it is not ok.
+    """
+
+    date: str
+    versions: str
+    gpu: str
+    ranks: int
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    impl: str
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    gemm_efficiency: float | None = None
+    matmul_tflops: float | None = None
+    peak_gib: float | None = None
+    error_loss: float | None = None
+    error_dhidden: float | None = None
+    error_dweight: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LossPlan:
+    """What a run measures.
+
+    Attributes:
+        cases: heads, in order.
+        peers: what each is measured with.
+        reps: repetitions.
+        budget_s: seconds after which nothing new is started; None: no end.
+        out: CSV that rank 0 appends to; None: nowhere.
+    """
+
+    cases: Sequence[LossCase]
+    peers: Sequence[LossPeer]
+    reps: int = 5
+    budget_s: float | None = None
+    out: Path | None = None
+
+
+def measure(plan: LossPlan, world: World, say: Callable[[str], None] = print) -> list[LossRow]:
+    """Run a plan on all ranks together; returns the rows, on every rank.
+
+    Args:
+        plan: the same on all ranks.
+        world: all ranks; they share the vocabulary.
+        say: tells rank 0's user how far it is.
+
+    Raises:
+        BurstError: if `plan.out` has other columns.
+    """
+    if plan.out and world.rank == 0:
+        check_appendable(plan.out, LossRow)
+    began, rate, rows = monotonic(), matmul_tflops(world, plan.cases[0].dtype), []
+    for number, case in enumerate(plan.cases):
+        if world.decide(plan.budget_s is not None and monotonic() - began > plan.budget_s):
+            break
+        if world.rank == 0:
+            say(f"{number + 1} of {len(plan.cases)}: {case}")
+        made = _Head(case, plan, world, rate).rows(began)
+        if plan.out and world.rank == 0:
+            append(plan.out, made, LossRow)
+        rows += made
+    return rows
+
+
+def matmul_tflops(world: World, dtype: str) -> float:
+    """What this machine's matmul reaches, TFLOP/s of the slowest rank; the best of five."""
+    side = _MATMUL[world.device.type]
+    a, b = (torch.randn(side, side, device=world.device).to(getattr(torch, dtype)) for _ in "ab")
+    best = min(timed_ms(lambda: a @ b, world) for _ in range(5))
+    return 2 * side**3 / max(world.gather(best)) / 1e9
+
+
+@dataclass(slots=True)
+class _Trial:
+    """How an implementation did alone: errors of loss, dX, dW; peak memory; why it failed."""
+
+    errors: tuple[float | None, ...] = (None, None, None)
+    peak_gib: float | None = None
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class _Head:
+    """All implementations on one head."""
+
+    case: LossCase
+    plan: LossPlan
+    world: World
+    rate: float
+    trials: dict[str, _Trial] = field(default_factory=dict)
+
+    def rows(self, began: float) -> list[LossRow]:
+        """Measure, and let everything go."""
+        world, budget = self.world, self.plan.budget_s
+        x = draw(self.case, world.rank, world.device, world.group)
+        small = x.first(_CHECKED_TOKENS)
+        truth = truth_of(small)
+        for peer in self.plan.peers:
+            self.trials[peer.name] = self._try_out(peer, x, small, truth)
+        able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
+        runs = {peer.name: partial(self._run, peer, x) for peer in able}
+
+        def over() -> bool:
+            return budget is not None and monotonic() - began > budget
+
+        times = interleave(runs, dict.fromkeys(runs, self.plan.reps), world, over)
+        gpu = gpu_state(world.device)
+        made = [self._row(peer, times.get(peer.name), gpu) for peer in self.plan.peers]
+        del x, small, truth, runs
+        clean_up(world)
+        return made
+
+    def _run(self, peer: LossPeer, x: HeadTensors) -> None:
+        if peer.into_main_grad != hasattr(x.weight, "main_grad"):
+            self._give_buffer(peer, x)
+        peer.run(x)
+
+    def _give_buffer(self, peer: LossPeer, x: HeadTensors) -> None:
+        """Only those have Megatron's buffer who add to it."""
+        if hasattr(x.weight, "main_grad"):
+            del x.weight.main_grad, x.weight.grad_added_to_main_grad
+        peer.prepare(x)
+
+    def _try_out(self, peer: LossPeer, x: HeadTensors, small: HeadTensors, truth) -> _Trial:
+        world = self.world
+        failure = next(filter(None, world.gather(peer.refusal(world.size))), None)
+        errors: list[float] = []
+
+        def check() -> None:
+            self._give_buffer(peer, small)
+            got = zip(peer.run(small), truth, strict=True)
+            errors[:] = [float((a.double() - b).norm() / b.norm()) for a, b in got]
+
+        failure = failure or attempt(check, world)
+        worst = [max(each) for each in zip(*world.gather(errors), strict=True)]
+        if not failure and not max(worst) <= _TOLERANCE:
+            failure = f"its results are wrong: loss, dX, dW are off by {worst}"
+        failure = failure or attempt(lambda: self._give_buffer(peer, x), world)
+        failure = failure or attempt(partial(peer.run, x), world)  # compiles, grows buffers
+        clean_up(world)
+        memory = Memory(world)
+        memory.restart()
+        failure = failure or attempt(partial(peer.run, x), world)
+        outputs = x.hidden.nbytes + (0 if peer.into_main_grad else 4 * x.weight.numel())
+        peak = None if failure else memory.peak_gib(outputs)
+        clean_up(world)
+        return _Trial(tuple(worst) or (None,) * 3, peak, failure)
+
+    def _row(self, peer: LossPeer, ms: list[float] | None, gpu: str) -> LossRow:
+        trial, measured = self.trials[peer.name], {}
+        if ms:
+            middle = median(ms)
+            tflops = self.case.flops(self.world.size) / middle / 1e9
+            measured = {
+                "ms": middle,
+                "ms_min": min(ms),
+                "ms_max": max(ms),
+                "gemm_efficiency": tflops / self.rate,
+                "peak_gib": None if trial.peak_gib is None else max(trial.peak_gib, 0.0),
+            }
+        names = ("error_loss", "error_dhidden", "error_dweight")
+        return LossRow(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions(), gpu=gpu, ranks=self.world.size, **asdict(self.case),
+            impl=peer.name, matmul_tflops=self.rate, **measured,
+            **dict(zip(names, trial.errors, strict=True)),
+            status="ok" if ms else "failed",
+            note=trial.failure or (f"{len(ms)} repetitions" if ms else "time was up"),
+        )  # fmt: skip

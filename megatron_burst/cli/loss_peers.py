@@ -1,0 +1,214 @@
+"""Ways to compute an LM head's loss and gradients, for `bench loss`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.linear import linear_cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class LossCase:
+    """One head and batch.
+
+    Attributes:
+        tokens: of all tensor-parallel ranks together; each has all of them.
+        hidden: width of the hidden states.
+        vocab: classes of all ranks.
+        dtype: torch's name.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+
+    def flops(self, ranks: int) -> float:
+        """Operations of a rank: three GEMMs of [tokens, hidden, classes]."""
+        return 3 * 2.0 * self.tokens * self.hidden * self.vocab / ranks
+
+
+_K = 1024
+LOSS_PRESETS = {  # widths, vocabularies, tokens
+    "quick": ((4096,), (128 * _K,), (8 * _K, 32 * _K, 128 * _K)),
+    "full": (
+        (4096, 8192), (32 * _K, 128 * _K, 256 * _K), (8 * _K, 32 * _K, 128 * _K, 256 * _K),
+    ),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class HeadTensors:
+    """A rank's tensors.
+
+    Attributes:
+        hidden: [tokens, h], the same on all ranks; takes a gradient.
+        weight: [vocab / ranks, h]; takes a gradient.
+        labels: [tokens] int64.
+        group: of the ranks that share the vocabulary.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    group: dist.ProcessGroup
+
+    def first(self, tokens: int) -> "HeadTensors":
+        """The same head with the first tokens only; shares no gradient."""
+        hidden, weight = (x.detach().clone() for x in (self.hidden[:tokens], self.weight))
+        leaves = (x.requires_grad_() for x in (hidden, weight))
+        return HeadTensors(*leaves, self.labels[:tokens], self.group)
+
+
+def draw(case: LossCase, rank: int, device: torch.device, group) -> HeadTensors:
+    """Random tensors of a rank; logits have a deviation of about 1."""
+    options = {"device": device, "dtype": getattr(torch, case.dtype)}
+    shared = torch.Generator(device).manual_seed(3)
+    hidden = torch.randn(case.tokens, case.hidden, generator=shared, **options)
+    labels = torch.randint(0, case.vocab, (case.tokens,), generator=shared, device=device)
+    own = torch.Generator(device).manual_seed(100 + rank)
+    shape = case.vocab // group.size(), case.hidden
+    weight = torch.randn(*shape, generator=own, **options) * case.hidden**-0.5
+    return HeadTensors(hidden.requires_grad_(), weight.requires_grad_(), labels, group)
+
+
+Mean = Callable[[HeadTensors], Tensor]  # the mean loss, differentiable
+
+
+def burst(grads: str, x: HeadTensors) -> Tensor:
+    return linear_cross_entropy(x.hidden, x.weight, x.labels, tp_group=x.group, grads=grads)
+
+
+def megatron(fused: bool, x: HeadTensors) -> Tensor:
+    native = import_module("megatron_burst.mcore.native_loss")
+    return native.native_mean_loss(x.hidden, x.weight, x.labels, x.group, fused)
+
+
+def torchs(x: HeadTensors) -> Tensor:
+    return F.cross_entropy(F.linear(x.hidden, x.weight).float(), x.labels)
+
+
+def torchs_linear(x: HeadTensors) -> Tensor:
+    return F.linear_cross_entropy(x.hidden, x.weight, x.labels)
+
+
+def liger(x: HeadTensors) -> Tensor:
+    module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    return module.LigerFusedLinearCrossEntropyLoss()(x.weight, x.hidden, x.labels)
+
+
+def cce(x: HeadTensors) -> Tensor:
+    return import_module("cut_cross_entropy").linear_cross_entropy(x.hidden, x.weight, x.labels)
+
+
+def quack(x: HeadTensors) -> Tensor:
+    module = import_module("quack.linear_cross_entropy")
+    return module.chunked_linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="mean")
+
+
+@dataclass(frozen=True, slots=True)
+class LossPeer:
+    """One implementation.
+
+    Attributes:
+        name: what the user calls it.
+        mean: computes the mean loss.
+        package: that must be installed; None: nothing more.
+        shards: whether it knows of a vocabulary that is dealt out.
+        into_main_grad: whether it adds to Megatron's float32 buffer of the weight's gradient.
+    """
+
+    name: str
+    mean: Mean
+    package: str | None = None
+    shards: bool = False
+    into_main_grad: bool = False
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why it cannot run, or None."""
+        if self.package and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.name == "torch:linear" and not hasattr(F, "linear_cross_entropy"):
+            return f"torch {torch.__version__} has no linear_cross_entropy"
+        if ranks > 1 and not self.shards:
+            return f"it wants the whole vocabulary on one rank; got {ranks} ranks"
+        return None
+
+    def prepare(self, x: HeadTensors) -> None:
+        """Make the buffer that gradients are added to, where it has one."""
+        if self.into_main_grad and x.weight.dtype != torch.float64:
+            x.weight.main_grad = torch.zeros_like(x.weight, dtype=torch.float32)
+            x.weight.grad_added_to_main_grad = False
+
+    def run(self, x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, dX, dW) of a forward and a backward pass."""
+        x.hidden.grad = x.weight.grad = None
+        main_grad = getattr(x.weight, "main_grad", None)
+        if main_grad is not None:
+            main_grad.zero_()
+        loss = self.mean(x)
+        loss.backward()
+        dhidden, x.hidden.grad = x.hidden.grad, None
+        dweight, x.weight.grad = x.weight.grad, None
+        return loss.detach(), dhidden, dweight if main_grad is None else main_grad
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        LossPeer("burst:recompute", partial(burst, "recompute"), None, True, True),
+        LossPeer("burst:forward", partial(burst, "forward"), None, True, True),
+        LossPeer("megatron:fused", partial(megatron, True), "megatron", True),
+        LossPeer("megatron:unfused", partial(megatron, False), "megatron", True),
+        LossPeer("torch", torchs),
+        LossPeer("torch:linear", torchs_linear),
+        LossPeer("liger", liger, "liger_kernel"),
+        LossPeer("cce", cce, "cut_cross_entropy"),
+        LossPeer("quack", quack, "quack"),
+    )
+}
+
+
+def peers_of(names) -> tuple[LossPeer, ...]:
+    """The implementations of a list of names; none named means all.
+
+    Raises:
+        BurstError: if there is no such implementation.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise BurstError(
+            "bench loss: --impl must name an implementation that there is, because each is called "
+            f"in its own way; got {unknown[0]!r}; choose among {', '.join(PEERS)}"
+        )
+    return tuple(PEERS[name] for name in names or PEERS)
+
+
+@torch.no_grad()
+def truth_of(x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dX, dW) by definition, in float64."""
+    hidden, weight = x.hidden.double(), x.weight.double()
+    logits, first = hidden @ weight.t(), x.group.rank() * weight.shape[0]
+    parts = [torch.empty_like(lse) for lse in [logits.logsumexp(1)] * x.group.size()]
+    dist.all_gather(parts, logits.logsumexp(1), x.group)
+    lse = torch.stack(parts).logsumexp(0)
+    places = x.labels - first
+    here = (places >= 0) & (places < weight.shape[0])
+    rows = here.nonzero().flatten()
+    picked = torch.zeros_like(lse)
+    picked[rows] = logits[rows, places[rows]]
+    dist.all_reduce(picked, group=x.group)
+    dlogits = (logits - lse[:, None]).exp()
+    dlogits[rows, places[rows]] -= 1
+    dlogits /= len(x.labels)
+    dhidden = dlogits @ weight
+    dist.all_reduce(dhidden, group=x.group)
+    return (lse - picked).mean(), dhidden, dlogits.t() @ hidden

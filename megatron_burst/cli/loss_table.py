@@ -1,0 +1,77 @@
+"""The LM head and loss beside its peers: as a table, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_burst.cli.bench_loss import LossRow
+from megatron_burst.cli.cases import in_kilo
+
+
+def loss_table(rows: Sequence[LossRow]) -> str:
+    """Markdown: one line a head and implementation, beside Megatron's fused loss where it ran."""
+    head = (
+        "tokens", "h x V", "TP", "impl", "ms (min-max)", "of Megatron's fused",
+        "of the matmul rate", "GiB", "errors of loss, dX, dW", "status",
+    )  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        native = next((r for r in rows if _head(r) == _head(row) and _is_native(r) and r.ms), None)
+        measured = ["-"] * 4
+        if row.ms:
+            measured = [
+                f"{row.ms:.3g} ({row.ms_min:.3g}-{row.ms_max:.3g})",
+                f"{row.ms / native.ms:.2f}" if native else "-",
+                f"{row.gemm_efficiency:.2f}",
+                "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+            ]
+        errors = (row.error_loss, row.error_dhidden, row.error_dweight)
+        shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
+        status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
+        size = f"{row.hidden} x {in_kilo(row.vocab)}"
+        lines.append(
+            [in_kilo(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _head(row: LossRow) -> tuple:
+    return row.tokens, row.hidden, row.vocab, row.dtype, row.ranks
+
+
+def _is_native(row: LossRow) -> bool:
+    return row.impl == "megatron:fused"
+
+
+def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
+    """Write `STEM_loss.png`: time and memory over tokens, a pair of panels for each head.
+
+    Returns:
+        the file, or nothing where Matplotlib is missing or nothing ran.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return []
+    able = [row for row in rows if row.ms]
+    heads = sorted({(row.hidden, row.vocab, row.ranks) for row in able})
+    if not heads:
+        return []
+    figure = Figure(figsize=(11, 3.6 * len(heads)), layout="constrained")
+    panels = figure.subplots(len(heads), 2, squeeze=False)
+    for (left, right), (hidden, vocab, ranks) in zip(panels, heads, strict=True):
+        these = [r for r in able if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
+        for name in dict.fromkeys(row.impl for row in these):
+            line = sorted((r for r in these if r.impl == name), key=lambda row: row.tokens)
+            tokens = [row.tokens for row in line]
+            left.plot(tokens, [row.ms for row in line], "o-", label=name)
+            right.plot(tokens, [row.peak_gib or float("nan") for row in line], "o-", label=name)
+        for axis, what in ((left, "ms, forward + backward"), (right, "GiB besides the gradients")):
+            axis.set(xscale="log", xlabel="tokens", ylabel=what)
+            axis.set_title(f"h {hidden}, V {in_kilo(vocab)}, TP {ranks}")
+            axis.grid(alpha=0.3)
+        left.set_yscale("log")
+        right.set_ylim(0, None)
+        left.legend(fontsize=7)
+    path = stem.with_name(f"{stem.name}_loss.png")
+    figure.savefig(path, dpi=130)
+    return [path]

@@ -1,0 +1,99 @@
+"""The loss's benchmark on two processes: rows, agreement with float64, table and picture."""
+
+import csv
+
+import pytest
+import torch
+
+from megatron_burst.cli.bench_loss import LossRow
+from megatron_burst.cli.loss_peers import LossCase, peers_of
+from megatron_burst.cli.results import columns_of, read
+from megatron_burst.errors import BurstError
+from tests.ranks import preload, run_ranks
+
+preload("megatron_burst.cli.bench_loss")
+CASES = (LossCase(96, 32, 64, "float32"), LossCase(40, 32, 64, "bfloat16"))
+NAMES = ("burst:recompute", "burst:forward", "megatron:unfused", "torch", "liger")
+
+
+def bench(rank, folder):
+    """Rows of a run, of one without time, and of one with a wrong implementation."""
+    from dataclasses import replace
+
+    from megatron_burst.cli.bench_loss import LossPlan, measure
+    from megatron_burst.cli.world import world_of
+
+    world, out = world_of("cpu"), folder / "loss.csv"
+    rows = measure(LossPlan(CASES, peers_of(NAMES), reps=2, out=out), world, lambda text: None)
+    none = measure(LossPlan(CASES, peers_of(NAMES), budget_s=-1.0), world, lambda text: None)
+    (right,) = peers_of(["burst:recompute"])
+    wrong = replace(right, mean=lambda x: 1.2 * right.mean(x))
+    (bad,) = measure(LossPlan(CASES[:1], [wrong], reps=1), world, lambda text: None)
+    return rows, none, bad
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def results(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loss")
+    return run_ranks(bench, request.param, folder), folder / "loss.csv", request.param
+
+
+def test_a_row_for_each_implementation_and_head(results):
+    _, path, ranks = results
+    with path.open() as file:
+        assert tuple(next(csv.reader(file))) == columns_of(LossRow)
+    rows = read([path], LossRow)
+    assert [row.impl for row in rows] == [*NAMES, *NAMES]
+    assert {row.ranks for row in rows} == {ranks}
+    failed = {row.impl: row.note for row in rows if row.status == "failed"}
+    assert "liger_kernel is not installed" in failed.pop("liger")
+    if ranks > 1:
+        assert "wants the whole vocabulary on one rank" in failed.pop("torch")
+    assert not failed
+
+
+def test_speed_and_errors(results):
+    _, path, ranks = results
+    for row in read([path], LossRow):
+        if row.status != "ok":
+            continue
+        flops = 6 * row.tokens * row.hidden * row.vocab / ranks
+        expected = flops / (row.ms / 1e3) / (row.matmul_tflops * 1e12)
+        assert row.gemm_efficiency == pytest.approx(expected, rel=1e-3)
+        assert 0 < row.ms_min <= row.ms <= row.ms_max
+        bound = 1e-5 if row.dtype == "float32" else 2e-2
+        assert max(row.error_loss, row.error_dhidden, row.error_dweight) < bound
+        assert row.peak_gib is None  # CPU memory is not measured
+
+
+def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
+    for rows, none, bad in results[0]:
+        assert none == [] and len(rows) == 10
+        assert bad.status == "failed" and "results are wrong" in bad.note
+        assert bad.error_loss == pytest.approx(0.2, rel=1e-3)
+
+
+def test_table_and_picture(results, tmp_path):
+    from megatron_burst.cli.loss_table import draw_if_possible, loss_table
+
+    rows = read([results[1]], LossRow)
+    text = loss_table(rows)
+    assert text.count("\n") == 1 + len(rows) and "| 96 | 32 x 64 |" in text
+    (picture,) = draw_if_possible(rows, tmp_path / "a")
+    assert picture.stat().st_size > 10_000
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(BurstError, match="got 'ligre'; choose among burst:recompute"):
+        peers_of(["ligre"])
+
+
+def test_logits_of_the_drawn_head_are_of_order_one():
+    from types import SimpleNamespace
+
+    from megatron_burst.cli.loss_peers import draw
+
+    group = SimpleNamespace(size=lambda: 2)
+    x = draw(LossCase(64, 256, 128, "float32"), 1, torch.device("cpu"), group)
+    assert x.weight.shape == (64, 256)
+    assert 0.8 < float((x.hidden @ x.weight.t()).detach().std()) < 1.2
