@@ -3,13 +3,16 @@
 import torch
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.determinism import deterministic_algorithms
 
 _aten = torch.ops.aten
 
 
 class Cudnn:
-    """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native."""
+    """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native.
+
+    Torch passes it over where deterministic algorithms are wanted (check_cudnn_deterministic in
+    ATen/native/transformers/cuda/sdp_utils.cpp), and has no way to ask cuDNN for one.
+    """
 
     capability = Capability(
         name="cudnn",
@@ -18,6 +21,7 @@ class Cudnn:
         max_dim=128,
         dim_multiple=8,
         takes_delta=False,
+        deterministic=False,
         archs=frozenset({8, 9, 10}),
         speed="cuDNN's attention, which torch ships",
     )
@@ -35,9 +39,8 @@ class Cudnn:
     def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
         q, k, v, dout, out = (x.transpose(1, 2) for x in (side.q, k, v, side.dout, side.out))
         no_dropout = torch.empty((), dtype=torch.int64, device=k.device)
-        with deterministic_algorithms(deterministic):
-            grads = _aten._scaled_dot_product_cudnn_attention_backward(
-                dout, q, k, v, out, side.lse.contiguous().unsqueeze(-1), no_dropout, no_dropout,
-                None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale,
-            )  # fmt: skip
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, side.lse.contiguous().unsqueeze(-1), no_dropout, no_dropout,
+            None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+        )  # fmt: skip
         return deliver(tuple(grad.transpose(1, 2) for grad in grads), into)

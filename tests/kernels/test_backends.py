@@ -3,6 +3,8 @@
 The rule for low precision is relative: at most twice the error of torch's own attention.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -118,6 +120,13 @@ def test_flash_attention_4_is_not_given_dimensions_whose_gradients_it_gets_wrong
     refusal = capability.refusal(problem("cuda", torch.bfloat16, dim, dim))
     assert refusal == "it needs head dimensions that are multiples of 32"
     assert capability.refusal(problem("cuda", torch.bfloat16, 96, 96)) is None
+
+
+def test_kernels_that_are_not_deterministic_are_passed_over_where_that_is_asked_for():
+    given = replace(problem("cuda", torch.bfloat16, 80, 80), deterministic=True)
+    assert choose_backend(given, "auto")[0].capability.name == "flash"
+    with pytest.raises(BurstError, match="cudnn must.*its gradients are not deterministic; choose"):
+        choose_backend(given, "cudnn")
 
 
 def test_a_backend_that_cannot_do_the_call_is_refused_with_those_that_can():
