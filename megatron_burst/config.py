@@ -15,9 +15,10 @@ class BurstConfig:
 
     Attributes:
         intra: how keys come together inside a host: "ring" passes shards from rank to rank,
-            "gather" collects them a few heads at a time; "auto" gathers on GPUs of one host.
-        heads_per_round: key heads that are gathered at a time; None takes what fills the GPU
-            within a bounded buffer.
+            "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
+            gathers on GPUs of one host.
+        heads_per_round: key heads that are gathered, or that a rank computes, at a time; None takes
+            what fills the GPU within a bounded buffer.
         circulate: what travels round the rings in backward; "auto" takes what has fewer bytes.
         backend: the attention kernel by name; "auto" takes the fastest that can do the call.
         deterministic: compute bitwise the same gradients every time.
@@ -46,7 +47,7 @@ class BurstConfig:
         timeout_s: seconds a rank waits for the others before it names who is missing.
     """
 
-    intra: Literal["auto", "ring", "gather"] = "auto"
+    intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
     heads_per_round: int | None = None
     circulate: Literal["auto", "kv", "q"] = "auto"
     backend: str = "auto"

@@ -197,6 +197,20 @@ def loss(
 
 
 @app.command()
+def loss_show(csvs: Annotated[list[Path], Argument(help="CSV files of bench loss")]) -> None:
+    """Print what bench loss measured as a Markdown table; draw it beside the first CSV."""
+    from megatron_burst.cli.bench_loss import LossRow
+    from megatron_burst.cli.loss_table import draw_if_possible, loss_table
+    from megatron_burst.cli.results import read
+
+    with _in_one_sentence():
+        rows = read(csvs, LossRow)
+        typer.echo(loss_table(rows))
+        for path in draw_if_possible(rows, csvs[0].with_suffix("")):
+            typer.echo(path)
+
+
+@app.command()
 def table(
     csvs: Csvs,
     pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",

@@ -169,7 +169,7 @@ class Preset:
 PEERS = ("burst:auto", "te", "ceiling")
 _BURST = (  # labels after "burst:"; each changes one thing of auto
     "auto", "overlap=false", "transfer=send", "heads_per_round=1", "heads_per_round=4",
-    "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
+    "intra=a2a", "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
 )  # fmt: skip
 _K = 1024
 _MHA = ((32, 32),)

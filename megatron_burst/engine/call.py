@@ -6,6 +6,7 @@ import torch
 
 from megatron_burst.comm.hop import Carrier
 from megatron_burst.kernels.backends import Backend
+from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.schedule import Schedule
 
@@ -24,8 +25,8 @@ class Call:
         deterministic: whether gradients must be bitwise the same every time.
     """
 
-    forward: Schedule | GatherSchedule
-    backward: Schedule | GatherSchedule
+    forward: Schedule | GatherSchedule | A2ASchedule
+    backward: Schedule | GatherSchedule | A2ASchedule
     backend: Backend
     carrier: Carrier
     scale: float

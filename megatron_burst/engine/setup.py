@@ -11,7 +11,13 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.plan.choose import choose_circulate, choose_heads_per_round, choose_intra
+from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.plan.choose import (
+    choose_circulate,
+    choose_heads_per_exchange,
+    choose_heads_per_round,
+    choose_intra,
+)
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
@@ -63,6 +69,16 @@ def set_up(
             rectangular_causal=backend.capability.rectangular_causal,
         )
         backward = schedule
+    elif intra.value == "a2a":
+        heads = choose_heads_per_exchange(shape, carrier.topology.cp_size, config.heads_per_round)
+        chosen = f"{heads} key heads of a rank a round; {carrier.transfer}"
+        schedule = backward = partial(
+            a2a_schedule,
+            carrier.cp_rank,
+            carrier.topology.cp_size,
+            heads_kv=shape.heads_kv,
+            heads_per_round=heads,
+        )
     else:
         circulate = choose_circulate(shape, config.circulate)
         chosen = f"circulate {circulate}"

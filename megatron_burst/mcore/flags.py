@@ -14,7 +14,7 @@ LOSS_FLAG = "--burst-fused-loss"
 
 _ATTENTION = {
     "hosts": "pretend that the ranks span N hosts",
-    "intra": "inside a host: ring passes shards on, gather collects a few heads at a time",
+    "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
     "heads_per_round": "key heads gathered at a time",
     "deterministic": "bitwise the same gradients every time",
     "circulate": "what travels in backward; auto takes what has fewer bytes",

@@ -48,26 +48,29 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
 
 
 def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) -> Choice:
-    """How keys come together inside a host: "ring" or "gather".
+    """How queries and keys come together inside a host: "ring", "gather" or "a2a".
 
     Args:
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
-        asked: "auto", "ring" or "gather".
+        asked: "auto", "ring", "gather" or "a2a".
 
     Raises:
-        BurstError: if gathering was asked for across hosts or in the striped layout.
+        BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
     """
     hosts = len(set(topology.host_of))
     cannot = None
     if hosts > 1:
-        cannot = f"all ranks must share a host, because keys are gathered over NVLink; got {hosts}"
+        cannot = (
+            f"all ranks must share a host, because keys or heads travel over NVLink; got {hosts}"
+        )
     elif layout is Layout.STRIPED:
-        cannot = "the layout must not be striped, because gathered keys lie in order; got striped"
-    if asked == "gather" and cannot:
+        cannot = "the layout must not be striped, because whole sequences lie in order; got striped"
+    if asked in ("gather", "a2a") and cannot:
+        what = "gather" if asked == "gather" else "exchange heads"
         raise BurstError(
-            f"burst attention: to gather, {cannot}; pass --burst-intra ring (intra='ring') or auto"
+            f"burst attention: to {what}, {cannot}; pass --burst-intra ring (intra='ring') or auto"
         )
     if asked != "auto":
         return Choice(asked, "asked for")
@@ -134,6 +137,20 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
     chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
     to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
     return min(shape.heads_kv, max(1, in_bytes, to_fill))
+
+
+def choose_heads_per_exchange(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+    """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
+
+    Args:
+        shape: sizes of the call on one rank.
+        cp_size: size of the context-parallel group.
+        asked: by the user; None lets the rule decide.
+    """
+    group = shape.heads_q // shape.heads_kv
+    a_head = shape.batch * shape.tokens * cp_size * (group + 1) * (shape.dim_qk + shape.dim_v)
+    most = max(1, shape.heads_kv // cp_size)
+    return min(most, asked or max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize)))
 
 
 def _size(num_bytes: int) -> str:

@@ -67,9 +67,9 @@ class SimulatedCarrier:
             count = min(2, rounds)
             exchange = partial(self.exchange, cargo)
             return SentSlots(self.buffers(cargo, count, num_bytes, device), exchange)
-        if cargo not in self._pulled:
+        old = self._pulled.get(cargo)
+        if old is None or old.slot_bytes < num_bytes:
             self._pulled[cargo] = self._make_pulled(cargo, rounds, num_bytes, device)
-        assert self._pulled[cargo].slot_bytes >= num_bytes
         return self._pulled[cargo].begin()
 
     def _make_pulled(self, cargo, rounds, num_bytes, device):
@@ -80,6 +80,7 @@ class SimulatedCarrier:
         buffers = [
             {rank: self._wire.memory[cargo, number, rank] for rank in ranks} for number in numbers
         ]
+        self._wire.barrier(cargo, "taken")
         barriers = [partial(self._barrier, cargo, number) for number in numbers]
         return CountedSlots(self, buffers, barriers)
 
@@ -95,7 +96,7 @@ class SimulatedCarrier:
             taken.append(threading.Event())
             self._wire.queue(cargo, self.cp_rank, peer).put((send, taken[-1]))
         for _, recv in recvs:
-            recv.fill_(float("nan"))
+            recv.fill_(255 if recv.dtype is torch.uint8 else float("nan"))
         inboxes = [(self._wire.queue(cargo, peer, self.cp_rank), recv) for peer, recv in recvs]
         return SimulatedExchange(self._wire, inboxes, taken)
 

@@ -61,9 +61,11 @@ def errors_in_float64(rank, world):
             errors[layout, circulate, heads, causal, hosts] = worst(got, truth, rows)
         if layout is not Layout.STRIPED:
             for backend in ("reference", "torch-cpu"):  # causal tiles rectangular, and square
-                config = BurstConfig(intra="gather", heads_per_round=1, backend=backend)
-                got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
-                errors[layout, circulate, heads, causal, backend] = worst(got, truth, rows)
+                for intra in ("gather", "a2a") if HEADS[heads][1] % world == 0 else ("gather",):
+                    config = BurstConfig(intra=intra, heads_per_round=1, backend=backend)
+                    got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
+                    key = layout, circulate, heads, causal, intra, backend
+                    errors[key] = worst(got, truth, rows)
     return errors
 
 
@@ -73,9 +75,13 @@ def worst(got, truth, rows):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_float64_error_is_at_most_1e_12(world):
+    exchanging = sum(
+        layout is not Layout.STRIPED and HEADS[heads][1] % world == 0
+        for layout, _, heads, _ in CASES
+    )
     for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
         gathering = sum(layout is not Layout.STRIPED for layout, *_ in CASES)
-        assert len(errors) == len(CASES) * len(hosts_of(world)) + 2 * gathering
+        assert len(errors) == len(CASES) * len(hosts_of(world)) + 2 * (gathering + exchanging)
         for case, error in errors.items():
             assert error <= 1e-12, (rank, case, error)
 

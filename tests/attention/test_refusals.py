@@ -37,6 +37,10 @@ CASES = {  # what differs from a good call, and words of the sentence
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
     "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
     "hosts": ({"config": BurstConfig(hosts=3)}, "hosts must divide.*got 3 hosts"),
+    "exchange": (
+        {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},
+        "ranks must divide the key heads.*got 1 key heads on 2 ranks; pass --burst-intra gather",
+    ),
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }
 

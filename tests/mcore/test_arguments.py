@@ -89,7 +89,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
     assert legal.pop("burst-backend")[:1] == ["auto"]
     assert legal == {
         "context-parallel-impl": ["megatron", "burst"],
-        "burst-intra": ["auto", "ring", "gather"],
+        "burst-intra": ["auto", "ring", "gather", "a2a"],
         "burst-circulate": ["auto", "kv", "q"],
         "burst-grad-wire": ["accumulate", "input"],
         "burst-transfer": ["auto", "send", "pull"],
