@@ -20,7 +20,7 @@ class FlashAttention4:
     for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
 
     On Hopper its backward rounds head dimensions up to 16 in the kernel and to 32 around it
-    (flash_bwd_sm90.py, interface.py, 4.0.0b36): other multiples of 8 get wrong gradients.
+    (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not given other multiples of 8.
     """
 
     capability = Capability(
