@@ -56,7 +56,7 @@ class Recomputed(torch.autograd.Function):
         gradient_pass(head, hidden, weight, rows, factors, sums)
         dhidden = None
         if sums.hidden is not None:
-            dhidden = rows.spread_hidden(sums.hidden.finish()).view(hidden.shape)
+            dhidden = sums.hidden.finish().view(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None
         return dhidden, None if total is None else total.to(weight.dtype), None, None
@@ -92,7 +92,7 @@ class GradientsInForward(torch.autograd.Function):
         dhidden = dweight = ctx.sums = None
         if hidden is not None:
             _scale(hidden.mine, factor)
-            dhidden = ctx.rows.spread_hidden(hidden.mine).view(ctx.hidden_shape)
+            dhidden = hidden.mine.view(ctx.hidden_shape)
         if total is not None:
             main_grad = main_grad_of(ctx.weight)
             if main_grad is None:

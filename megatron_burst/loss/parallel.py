@@ -83,35 +83,48 @@ class TensorParallel:
 
 
 class HiddenGrad:
-    """The hidden states' gradient [n, h], summed over the vocabulary's parts as chunks come.
+    """The hidden states' gradient, summed over the vocabulary's parts as chunks come.
 
     At most two sums are under way, so what they read takes the memory of two chunks.
+
+    Attributes:
+        mine: [tokens, h], of this rank's tokens; 0 where one is not computed.
     """
 
     def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor) -> None:
-        self._tp = tp
-        self.mine = like.new_empty(rows.count, like.shape[-1])
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._tp, self._rows = tp, rows
+        shape = rows.tokens, like.shape[-1]
+        self.mine = like.new_empty(shape) if rows.order is None else like.new_zeros(shape)
+        self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
 
     def put(self, piece: slice, grad: Tensor) -> None:
         """Take a chunk [blocks * some, h] of this rank's part of the sum."""
-        mine, group = self.mine[piece], self._tp.group
-        if self._tp.blocks > 1:
-            work = dist.reduce_scatter_tensor(mine, grad, group=group, async_op=True)
+        tp, some = self._tp, grad
+        if tp.size == 1:
+            return self._rows.put(self.mine, piece, some)
+        if tp.blocks > 1:
+            if self._rows.order is None:  # straight to its place
+                some = self.mine[piece]
+            else:
+                some = grad.new_empty(len(grad) // tp.blocks, grad.shape[1])
+            work = dist.reduce_scatter_tensor(some, grad, group=tp.group, async_op=True)
         else:
-            mine.copy_(grad)
-            if self._tp.size == 1:
-                return
-            work = dist.all_reduce(mine, group=group, async_op=True)
-        self._under_way.append((work, grad))
+            work = dist.all_reduce(grad, group=tp.group, async_op=True)
+        self._under_way.append((work, piece, some, grad))
         if len(self._under_way) > 1:
-            self._under_way.pop(0)[0].wait()
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest sum."""
+        work, piece, some, _ = self._under_way.pop(0)
+        work.wait()
+        if self._rows.order is not None or self._tp.blocks == 1:
+            self._rows.put(self.mine, piece, some)
 
     def finish(self) -> Tensor:
         """All of it."""
-        for work, _ in self._under_way:
-            work.wait()
-        self._under_way.clear()
+        while self._under_way:
+            self._land()
         return self.mine
 
 

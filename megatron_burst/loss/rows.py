@@ -59,12 +59,12 @@ class Rows:
             values = values.gather(1, self.order)
         return torch.where(self.valid, values, 0)
 
-    def spread_hidden(self, mine: Tensor) -> Tensor:
-        """This rank's [n, h] as [tokens, h]."""
+    def put(self, full: Tensor, piece: slice, some: Tensor) -> None:
+        """Write this rank's rows of a piece [some, h] to their places in full [tokens, h]."""
         if self.order is None:
-            return mine
-        full = mine.new_zeros(self.tokens, mine.shape[1])
-        return full.index_copy_(0, self.order[self.mine], mine)
+            full[piece] = some
+        else:
+            full.index_copy_(0, self.order[self.mine, piece], some)
 
 
 def rows_of(labels: Tensor, valid: Tensor, mine: int, most: int | None) -> Rows:

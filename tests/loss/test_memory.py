@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import linear_cross_entropy
-from megatron_burst.loss import tiles
+from megatron_burst.loss import autograd, tiles
 from megatron_burst.loss.tiles import SCRATCH_BYTES, choose_tiles
 from tests.loss.oracle import random_problem
 
@@ -41,6 +41,43 @@ def test_the_largest_tensor_does_not_grow_with_the_tokens(grads, monkeypatch):
     few, many = largest(1024, grads), largest(8192, grads)
     assert few <= 1 << 20 and many <= 1 << 20
     assert many < 8192 * VOCAB * 4 / 10  # of all logits
+
+
+class Live(TorchDispatchMode):
+    """Notes the most bytes of new storages that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.sizes[storage._cdata] = storage._weak_ref(), storage.nbytes()
+        self.sizes = {
+            key: (weak, size)
+            for key, (weak, size) in self.sizes.items()
+            if not torch.UntypedStorage._expired(weak)
+        }
+        self.most = max(self.most, sum(size for _, size in self.sizes.values()))
+        return out
+
+
+@pytest.mark.parametrize("grads", ["recompute", "forward"])
+def test_masked_tokens_take_no_second_gradient_of_the_hidden_states(grads, monkeypatch):
+    monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(autograd, "_ROWS_AT_ONCE", 64)
+    width, tokens = 256, 2048
+    problem = random_problem(tokens, 1, width, 64, torch.float32).leaves()
+    with Live() as seen:
+        linear_cross_entropy(
+            problem.hidden, problem.weight, problem.labels, grads=grads,
+            loss_mask=problem.loss_mask.float(), chunk_tokens=64,
+        ).backward()  # fmt: skip
+    gradient = tokens * width * 4
+    assert gradient <= seen.most < 1.3 * gradient, seen.most / gradient
 
 
 def test_the_test_above_sees_all_logits():
