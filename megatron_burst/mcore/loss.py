@@ -122,7 +122,9 @@ class FusedHead:
         """In place of `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
             return self.loss_of(labels, logits)
-        is_main = labels is self.main  # heads of multi-token prediction have masks of their own
+        is_main = labels is self.main
+        if not is_main:  # a head of multi-token prediction: its mask comes after the loss
+            labels = self._without_unknown(labels, logits.weight)
         loss = linear_cross_entropy(
             logits.hidden, logits.weight, labels.t(), reduction="none",
             tp_group=logits.tp.group, sequence_parallel=logits.tp.sequence_parallel,
@@ -133,6 +135,11 @@ class FusedHead:
             grads=self.config.grads if is_main else "recompute",
         )  # fmt: skip
         return loss.t().contiguous()
+
+    def _without_unknown(self, labels: Tensor, weight: Tensor) -> Tensor:
+        """Labels with those out of range ignored: where they count the main loss complains."""
+        known = (labels >= 0) & (labels < weight.shape[0] * self.tp.size)
+        return torch.where(known, labels, self.options.ignore_index)
 
 
 def fuse_loss(model, config: FusedLossConfig | None = None):
