@@ -75,6 +75,10 @@ class FusedHead:
 
     def __init__(self, model, config: FusedLossConfig) -> None:
         check_model(model)
+        if config.grads == "forward" and model.config.fp16:
+            raise _refusal("gradients must be computed in backward in fp16, because before it "
+                           "they are not scaled yet and small ones vanish",
+                           "grads='forward'")  # fmt: skip
         self.config, self.model_config = config, model.config
         self.layer = model.output_layer
         self.tp = TensorParallel()

@@ -23,6 +23,12 @@ def check_loss_args(args: Namespace) -> None:
     """
     config = FusedLossConfig.from_args(args)
     LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+    if config.grads == "forward" and getattr(args, "fp16", False):
+        raise BurstError(
+            f"{LOSS_FLAG}: gradients must be computed in backward with --fp16, because before it "
+            "they are not scaled yet and small ones vanish in 16 bit; got --burst-loss-grads "
+            "forward; leave that out"
+        )
     for name, off, flag, reason in _UNSUPPORTED:
         value = getattr(args, name, None)
         value = getattr(value, "name", value)  # an enum of Megatron's

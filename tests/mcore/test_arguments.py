@@ -229,6 +229,7 @@ LOSS_REFUSED = {
     "--fp16-lm-cross-entropy": "with --fp16-lm-cross-entropy, because the loss is in float32",
     "--defer-embedding-wgrad-compute": "gradient comes with the loss; got defer_embedding_wgrad",
     "--cuda-graph-impl local": "cuda_graph_impl=local; leave one of them out",
+    "--burst-loss-grads forward --fp16": "in backward with --fp16, because.*leave that out",
     "--burst-loss-label-smoothing 1.5": r"label_smoothing must be in \[0, 1\)",
 }
 

@@ -334,11 +334,11 @@ def refused(rank):
     begin(Case(tp=2))
     said = []
 
-    def ask(change):
+    def ask(change, config=None):
         model = model_of(Case(tp=2))
         change(model)
         with pytest.raises(BurstError) as raised:
-            fuse_loss(model)
+            fuse_loss(model, config)
         said.append(str(raised.value))
 
     ask(lambda m: setattr(m.output_layer, "__class__", Own))
@@ -349,6 +349,7 @@ def refused(rank):
     ask(lambda m: setattr(m.output_layer, "disable_grad_reduce", True))
     ask(lambda m: setattr(m, "fp16_lm_cross_entropy", True))
     ask(lambda m: setattr(m.config, "cuda_graph_impl", "local"))
+    ask(lambda m: setattr(m.config, "fp16", True), FORWARD)
     model, batch = fuse_loss(model_of(Case(tp=2))), batch_of(Case(tp=2))
     inputs = batch["tokens"], batch["position_ids"], None
     with pytest.raises(BurstError, match="logits cannot be gathered.*; leave that out, or the fl"):
@@ -363,6 +364,7 @@ def test_refuses_heads_that_it_would_be_wrong_for():
         "logits must not be gathered.*got parallel_output=False", "got gtp_remat_size=2",
         "gradient must not be deferred", "must be reduced.*got disable_grad_reduce",
         "must be in float32.*got fp16_lm_cross_entropy", "no CUDA graph.*got local",
+        "must be computed in backward in fp16.*got grads='forward'",
     )  # fmt: skip
     for said in run_ranks(refused, 2):
         for message, pattern in zip(said, expected, strict=True):
