@@ -1,0 +1,201 @@
+"""Attention backward in Triton from lse and delta: no atomics, so the same bits every time.
+
+One kernel takes a block of keys through the query rows that see it and keeps dk and dv; the other
+takes a block of query rows through its keys and keeps dq. Scores are computed in both, which is 7
+products where 5 would do; in return nothing is added up in memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_burst.kernels.triton_blocks import Pass, blocks_for
+from megatron_burst.kernels.triton_tiles import (
+    LOG2_E, heads_together, key_range, load_rows, load_statistics, operand, padded, store_rows,
+    tile_of_program, visible, widths,
+)  # fmt: skip
+
+
+def launch_backward(
+    query_side: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, scale: float,
+    causal: bool, grads: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Compute (dq, dk, dv) where they are, from (q, dout, lse, delta); see `Backend.backward`."""
+    q, dout, lse, delta = query_side
+    batch, n_q, heads, dim_qk = q.shape
+    n_k, heads_kv, dim_v = v.shape[1:]
+    group = heads // heads_kv
+    width, rest = widths(dim_qk)
+    shared = dict(
+        GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
+        WIDTH=width, REST=rest, WIDTH_V=padded(dim_v),
+    )  # fmt: skip
+    read = *map(operand, (q, k, v, dout, lse, delta)), scale, n_q, n_k, heads_kv
+    row_bytes = (dim_qk + dim_v) * k.itemsize
+    with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
+        if n_k:
+            blocks = blocks_for(Pass.KEY_GRADS, q, dim_qk, dim_v)
+            together = heads_together(q, n_q * row_bytes)
+            _key_grads_kernel[(triton.cdiv(n_k, blocks.keys) * heads_kv * batch,)](
+                *map(operand, grads[1:]), *read, batch * heads_kv, together,
+                **shared, **blocks.options(),
+            )  # fmt: skip
+        if n_q:
+            blocks = blocks_for(Pass.QUERY_GRADS, q, dim_qk, dim_v)
+            together = group * heads_together(k, n_k * row_bytes)
+            _query_grads_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
+                operand(grads[0]), *read, batch * heads, together, **shared, **blocks.options()
+            )
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
+def _key_grads_kernel(
+    dk, dv, q, k, v, dout, lse, delta, scale, n_q, n_k, heads_kv, all_heads, together,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    block, head = tile_of_program(tl.cdiv(n_k, KEYS), all_heads, together, False)
+    batch, head_kv = head // heads_kv, head % heads_kv
+    first_key = block * KEYS
+    ahead = n_k - n_q
+    keys = load_rows(k, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH, False)
+    values = load_rows(v, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, False)
+    keys_rest = keys
+    key_grads = tl.zeros([KEYS, WIDTH], tl.float32)
+    key_grads_rest = key_grads
+    value_grads = tl.zeros([KEYS, WIDTH_V], tl.float32)
+    if REST > 0:
+        keys_rest = load_rows(k, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, False)
+        key_grads_rest = tl.zeros([KEYS, REST], tl.float32)
+    begin = 0
+    clear = 0
+    if CAUSAL:  # rows before `begin` see none of the keys, from `clear` on all of them
+        begin = tl.maximum(first_key - ahead, 0) // ROWS * ROWS
+        clear = tl.cdiv(tl.maximum(first_key + KEYS - 1 - ahead, 0), ROWS) * ROWS
+        clear = tl.minimum(clear, tl.cdiv(n_q, ROWS) * ROWS)
+    for member in range(GROUP):
+        head = head_kv * GROUP + member
+        for first_row in range(begin, clear, ROWS):
+            key_grads, key_grads_rest, value_grads = _add_rows(
+                key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                delta, scale, batch, head, first_row, first_key, n_q, n_k, ahead, False,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+        for first_row in range(clear, n_q, ROWS):
+            key_grads, key_grads_rest, value_grads = _add_rows(
+                key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                delta, scale, batch, head, first_row, first_key, n_q, n_k, ahead, True,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+    store_rows(dv, value_grads, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V)
+    key_grads *= scale
+    store_rows(dk, key_grads, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH)
+    if REST > 0:
+        key_grads_rest *= scale
+        store_rows(dk, key_grads_rest, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST)
+
+
+@triton.jit
+def _add_rows(
+    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
+    scale, batch, head, first_row, first_key, n_q, n_k, ahead, CLEAR: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What one more block of query rows adds to dk / scale and dv; all transposed: keys x rows.
+
+    What keys beyond the last collect is not stored, so only a causal edge needs a mask.
+    """
+    queries = load_rows(q, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
+    queries_rest = queries
+    scores = tl.dot(keys, tl.trans(queries), input_precision="tf32x3")
+    if REST > 0:
+        queries_rest = load_rows(q, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        scores = tl.dot(keys_rest, tl.trans(queries_rest), scores, input_precision="tf32x3")
+    row_lse, row_delta = load_statistics(lse, delta, batch, head, first_row, n_q, ROWS)
+    weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
+    if not CLEAR:
+        seen = visible(first_row, first_key, n_k, ahead, True, ROWS, KEYS)
+        weights = tl.where(tl.trans(seen), weights, 0.0)
+    out_grads = load_rows(dout, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False)
+    value_grads = tl.dot(
+        weights.to(out_grads.dtype), out_grads, value_grads, input_precision="tf32x3"
+    )
+    weight_grads = tl.dot(values, tl.trans(out_grads), input_precision="tf32x3")
+    score_grads = (weights * (weight_grads - row_delta[None, :])).to(queries.dtype)
+    key_grads = tl.dot(score_grads, queries, key_grads, input_precision="tf32x3")
+    if REST > 0:
+        key_grads_rest = tl.dot(
+            score_grads, queries_rest, key_grads_rest, input_precision="tf32x3"
+        )
+    return key_grads, key_grads_rest, value_grads
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
+def _query_grads_kernel(
+    dq, q, k, v, dout, lse, delta, scale, n_q, n_k, heads_kv, all_heads, together,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    block, head = tile_of_program(tl.cdiv(n_q, ROWS), all_heads, together, CAUSAL)
+    batch, head = head // (heads_kv * GROUP), head % (heads_kv * GROUP)
+    head_kv = head // GROUP
+    first_row = block * ROWS
+    ahead = n_k - n_q
+    clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)
+    queries = load_rows(q, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
+    out_grads = load_rows(dout, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False)
+    row_lse, row_delta = load_statistics(lse, delta, batch, head, first_row, n_q, ROWS)
+    queries_rest = queries
+    grads = tl.zeros([ROWS, WIDTH], tl.float32)
+    grads_rest = grads
+    if REST > 0:
+        queries_rest = load_rows(q, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        grads_rest = tl.zeros([ROWS, REST], tl.float32)
+    for first_key in range(0, clear, KEYS):
+        grads, grads_rest = _add_keys(
+            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, scale,
+            batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, True,
+            DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+        )  # fmt: skip
+    for first_key in range(clear, end, KEYS):
+        grads, grads_rest = _add_keys(
+            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, scale,
+            batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, False,
+            DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+        )  # fmt: skip
+    grads *= scale
+    store_rows(dq, grads, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH)
+    if REST > 0:
+        grads_rest *= scale
+        store_rows(dq, grads_rest, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST)
+
+
+@triton.jit
+def _add_keys(
+    grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, scale,
+    batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What one more block of keys adds to dq / scale."""
+    keys = load_rows(k, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH, CLEAR)
+    keys_rest = keys
+    scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
+    if REST > 0:
+        keys_rest = load_rows(k, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR)
+        scores = tl.dot(queries_rest, tl.trans(keys_rest), scores, input_precision="tf32x3")
+    values = load_rows(v, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, CLEAR)
+    weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+    if not CLEAR:
+        seen = visible(first_row, first_key, n_k, ahead, CAUSAL, ROWS, KEYS)
+        weights = tl.where(seen, weights, 0.0)
+    weight_grads = tl.dot(out_grads, tl.trans(values), input_precision="tf32x3")
+    score_grads = (weights * (weight_grads - row_delta[:, None])).to(keys.dtype)
+    grads = tl.dot(score_grads, keys, grads, input_precision="tf32x3")
+    if REST > 0:
+        grads_rest = tl.dot(score_grads, keys_rest, grads_rest, input_precision="tf32x3")
+    return grads, grads_rest
