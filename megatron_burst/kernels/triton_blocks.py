@@ -28,12 +28,14 @@ class Blocks:
         keys: keys of a block.
         warps: warps of a program.
         stages: how many blocks are in flight or in use at a time.
+        tma: whether blocks are loaded by copy engine (Hopper and later).
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    tma: bool = False
 
     def options(self) -> dict[str, int]:
         """As the kernels' launches take them."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.triton_blocks import Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
-    LN_2, LOG2_E, heads_together, key_range, load_rows, operand, padded, statistics, store_rows,
+    LN_2, LOG2_E, box, heads_together, key_range, load_rows, operand, padded, statistics, store_rows,
     tile_of_program, visible, widths,
 )  # fmt: skip
 
@@ -24,9 +24,10 @@ def launch_forward(
     blocks = blocks_for(Pass.FORWARD, q, dim_qk, dim_v)
     width, rest = widths(dim_qk)
     together = group * heads_together(k, n_k * (dim_qk + dim_v) * k.itemsize)
+    boxes = [box(x, n, blocks.tma) for x, n in ((q, blocks.rows), (k, blocks.keys), (v, blocks.keys))]
     with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
         _forward_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
-            *map(operand, (q, k, v, out, lse)), scale, n_q, n_k, heads, batch * heads, together,
+            *map(operand, (q, k, v, out, lse)), *boxes, scale, n_q, n_k, heads, batch * heads, together,
             GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
         )  # fmt: skip
@@ -34,7 +35,7 @@ def launch_forward(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "heads", "all_heads", "together"])
 def _forward_kernel(
-    q, k, v, out, lse, scale, n_q, n_k, heads, all_heads, together,
+    q, k, v, out, lse, q_box, k_box, v_box, scale, n_q, n_k, heads, all_heads, together,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -46,22 +47,22 @@ def _forward_kernel(
     ahead = n_k - n_q
     clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)
     scale *= LOG2_E  # weights are powers of two: exp2 is one instruction
-    queries = load_rows(q, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
+    queries = load_rows(q, q_box, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
     queries_rest = queries
     if REST > 0:
-        queries_rest = load_rows(q, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        queries_rest = load_rows(q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
     for first_key in range(0, clear, KEYS):
         largest, total, sums = _add_keys(
-            largest, total, sums, queries, queries_rest, k, v, scale, batch, head_kv,
+            largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
             first_row, first_key, n_k, ahead, CAUSAL, True,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
     for first_key in range(clear, end, KEYS):
         largest, total, sums = _add_keys(
-            largest, total, sums, queries, queries_rest, k, v, scale, batch, head_kv,
+            largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
             first_row, first_key, n_k, ahead, CAUSAL, False,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
@@ -74,18 +75,18 @@ def _forward_kernel(
 
 @triton.jit
 def _add_keys(
-    largest, total, sums, queries, queries_rest, k, v, scale, batch, head_kv,
+    largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
     first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one more block of keys; all are there and seen by all rows if CLEAR."""
-    keys = load_rows(k, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH, CLEAR)
+    keys = load_rows(k, k_box, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH, CLEAR)
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:
-        rest = load_rows(k, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR)
+        rest = load_rows(k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR)
         scores = tl.dot(queries_rest, tl.trans(rest), scores, input_precision="tf32x3")
-    values = load_rows(v, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, CLEAR)
+    values = load_rows(v, v_box, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, CLEAR)
     if not CLEAR:
         seen = visible(first_row, first_key, n_k, ahead, CAUSAL, ROWS, KEYS)
         scores = tl.where(seen, scores, -float("inf"))

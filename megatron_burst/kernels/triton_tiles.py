@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -25,6 +26,24 @@ def operand(x: Tensor) -> tuple:
     """
     steps = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
     return x, *steps[:3]
+
+
+def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
+    """How the copy engine finds blocks [rows, d] of a tensor [b, n, h, d]; None if it cannot.
+
+    It is told of a matrix whose rows hold all heads, and all sequences of a batch if they lie
+    between rows, as in "sbhd". It fills with zeros what lies below the last row, but not what lies
+    beside a head, so the head dimension must be a power of two. It reads units of 16 bytes.
+    """
+    _, batch_step, row_step, head_step = operand(x)
+    steps = batch_step, row_step, head_step
+    even = all(step * x.itemsize % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0
+    batch, num_rows, heads, dim = x.shape
+    span = (batch - 1) * batch_step + (heads - 1) * head_step + dim
+    beside = batch == 1 or batch_step < row_step or num_rows == 1
+    if not (wanted and even and beside and dim == padded(dim) and x.numel()):
+        return None
+    return TensorDescriptor(x, [num_rows, span], [row_step or span, 1], [rows, dim])
 
 
 def widths(dim: int) -> tuple[int, int]:
@@ -73,10 +92,12 @@ def _elements(x, batch, head, first, AT: tl.constexpr, ROWS: tl.constexpr, WIDTH
 
 @triton.jit
 def load_rows(
-    x, batch, head, first, length, AT: tl.constexpr, DIM: tl.constexpr,
+    x, box, batch, head, first, length, AT: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, WIDTH] of an operand, zeros beyond its columns and, unless INSIDE, beyond its rows."""
+    if box is not None:
+        return box.load([first, batch * x[1] + head * x[3]])
     pointers = _elements(x, batch, head, first, AT, ROWS, WIDTH)
     columns = (AT + tl.arange(0, WIDTH) < DIM)[None, :]
     rows = (first + tl.arange(0, ROWS) < length)[:, None]
@@ -107,16 +128,6 @@ def statistics(x, batch, head, first, ROWS: tl.constexpr):
     """Pointers [ROWS] into a statistic."""
     start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2] + tl.cast(first, tl.int64) * x[3]
     return start + tl.arange(0, ROWS) * x[3]
-
-
-@triton.jit
-def load_statistics(lse, delta, batch, head, first, length, ROWS: tl.constexpr):
-    """(lse in powers of two, delta) of rows; rows beyond the last, or without a key, weigh 0."""
-    inside = first + tl.arange(0, ROWS) < length
-    infinity = float("inf")
-    row_lse = tl.load(statistics(lse, batch, head, first, ROWS), mask=inside, other=infinity)
-    row_lse = tl.where(row_lse == -infinity, infinity, row_lse) * LOG2_E
-    return row_lse, tl.load(statistics(delta, batch, head, first, ROWS), mask=inside, other=0.0)
 
 
 @triton.jit
