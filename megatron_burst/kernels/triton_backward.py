@@ -9,13 +9,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime import JITFunction
 
-from megatron_burst.kernels.triton_blocks import Blocks, Pass, blocks_for
+from megatron_burst.kernels.triton_blocks import Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
-    LOG2_E, box, heads_together, key_range, load_rows, operand, padded, statistics, store_rows,
-    tile_of_program, visible, widths,
-)  # fmt: skip
+    LOG2_E,
+    box,
+    heads_together,
+    key_range,
+    load_rows,
+    operand,
+    padded,
+    statistics,
+    statistics_box,
+    store_rows,
+    tile_of_program,
+    visible,
+    widths,
+)
 
 _LARGEST_BLOCK = 128  # query rows
 
@@ -28,38 +39,35 @@ def launch_backward(
     q, dout, lse, delta = query_side
     batch, n_q, heads, dim_qk = q.shape
     n_k, heads_kv, dim_v = v.shape[1:]
-    group = heads // heads_kv
+    group, row_bytes = heads // heads_kv, (dim_qk + dim_v) * k.itemsize
+    ready = ready_statistics(lse, delta)
     width, rest = widths(dim_qk)
-    shared = dict(
+    constants = dict(
         GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
         WIDTH=width, REST=rest, WIDTH_V=padded(dim_v),
     )  # fmt: skip
-    tensors = tuple(map(operand, (q, k, v, dout)))
-    ready = ready_statistics(lse, delta)
-    sizes = ready.shape[-1], scale, n_q, n_k, heads_kv
 
-    def boxes(blocks: Blocks) -> tuple[TensorDescriptor | None, ...]:
+    def launch(kernel: JITFunction, which: Pass, outputs: tuple[Tensor, ...], together: int):
+        blocks = blocks_for(which, q, dim_qk, dim_v)
+        rows, columns = (n_k, blocks.keys) if which is Pass.KEY_GRADS else (n_q, blocks.rows)
+        all_heads = batch * (heads_kv if which is Pass.KEY_GRADS else heads)
         sizes = blocks.rows, blocks.keys, blocks.keys, blocks.rows
-        return tuple(box(x, n, blocks.tma) for x, n in zip((q, k, v, dout), sizes, strict=True))
+        read = q, k, v, dout
+        kernel[(triton.cdiv(rows, columns) * all_heads,)](
+            *map(operand, outputs), *map(operand, read), *ready,
+            *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
+            *(statistics_box(x, blocks.rows, blocks.tma) for x in ready),
+            ready.shape[-1], scale, n_q, n_k, heads_kv, all_heads, together,
+            **constants, **blocks.options(),
+        )  # fmt: skip
 
-    row_bytes = (dim_qk + dim_v) * k.itemsize
     with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
-        if n_k:
-            blocks = blocks_for(Pass.KEY_GRADS, q, dim_qk, dim_v)
+        if grads[1].shape[1]:
             together = heads_together(q, n_q * row_bytes)
-            stat_boxes = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, blocks.rows]) if blocks.tma else None for x in ready]
-            _key_grads_kernel[(triton.cdiv(n_k, blocks.keys) * heads_kv * batch,)](
-                *map(operand, grads[1:]), *stat_boxes, *tensors, *ready, *boxes(blocks), *sizes, batch * heads_kv,
-                together,
-                **shared, **blocks.options(),
-            )  # fmt: skip
-        if n_q:
-            blocks = blocks_for(Pass.QUERY_GRADS, q, dim_qk, dim_v)
+            launch(_key_grads_kernel, Pass.KEY_GRADS, grads[1:], together)
+        if grads[0].shape[1]:
             together = group * heads_together(k, n_k * row_bytes)
-            _query_grads_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
-                operand(grads[0]), *tensors, *ready, *boxes(blocks), *sizes, batch * heads, together,
-                **shared, **blocks.options(),
-            )
+            launch(_query_grads_kernel, Pass.QUERY_GRADS, grads[:1], together)
 
 
 def ready_statistics(lse: Tensor, delta: Tensor) -> Tensor:
@@ -96,7 +104,8 @@ def _statistics_kernel(lse, delta, ready_lse, ready_delta, rows, heads, ROWS: tl
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
 def _key_grads_kernel(
-    dk, dv, lse_box, delta_box, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, stride, scale, n_q, n_k, heads_kv, all_heads, together,
+    dk, dv, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box, stride,
+    scale, n_q, n_k, heads_kv, all_heads, together,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -112,7 +121,9 @@ def _key_grads_kernel(
     key_grads_rest = key_grads
     value_grads = tl.zeros([KEYS, WIDTH_V], tl.float32)
     if REST > 0:
-        keys_rest = load_rows(k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, False)
+        keys_rest = load_rows(
+            k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, False
+        )
         key_grads_rest = tl.zeros([KEYS, REST], tl.float32)
     begin = 0
     clear = 0
@@ -122,17 +133,18 @@ def _key_grads_kernel(
         clear = tl.minimum(clear, tl.cdiv(n_q, ROWS) * ROWS)
     for member in range(GROUP):
         head = head_kv * GROUP + member
-        head_of_all = batch * (heads_kv * GROUP) + head
         for first_row in range(begin, clear, ROWS):
             key_grads, key_grads_rest, value_grads = _add_rows(
                 key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
-                delta, head_of_all, stride, lse_box, delta_box, q_box, dout_box, scale, batch, head, first_row, first_key, n_q, n_k, ahead, False,
+                delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                heads_kv * GROUP, first_row, first_key, n_q, n_k, ahead, False,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
         for first_row in range(clear, n_q, ROWS):
             key_grads, key_grads_rest, value_grads = _add_rows(
                 key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
-                delta, head_of_all, stride, lse_box, delta_box, q_box, dout_box, scale, batch, head, first_row, first_key, n_q, n_k, ahead, True,
+                delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                heads_kv * GROUP, first_row, first_key, n_q, n_k, ahead, True,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
     store_rows(dv, value_grads, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V)
@@ -154,8 +166,8 @@ def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
 @triton.jit
 def _add_rows(
     key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
-    head_of_all, stride, lse_box, delta_box, q_box, dout_box, scale, batch, head, first_row, first_key, n_q, n_k, ahead, CLEAR: tl.constexpr,
-    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    q_box, dout_box, lse_box, delta_box, stride, scale, batch, head, heads, first_row, first_key,
+    n_q, n_k, ahead, CLEAR: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """What one more block of query rows adds to dk / scale and dv; all transposed: keys x rows.
@@ -166,15 +178,19 @@ def _add_rows(
     queries_rest = queries
     scores = tl.dot(keys, tl.trans(queries), input_precision="tf32x3")
     if REST > 0:
-        queries_rest = load_rows(q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        queries_rest = load_rows(
+            q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False
+        )
         scores = tl.dot(keys_rest, tl.trans(queries_rest), scores, input_precision="tf32x3")
-    row_lse = _load_statistics(lse, lse_box, head_of_all, stride, first_row, ROWS)
-    row_delta = _load_statistics(delta, delta_box, head_of_all, stride, first_row, ROWS)
+    row_lse = _load_statistics(lse, lse_box, batch * heads + head, stride, first_row, ROWS)
+    row_delta = _load_statistics(delta, delta_box, batch * heads + head, stride, first_row, ROWS)
     weights = tl.exp2(scores * (scale * LOG2_E) - row_lse)
     if not CLEAR:
         seen = visible(first_row, first_key, n_k, ahead, True, ROWS, KEYS)
         weights = tl.where(tl.trans(seen), weights, 0.0)
-    out_grads = load_rows(dout, dout_box, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False)
+    out_grads = load_rows(
+        dout, dout_box, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False
+    )
     value_grads = tl.dot(
         weights.to(out_grads.dtype), out_grads, value_grads, input_precision="tf32x3"
     )
@@ -182,15 +198,14 @@ def _add_rows(
     score_grads = (weights * (weight_grads - row_delta)).to(queries.dtype)
     key_grads = tl.dot(score_grads, queries, key_grads, input_precision="tf32x3")
     if REST > 0:
-        key_grads_rest = tl.dot(
-            score_grads, queries_rest, key_grads_rest, input_precision="tf32x3"
-        )
+        key_grads_rest = tl.dot(score_grads, queries_rest, key_grads_rest, input_precision="tf32x3")
     return key_grads, key_grads_rest, value_grads
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
 def _query_grads_kernel(
-    dq, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, stride, scale, n_q, n_k, heads_kv, all_heads, together,
+    dq, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box, stride,
+    scale, n_q, n_k, heads_kv, all_heads, together,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -202,7 +217,9 @@ def _query_grads_kernel(
     ahead = n_k - n_q
     clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)
     queries = load_rows(q, q_box, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
-    out_grads = load_rows(dout, dout_box, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False)
+    out_grads = load_rows(
+        dout, dout_box, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False
+    )
     at = tl.cast(batch * (heads_kv * GROUP) + head, tl.int64) * stride + first_row
     at += tl.arange(0, ROWS)
     row_lse, row_delta = tl.load(lse + at), tl.load(delta + at)
@@ -210,18 +227,20 @@ def _query_grads_kernel(
     grads = tl.zeros([ROWS, WIDTH], tl.float32)
     grads_rest = grads
     if REST > 0:
-        queries_rest = load_rows(q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        queries_rest = load_rows(
+            q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False
+        )
         grads_rest = tl.zeros([ROWS, REST], tl.float32)
     for first_key in range(0, clear, KEYS):
         grads, grads_rest = _add_keys(
-            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box, scale,
-            batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, True,
+            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
+            k_box, v_box, scale, batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, True,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
     for first_key in range(clear, end, KEYS):
         grads, grads_rest = _add_keys(
-            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box, scale,
-            batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, False,
+            grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
+            k_box, v_box, scale, batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL, False,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
     grads *= scale
@@ -233,8 +252,8 @@ def _query_grads_kernel(
 
 @triton.jit
 def _add_keys(
-    grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box, scale,
-    batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
+    grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box,
+    scale, batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +262,9 @@ def _add_keys(
     keys_rest = keys
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:
-        keys_rest = load_rows(k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR)
+        keys_rest = load_rows(
+            k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR
+        )
         scores = tl.dot(queries_rest, tl.trans(keys_rest), scores, input_precision="tf32x3")
     values = load_rows(v, v_box, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, CLEAR)
     weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])

@@ -1,7 +1,7 @@
 """How large the blocks of the Triton attention kernels are: a table, so that all ranks agree.
 
-Timing candidates at the first call, as `triton.autotune` does, may choose differently on each rank,
-and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds what to put here.
+Timing candidates at the first call, as `triton.autotune` does, may choose differently on each
+rank, and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds entries.
 """
 
 from dataclasses import dataclass

@@ -7,9 +7,20 @@ from torch import Tensor
 
 from megatron_burst.kernels.triton_blocks import Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
-    LN_2, LOG2_E, box, heads_together, key_range, load_rows, operand, padded, statistics, store_rows,
-    tile_of_program, visible, widths,
-)  # fmt: skip
+    LN_2,
+    LOG2_E,
+    box,
+    heads_together,
+    key_range,
+    load_rows,
+    operand,
+    padded,
+    statistics,
+    store_rows,
+    tile_of_program,
+    visible,
+    widths,
+)
 
 
 def launch_forward(
@@ -24,10 +35,12 @@ def launch_forward(
     blocks = blocks_for(Pass.FORWARD, q, dim_qk, dim_v)
     width, rest = widths(dim_qk)
     together = group * heads_together(k, n_k * (dim_qk + dim_v) * k.itemsize)
-    boxes = [box(x, n, blocks.tma) for x, n in ((q, blocks.rows), (k, blocks.keys), (v, blocks.keys))]
+    sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
+    boxes = [box(x, size, blocks.tma) for x, size in sizes]
     with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
         _forward_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
-            *map(operand, (q, k, v, out, lse)), *boxes, scale, n_q, n_k, heads, batch * heads, together,
+            *map(operand, (q, k, v, out, lse)), *boxes,
+            scale, n_q, n_k, heads, batch * heads, together,
             GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
         )  # fmt: skip
@@ -50,7 +63,9 @@ def _forward_kernel(
     queries = load_rows(q, q_box, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
     queries_rest = queries
     if REST > 0:
-        queries_rest = load_rows(q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False)
+        queries_rest = load_rows(
+            q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False
+        )
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)

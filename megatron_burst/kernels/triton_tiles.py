@@ -1,8 +1,8 @@
 """What the Triton attention kernels share: which tile a program takes, loads, stores, masks.
 
 An operand is (tensor, stride of b, stride of n, stride of h), for a statistic [b, h, n]
-(tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so where a
-tile begins is counted in int64, what lies inside of it in int32.
+(tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so where
+a tile begins is counted in int64, what lies inside of it in int32.
 
 Head dimensions that are no power of two are taken in two parts of `WIDTH` and `REST` columns, 128 +
 64 for 192, or padded with zeros.
@@ -46,6 +46,13 @@ def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
     return TensorDescriptor(x, [num_rows, span], [row_step or span, 1], [rows, dim])
 
 
+def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
+    """The same for blocks [1, rows] of statistics [b * h, n] without gaps."""
+    if not wanted or not x.numel():
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows])
+
+
 def widths(dim: int) -> tuple[int, int]:
     """(WIDTH, REST) of a head dimension: powers of two of at least 16 whose sum holds it."""
     half = padded(dim) // 2
@@ -86,7 +93,8 @@ def tile_of_program(blocks, heads, together, LAST_FIRST: tl.constexpr):
 @triton.jit
 def _elements(x, batch, head, first, AT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers [ROWS, WIDTH] into an operand, from a row and a column on."""
-    start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[3] + tl.cast(first, tl.int64) * x[2]
+    start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[3]
+    start += tl.cast(first, tl.int64) * x[2]
     return start + tl.arange(0, ROWS)[:, None] * x[2] + (AT + tl.arange(0, WIDTH))[None, :]
 
 
@@ -126,7 +134,8 @@ def store_rows(
 @triton.jit
 def statistics(x, batch, head, first, ROWS: tl.constexpr):
     """Pointers [ROWS] into a statistic."""
-    start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2] + tl.cast(first, tl.int64) * x[3]
+    start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2]
+    start += tl.cast(first, tl.int64) * x[3]
     return start + tl.arange(0, ROWS) * x[3]
 
 
