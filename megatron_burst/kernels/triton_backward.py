@@ -167,7 +167,8 @@ def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
 def _add_rows(
     key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
     q_box, dout_box, lse_box, delta_box, stride, scale, batch, head, heads, first_row, first_key,
-    n_q, n_k, ahead, CLEAR: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    n_q, n_k, ahead, CLEAR: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """What one more block of query rows adds to dk / scale and dv; all transposed: keys x rows.
@@ -253,7 +254,8 @@ def _query_grads_kernel(
 @triton.jit
 def _add_keys(
     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box,
-    scale, batch, head_kv, first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
+    scale, batch, head_kv, first_row, first_key, n_k, ahead,
+    CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip

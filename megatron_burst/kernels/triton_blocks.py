@@ -56,9 +56,13 @@ def _row(forward: Blocks, key_grads: Blocks, query_grads: Blocks) -> _Row:
 
 
 _HOPPER = {
-    64: _row(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3)),
-    128: _row(Blocks(128, 128, 8, 2), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2)),
-    256: _row(Blocks(128, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    64: _row(
+        Blocks(128, 128, 8, 3, True), Blocks(64, 128, 8, 2, True), Blocks(128, 128, 8, 2, True)
+    ),
+    128: _row(
+        Blocks(128, 128, 8, 2, True), Blocks(64, 128, 8, 2, True), Blocks(128, 128, 8, 2, True)
+    ),
+    256: _row(Blocks(128, 64, 8, 2, True), Blocks(32, 64, 8, 2, True), Blocks(128, 32, 8, 2, True)),
 }
 _AMPERE = {
     64: _row(Blocks(128, 64, 4, 3), Blocks(32, 128, 4, 3), Blocks(128, 32, 4, 3)),
@@ -72,7 +76,7 @@ _SMALL = {  # 99 KB of shared memory
 }
 _BY_ARCH = {(8, 0): _AMPERE, (9, 0): _HOPPER, (10, 0): _HOPPER, (10, 3): _HOPPER}
 _WIDE = {  # float32, which takes three products for one
-    64: _row(Blocks(64, 32, 4, 1), Blocks(32, 64, 4, 1), Blocks(64, 32, 4, 1)),
+    64: _row(Blocks(64, 32, 4, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 4, 1)),
     128: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
     256: _row(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
