@@ -12,7 +12,7 @@ class Triton:
     """Kernels of `triton_forward` and `triton_backward`, for GPUs since Ampere.
 
     Head dimensions that are no power of two are padded in registers, never in memory. float32 is
-    multiplied in three products of TF32, to about 1e-6.
+    multiplied in three products of TF32.
     """
 
     capability = Capability(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from megatron_burst.kernels.triton_blocks import Pass, blocks_for
+from megatron_burst.kernels.triton_blocks import Chooser, Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     box,
@@ -33,9 +33,12 @@ _LARGEST_BLOCK = 128  # query rows
 
 def launch_backward(
     query_side: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, scale: float,
-    causal: bool, grads: tuple[Tensor, Tensor, Tensor],
+    causal: bool, grads: tuple[Tensor, Tensor, Tensor], choose: Chooser | None = None,
 ) -> None:  # fmt: skip
-    """Compute (dq, dk, dv) where they are, from (q, dout, lse, delta); see `Backend.backward`."""
+    """Compute (dq, dk, dv) where they are, from (q, dout, lse, delta); see `Backend.backward`.
+
+    `choose` takes the place of the table of blocks.
+    """
     q, dout, lse, delta = query_side
     batch, n_q, heads, dim_qk = q.shape
     n_k, heads_kv, dim_v = v.shape[1:]
@@ -43,12 +46,12 @@ def launch_backward(
     ready = ready_statistics(lse, delta)
     width, rest = widths(dim_qk)
     constants = dict(
-        GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
+        CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
         WIDTH=width, REST=rest, WIDTH_V=padded(dim_v),
     )  # fmt: skip
 
     def launch(kernel: JITFunction, which: Pass, outputs: tuple[Tensor, ...], together: int):
-        blocks = blocks_for(which, q, dim_qk, dim_v)
+        blocks = (choose or blocks_for)(which, q, dim_qk, dim_v)
         rows, columns = (n_k, blocks.keys) if which is Pass.KEY_GRADS else (n_q, blocks.rows)
         all_heads = batch * (heads_kv if which is Pass.KEY_GRADS else heads)
         sizes = blocks.rows, blocks.keys, blocks.keys, blocks.rows
@@ -57,7 +60,7 @@ def launch_backward(
             *map(operand, outputs), *map(operand, read), *ready,
             *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
             *(statistics_box(x, blocks.rows, blocks.tma) for x in ready),
-            ready.shape[-1], scale, n_q, n_k, heads_kv, all_heads, together,
+            ready.shape[-1], scale, n_q, n_k, heads_kv, group, all_heads, together,
             **constants, **blocks.options(),
         )  # fmt: skip
 
@@ -102,11 +105,11 @@ def _statistics_kernel(lse, delta, ready_lse, ready_delta, rows, heads, ROWS: tl
     tl.store(ready_delta + at, row_delta)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "group", "all_heads", "together"])
 def _key_grads_kernel(
     dk, dv, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box, stride,
-    scale, n_q, n_k, heads_kv, all_heads, together,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    scale, n_q, n_k, heads_kv, group, all_heads, together,
+    CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -131,20 +134,20 @@ def _key_grads_kernel(
         begin = tl.maximum(first_key - ahead, 0) // ROWS * ROWS
         clear = tl.cdiv(tl.maximum(first_key + KEYS - 1 - ahead, 0), ROWS) * ROWS
         clear = tl.minimum(clear, tl.cdiv(n_q, ROWS) * ROWS)
-    for member in range(GROUP):
-        head = head_kv * GROUP + member
+    for member in range(group):
+        head = head_kv * group + member
         for first_row in range(begin, clear, ROWS):
             key_grads, key_grads_rest, value_grads = _add_rows(
                 key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
                 delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                heads_kv * GROUP, first_row, first_key, n_q, n_k, ahead, False,
+                heads_kv * group, first_row, first_key, n_q, n_k, ahead, False,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
         for first_row in range(clear, n_q, ROWS):
             key_grads, key_grads_rest, value_grads = _add_rows(
                 key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
                 delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                heads_kv * GROUP, first_row, first_key, n_q, n_k, ahead, True,
+                heads_kv * group, first_row, first_key, n_q, n_k, ahead, True,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
     store_rows(dv, value_grads, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V)
@@ -203,17 +206,17 @@ def _add_rows(
     return key_grads, key_grads_rest, value_grads
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "all_heads", "together"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "group", "all_heads", "together"])
 def _query_grads_kernel(
     dq, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box, stride,
-    scale, n_q, n_k, heads_kv, all_heads, together,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    scale, n_q, n_k, heads_kv, group, all_heads, together,
+    CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tile_of_program(tl.cdiv(n_q, ROWS), all_heads, together, CAUSAL)
-    batch, head = head // (heads_kv * GROUP), head % (heads_kv * GROUP)
-    head_kv = head // GROUP
+    batch, head = head // (heads_kv * group), head % (heads_kv * group)
+    head_kv = head // group
     first_row = block * ROWS
     ahead = n_k - n_q
     clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)
@@ -221,7 +224,7 @@ def _query_grads_kernel(
     out_grads = load_rows(
         dout, dout_box, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V, False
     )
-    at = tl.cast(batch * (heads_kv * GROUP) + head, tl.int64) * stride + first_row
+    at = tl.cast(batch * (heads_kv * group) + head, tl.int64) * stride + first_row
     at += tl.arange(0, ROWS)
     row_lse, row_delta = tl.load(lse + at), tl.load(delta + at)
     queries_rest = queries

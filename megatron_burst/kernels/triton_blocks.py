@@ -4,6 +4,7 @@ Timing candidates at the first call, as `triton.autotune` does, may choose diffe
 rank, and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds entries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -80,6 +81,9 @@ _WIDE = {  # float32, which takes three products for one
     128: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
     256: _row(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
+
+
+Chooser = Callable[[Pass, Tensor, int, int], Blocks]
 
 
 def blocks_for(which: Pass, q: Tensor, dim_qk: int, dim_v: int) -> Blocks:

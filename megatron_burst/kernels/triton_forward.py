@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.kernels.triton_blocks import Pass, blocks_for
+from megatron_burst.kernels.triton_blocks import Chooser, Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
@@ -24,15 +24,19 @@ from megatron_burst.kernels.triton_tiles import (
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor, lse: Tensor
-) -> None:
-    """Compute out [b, n, h, dv] and lse [b, h, n] where they are; see `Backend.forward`."""
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor, lse: Tensor,
+    choose: Chooser | None = None,
+) -> None:  # fmt: skip
+    """Compute out [b, n, h, dv] and lse [b, h, n] where they are; see `Backend.forward`.
+
+    `choose` takes the place of the table of blocks.
+    """
     batch, n_q, heads, dim_qk = q.shape
     n_k, dim_v = v.shape[1], v.shape[3]
     if out.numel() == 0:
         return
     group = heads // k.shape[2]
-    blocks = blocks_for(Pass.FORWARD, q, dim_qk, dim_v)
+    blocks = (choose or blocks_for)(Pass.FORWARD, q, dim_qk, dim_v)
     width, rest = widths(dim_qk)
     together = group * heads_together(k, n_k * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
@@ -40,22 +44,22 @@ def launch_forward(
     with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
         _forward_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), *boxes,
-            scale, n_q, n_k, heads, batch * heads, together,
-            GROUP=group, CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
+            scale, n_q, n_k, heads, group, batch * heads, together,
+            CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "heads", "all_heads", "together"])
+@triton.jit(do_not_specialize=["n_q", "n_k", "heads", "group", "all_heads", "together"])
 def _forward_kernel(
-    q, k, v, out, lse, q_box, k_box, v_box, scale, n_q, n_k, heads, all_heads, together,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    q, k, v, out, lse, q_box, k_box, v_box, scale, n_q, n_k, heads, group, all_heads, together,
+    CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tile_of_program(tl.cdiv(n_q, ROWS), all_heads, together, CAUSAL)
     batch, head = head // heads, head % heads
-    head_kv = head // GROUP
+    head_kv = head // group
     first_row = block * ROWS
     ahead = n_k - n_q
     clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)

@@ -35,15 +35,14 @@ def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
     between rows, as in "sbhd". It fills with zeros what lies below the last row, but not what lies
     beside a head, so the head dimension must be a power of two. It reads units of 16 bytes.
     """
-    _, batch_step, row_step, head_step = operand(x)
-    steps = batch_step, row_step, head_step
-    even = all(step * x.itemsize % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0
+    _, *steps = operand(x)
     batch, num_rows, heads, dim = x.shape
-    span = (batch - 1) * batch_step + (heads - 1) * head_step + dim
-    beside = batch == 1 or batch_step < row_step or num_rows == 1
-    if not (wanted and even and beside and dim == padded(dim) and x.numel()):
+    span = (batch - 1) * steps[0] + (heads - 1) * steps[2] + dim
+    even = all(step * x.itemsize % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0
+    in_rows = num_rows == 1 or span <= steps[1]
+    if not (wanted and even and in_rows and dim == padded(dim) and x.numel()):
         return None
-    return TensorDescriptor(x, [num_rows, span], [row_step or span, 1], [rows, dim])
+    return TensorDescriptor(x, [num_rows, span], [steps[1] or span, 1], [rows, dim])
 
 
 def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
