@@ -1,0 +1,57 @@
+"""How long kernels take on given hardware."""
+
+from dataclasses import dataclass
+from math import ceil, inf
+
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.mask import Tile
+from megatron_burst.plan.schedule import Direction
+
+_BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Times kernels.
+
+    Attributes:
+        hardware: that they run on.
+        backend: of attention; "auto" for the first one that the hardware lists.
+        pass_tflop: what the GPU computes without pause; infinite in training, where it never rests.
+    """
+
+    hardware: Hardware
+    backend: str = "auto"
+    pass_tflop: float = inf
+
+    def tile(self, tile: Tile, shape: AttentionShape, direction: Direction) -> float:
+        """Seconds of a tile of a call with these heads.
+
+        A pair costs two products forward and five backward. A GPU with fewer blocks than
+        multiprocessors, or with a last wave that does not fill it, is partly idle.
+        """
+        forward = direction is Direction.FORWARD
+        dims = shape.dim_qk + shape.dim_v if forward else 3 * shape.dim_qk + 2 * shape.dim_v
+        flops = 2 * tile.pairs * shape.batch * shape.heads_q * dims
+        rows = len(tile.q) if forward else len(tile.kv)
+        blocks = ceil(rows / _BLOCK) * shape.batch * shape.heads_q
+        units = self.hardware.gpu.multiprocessors
+        busy = blocks / (units * ceil(blocks / units))
+        kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
+        speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
+        return self._launch + flops / (speed * 1e12 * busy)
+
+    def memory(self, num_bytes: float) -> float:
+        """Seconds of an element-wise kernel with so much memory traffic."""
+        if not num_bytes:
+            return 0.0
+        return self._launch + num_bytes / (self.hardware.gpu.memory_gbs * 1e9)
+
+    def matmul(self, flops: float) -> float:
+        """Seconds of large matrix products."""
+        return flops / (self.hardware.gpu.matmul_tflops * 1e12)
+
+    @property
+    def _launch(self) -> float:
+        return self.hardware.gpu.launch_us * 1e-6
