@@ -5,7 +5,7 @@ from math import ceil, inf
 
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
-from megatron_burst.plan.mask import Tile
+from megatron_burst.plan.mask import Mask, Tile
 from megatron_burst.plan.schedule import Direction
 
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
@@ -29,7 +29,8 @@ class Timer:
         """Seconds of a tile of a call with these heads.
 
         A pair costs two products forward and five backward. A GPU with fewer blocks than
-        multiprocessors, or with a last wave that does not fill it, is partly idle.
+        multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
+        causal kernels begin with their longest blocks, which evens out the end.
         """
         forward = direction is Direction.FORWARD
         dims = shape.dim_qk + shape.dim_v if forward else 3 * shape.dim_qk + 2 * shape.dim_v
@@ -37,7 +38,8 @@ class Timer:
         rows = len(tile.q) if forward else len(tile.kv)
         blocks = ceil(rows / _BLOCK) * shape.batch * shape.heads_q
         units = self.hardware.gpu.multiprocessors
-        busy = blocks / (units * ceil(blocks / units))
+        waves = max(1.0, blocks / units) if tile.mask is Mask.CAUSAL else ceil(blocks / units)
+        busy = blocks / (units * waves)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
         return self._launch + flops / (speed * 1e12 * busy)

@@ -65,7 +65,11 @@ Op = Compute | Post | Wait
 
 
 def programme_of(
-    schedule: AnySchedule, shape: AttentionShape, timer: Timer, pulled: bool = True
+    schedule: AnySchedule,
+    shape: AttentionShape,
+    timer: Timer,
+    direction: Direction,
+    pulled: bool = True,
 ) -> tuple[Op, ...]:
     """The operations of a schedule's rank.
 
@@ -73,12 +77,15 @@ def programme_of(
         schedule: of one rank and pass.
         shape: sizes of the call on one rank.
         timer: how long kernels take.
+        direction: of the pass; the schedule's, where it has one.
         pulled: whether gathered or exchanged tensors go by copy engine.
     """
     if isinstance(schedule, Schedule):
         return _ring(schedule, shape, timer)
-    kind = _gather if isinstance(schedule, GatherSchedule) else _a2a
-    ops = kind(schedule, shape, timer)
+    if isinstance(schedule, GatherSchedule):
+        ops = _gather(schedule, shape, timer, direction)
+    else:
+        ops = _a2a(schedule, shape, timer)
     return tuple(replace(op, pulled=pulled) if isinstance(op, Post) else op for op in ops)
 
 
@@ -133,11 +140,10 @@ def _travelling_bytes(schedule: Schedule, step: Step, shape: AttentionShape) -> 
     return work + (elements * _MERGE_BYTES if step.tiles else 0)
 
 
-def _gather(schedule: GatherSchedule, shape: AttentionShape, timer: Timer) -> tuple[Op, ...]:
-    forward = not any(any(ranks) for ranks in schedule.leaves) and not any(
-        round_.after for round_ in schedule.rounds
-    )
-    direction = Direction.FORWARD if forward else Direction.BACKWARD
+def _gather(
+    schedule: GatherSchedule, shape: AttentionShape, timer: Timer, direction: Direction
+) -> tuple[Op, ...]:
+    forward = direction is Direction.FORWARD
     ops: list[Op] = _read_round(schedule, 0, shape, timer)
     for index, round_ in enumerate(schedule.rounds):
         heads = _round_shape(shape, len(round_.heads))
