@@ -144,6 +144,7 @@ def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
     return hardware.inter_share(senders)
 
 
+@lru_cache(maxsize=4096)
 def buffer_bytes(call: AttentionCall) -> float:
     """Memory that a rank needs beside q, k, v, out and their gradients, in the backward pass.
 

@@ -67,7 +67,7 @@ def _look_at(job: Job, strategy: Strategy) -> Candidate:
     host_gib *= 0.8 / job.hardware.host.gpus  # the rest is for programs and the page cache
     host_over = memory.host / GIB - host_gib
     fits = over <= 0 and host_over <= 0
-    time = step_time(job, strategy) if fits else None
+    time = step_time(job, strategy, memory) if fits else None
     return Candidate(strategy, memory, time, max(0.0, over), max(0.0, host_over))
 
 
@@ -100,8 +100,9 @@ def search(job: Job, fixed: tuple[tuple[str, int], ...] = ()) -> tuple[Candidate
 
 
 def _rank(one: Candidate) -> tuple:
-    if one.time:
-        return 0, one.time.seconds, one.memory.peak
+    if one.time:  # of equal ones the one without host copies, which are free on paper only
+        copies = one.strategy.offload + one.strategy.offload_inputs
+        return 0, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
     return 1, one.over_gib + one.host_over_gib, 0
 
 

@@ -42,22 +42,16 @@ class Timeline:
     Attributes:
         seconds: until the last rank was done.
         spans: of all simulated ranks, in order of their start on each.
+        waits: seconds that kernels of the last rank to finish waited for each link.
     """
 
     seconds: float
     spans: tuple[Span, ...]
-
-    def total(self, what: str) -> float:
-        """Seconds of one kind on the rank that has most of it."""
-        sums: dict[int, float] = defaultdict(float)
-        for span in self.spans:
-            if span.what == what:
-                sums[span.rank] += span.stop - span.start
-        return max(sums.values(), default=0.0)
+    waits: tuple[tuple[Link, float], ...]
 
     def exposed(self, link: Link) -> float:
-        """Seconds that kernels wait for a link, on the rank that waits longest."""
-        return self.total(f"wait for {link}")
+        """Seconds that kernels wait for a link, on the rank that is done last."""
+        return dict(self.waits).get(link, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,9 @@ def simulate(programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> Timeline
     (length,) = {len(ops) for ops in programmes.values()}
     for place in range(length):
         world.run({rank: ops[place] for rank, ops in programmes.items()})
-    return Timeline(max(world.clock.values()), tuple(world.spans))
+    last = max(world.clock, key=world.clock.__getitem__)
+    waits = tuple((link, world.waits[last, link]) for link in Link)
+    return Timeline(world.clock[last], tuple(world.spans), waits)
 
 
 class _World:
@@ -101,6 +97,7 @@ class _World:
     def __init__(self, programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> None:
         self.clock = dict.fromkeys(programmes, 0.0)
         self.spans: list[Span] = []
+        self.waits: dict[tuple[int, Link], float] = defaultdict(float)
         self._wiring = wiring
         self._port: dict[tuple[int, Link, str], float] = defaultdict(float)
         self._done: dict[tuple, tuple[float, Link]] = {}
@@ -144,6 +141,7 @@ class _World:
         now = self.clock[rank]
         if until > now:
             self.spans.append(Span(rank, "compute", f"wait for {link}", now, until))
+            self.waits[rank, link] += until - now
             self.clock[rank] = until
 
     def _transfer(self, ops: Mapping[int, Post]) -> None:

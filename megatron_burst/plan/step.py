@@ -9,7 +9,7 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.memory import memory_of
+from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 from megatron_burst.plan.topology import Link
@@ -44,8 +44,14 @@ class StepTime:
         return f"{self.tokens_per_gpu:.4g}"
 
 
-def step_time(job: Job, strategy: Strategy) -> StepTime:
-    """Time of a step; `misfit` must have found nothing."""
+def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
+    """Time of a step; `misfit` must have found nothing.
+
+    Args:
+        job: the job.
+        strategy: how it is dealt out.
+        memory: that it needs, of `memory_of`.
+    """
     layer = _Layer(job, strategy)
     micro_batches = job.batch // strategy.dp
     layers = stage_layers(job.model, strategy)
@@ -58,7 +64,7 @@ def step_time(job: Job, strategy: Strategy) -> StepTime:
     stage = sum(one.values())
     parts = Counter({part: seconds * micro_batches for part, seconds in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
-    parts[UPDATE] = _update_seconds(job, strategy, layer.backward * layers)
+    parts[UPDATE] = _update_seconds(job, strategy, memory, layer.backward * layers)
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
     peak = job.hardware.gpu.peak_tflops * 1e12
@@ -189,9 +195,8 @@ def _boundary_seconds(job: Job, strategy: Strategy) -> float:
     return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
 
 
-def _update_seconds(job: Job, strategy: Strategy, backward: float) -> float:
+def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
     """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
-    memory = memory_of(job, strategy)
     ranks = strategy.dp * strategy.cp
     local = max(1, min(job.gpus_per_host, job.gpus) // strategy.tp)
     num_bytes = memory.weights + memory.gradients
