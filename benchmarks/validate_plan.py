@@ -191,7 +191,9 @@ def main(
         some = [one for one in compared if one.fitted == fitted]
         if some:
             memory = [one.memory_error for one in some if one.memory_error is not None]
-            said.append(f"{name}: time {summary([one.error for one in some])} of {len(some)} rows; ")
+            said.append(
+                f"{name}: time {summary([one.error for one in some])} of {len(some)} rows; "
+            )
             said[-1] += f"memory {summary(memory)} of {len(memory)} rows."
     typer.echo("\n".join(said))
     if table_to:

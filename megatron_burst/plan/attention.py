@@ -27,9 +27,9 @@ from megatron_burst.plan.programme import (
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 from megatron_burst.plan.simulate import Timeline, Wiring, simulate
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.plan.topology import Topology
 
-_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups one stands for all
+_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,11 @@ class AttentionCall:
 
 @lru_cache(maxsize=4096)
 def attention_time(
-    call: AttentionCall, hardware: Hardware, direction: Direction, pass_tflop: float = inf
+    call: AttentionCall,
+    hardware: Hardware,
+    direction: Direction,
+    pass_tflop: float = inf,
+    ranks: range | None = None,
 ) -> Timeline:
     """What happens in one pass of a call.
 
@@ -114,13 +118,14 @@ def attention_time(
         hardware: that it runs on.
         direction: which pass.
         pass_tflop: work without pause (`KernelSpeed`); infinite in training.
+        ranks: to simulate; None: as many as the time depends on.
 
     Raises:
         BurstError: if the call cannot run so.
     """
     timer = Timer(hardware, call.backend, pass_tflop)
     programmes = {}
-    for rank in _simulated(call):
+    for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
         ops = programme_of(schedule, call.shape, timer, direction, call.pulled)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
@@ -128,12 +133,16 @@ def attention_time(
 
 
 def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: one of a large group in which all do alike."""
+    """Ranks to simulate: the first and the last of a large group in which all do alike.
+
+    In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
+    queries and half of the keys; the others' times lie between theirs.
+    """
     topology = call.topology
     nested = topology.inter_size == len(set(topology.host_of))
     even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
     if topology.cp_size > _MOST_RANKS and nested and even:
-        return range(1)
+        return range(0, topology.cp_size, topology.cp_size - 1)
     return range(topology.cp_size)
 
 
@@ -219,8 +228,3 @@ def _kernel_bytes(shape: AttentionShape, rows_q: int, rows_kv: int) -> float:
     if shape.heads_q != shape.heads_kv:
         sums += rows_kv * shape.heads_kv * (shape.dim_qk + shape.dim_v) * 4
     return shape.batch * (sums + rows_q * shape.heads_q * 2 * 4)
-
-
-def link_of(call: AttentionCall) -> Link:
-    """The slowest link that the call uses."""
-    return Link.INTER if len(set(call.topology.host_of)) > 1 else Link.INTRA

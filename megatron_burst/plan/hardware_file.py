@@ -105,7 +105,7 @@ def _quoted(text: str) -> str:
 
 
 def nearest(word: str, names: object) -> str:
-    """", did you mean ...?" or nothing."""
+    """ ", did you mean ...?" or nothing."""
     close = get_close_matches(word, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -145,7 +145,9 @@ class _Reader:
         if is_dataclass(kind):
             return self.read(kind, value, where)
         if get_origin(kind) is not None:  # sources
-            if not isinstance(value, Mapping) or any(not isinstance(v, str) for v in value.values()):
+            if not isinstance(value, Mapping) or any(
+                not isinstance(v, str) for v in value.values()
+            ):
                 self._refuse(where, "must hold texts", repr(value), "write name = 'source'")
             return dict(value)
         if kind is str:

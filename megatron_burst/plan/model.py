@@ -158,7 +158,9 @@ class Model:
         return 6 * self.matmul_params + attention
 
 
-def _llama(name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more):
+def _llama(
+    name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more
+):
     return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
 
 

@@ -94,7 +94,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
         rope = size("qk_rope_head_dim")
         dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
-    experts, count = None, size("n_routed_experts", size("num_local_experts", size("num_experts", 0)))
+    experts, count = (
+        None,
+        size("n_routed_experts", size("num_local_experts", size("num_experts", 0))),
+    )
     if count:
         width = size("moe_intermediate_size", size("intermediate_size"))
         shared = size("n_shared_experts", 0) * width
@@ -118,7 +121,9 @@ def megatron_arguments(text: str) -> dict[str, Any]:
         pairs = re.findall(r"^\s*-{0,2}([A-Za-z][\w-]*)\s*:[ \t]*([^#\n]*)", text, re.MULTILINE)
         found = {key: value.strip().strip("\"'") for key, value in pairs}
         return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip().removesuffix("\\") for line in text.splitlines()]
+    lines = [
+        re.sub(r"(^|\s)#.*", "", line).rstrip().removesuffix("\\") for line in text.splitlines()
+    ]
     lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars="()")
     lexer.whitespace_split, lexer.commenters = True, ""
     try:

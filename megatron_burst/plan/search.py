@@ -11,6 +11,7 @@ from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
 from megatron_burst.plan.strategy import Job, Strategy, misfit
 
+SIZES = ("tp", "cp", "pp", "dp", "ep")
 _POLICIES = (
     Strategy(recompute="none"),
     Strategy(recompute="selective"),
@@ -72,27 +73,26 @@ def _look_at(job: Job, strategy: Strategy) -> Candidate:
 
 
 @lru_cache(maxsize=8)
-def search(job: Job, fixed: tuple[tuple[str, int], ...] = ()) -> tuple[Candidate, ...]:
+def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candidate, ...]:
     """All candidates, the fastest first, then what does not fit, the nearest to fitting first.
-
-    Of each way to deal out, policies are tried with rising thrift: one that needs more memory and
-    more time than another is left out.
 
     Args:
         job: the job.
-        fixed: sizes that are given, e.g. (("tp", 2),).
+        fixed: fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")).
 
     Raises:
         BurstError: if nothing divides evenly.
     """
     found = []
-    for layout in layouts(job, dict(fixed)):
-        policies = [replace(policy, **_sizes(layout)) for policy in _POLICIES]
+    given = {name: value for name, value in fixed if name not in SIZES}
+    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in given.items())]
+    for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
+        policies = [replace(policy, **_sizes(layout)) for policy in wanted]
         found += [_look_at(job, strategy) for strategy in policies]
     if not found:
         raise BurstError(
-            "plan: some TP x CP x PP x DP must make up the GPUs, because Megatron deals everything "
-            f"out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
+            "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
+            f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
             f"{job.seq} tokens, a batch of {job.batch} and {dict(fixed) or 'no sizes given'}; change "
             "--gpus, --seq-length or --global-batch-size"
         )
@@ -107,7 +107,7 @@ def _rank(one: Candidate) -> tuple:
 
 
 def _sizes(strategy: Strategy) -> dict[str, int]:
-    return {name: getattr(strategy, name) for name in ("tp", "cp", "pp", "dp", "ep")}
+    return {name: getattr(strategy, name) for name in SIZES}
 
 
 def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:

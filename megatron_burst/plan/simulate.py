@@ -75,10 +75,10 @@ class Wiring:
 
 
 def simulate(programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> Timeline:
-    """Run the operations of all ranks, or of one that stands for all.
+    """Run the operations of all ranks, or of some that stand for all.
 
     Args:
-        programmes: operations by cp rank: all ranks of a group, or any of them where all do alike;
+        programmes: operations by cp rank: all ranks of a group, or some of them where all do alike;
             a rank that is missing is taken to do what its partner does, at the same time.
         wiring: what links give.
     """

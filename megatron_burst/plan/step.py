@@ -132,7 +132,9 @@ class _Layer:
         width = model.heads_q * model.dim_qk + model.heads_kv * (model.dim_qk + model.dim_v)
         ffn = model.ffn
         if model.experts:
-            ffn = model.experts.shared_ffn + model.experts.active * (model.experts.ffn + model.hidden)
+            ffn = model.experts.shared_ffn + model.experts.active * (
+                model.experts.ffn + model.hidden
+            )
         num_bytes = 20 * model.hidden + 8 * width + 6 * ffn
         return self._timer.memory(num_bytes * self._tokens / self._strategy.tp)
 
@@ -207,4 +209,3 @@ def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: floa
         moving = max(moving, links.inter.seconds(num_bytes / local, share))
     hidden = min(moving, backward / 2)
     return moving - hidden + Timer(job.hardware).memory(2.5 * memory.optimizer)
-
