@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 
 from megatron_burst.cli.cases import in_kilo
 from megatron_burst.cli.results import Row, read
-from megatron_burst.plan.attention import AttentionCall, attention_time, buffer_bytes
+from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from typer import Option
 
 from megatron_burst.cli.plan_table import show
@@ -149,13 +148,14 @@ def _found(job: Job, asked: Asked, do_search: bool) -> tuple[Candidate, ...]:
     strategy = Strategy(**{"cp": rest, **given})
     if strategy.recompute != "full" and strategy.keep != "none":
         raise BurstError(
-            "plan: --keep must come with --recompute full, because without replays there is nothing "
-            f"to keep for; got --recompute {strategy.recompute} --keep {strategy.keep}; leave one out"
+            "plan: --keep must come with --recompute full, because without replays nothing needs "
+            f"to be kept; got --recompute {strategy.recompute} --keep {strategy.keep}; leave one "
+            "out"
         )
     if strategy.offload and strategy.keep == "none":
         raise BurstError(
-            "plan: --offload must come with --keep half or all, because nothing is kept without it; "
-            "got --keep none; pass --keep all, or leave it out"
+            "plan: --offload must come with --keep half or all, because nothing is kept without "
+            "it; got --keep none; pass --keep all, or leave it out"
         )
     return (candidate(job, strategy),)
 

@@ -7,11 +7,10 @@ from rich.table import Table
 
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import gather_bytes, link_bytes
+from megatron_burst.plan.cost import exchange_widths, gather_bytes, link_bytes
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
-from megatron_burst.plan.programme import exchange_widths
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job, attention_call, megatron_flags

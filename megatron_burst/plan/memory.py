@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from megatron_burst.plan.attention import buffer_bytes
+from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.keep import in_flight
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers

@@ -150,9 +150,9 @@ class Model:
         return self.layers * self.attention_params + dense + moe + self.embedding_params
 
     def flops_per_token(self, seq: int) -> float:
-        """Model FLOPs of training a token: backward is twice forward, the causal half, no recompute.
+        """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 
-        6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
+        Backward is twice forward, the causal half of attention, no recomputation.
         """
         attention = 3 * self.layers * self.heads_q * (self.dim_qk + self.dim_v) * seq
         return 6 * self.matmul_params + attention

@@ -158,6 +158,7 @@ def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
         dims = size("qk_head_dim", 128) + rope, size("v_head_dim", 128)
         latent = Latent(size("q_lora_rank", 0), size("kv_lora_rank", 512), rope)
     experts, ffn = None, size("ffn_hidden_size", 4 * hidden)
+    vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
     if size("num_experts", 0):
         experts = Experts(
             size("num_experts"), size("moe_router_topk", 2), size("moe_ffn_hidden_size", ffn),
@@ -165,7 +166,7 @@ def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
         )  # fmt: skip
     return Model(
         name, size("num_layers"), hidden, heads, heads_kv, *dims, ffn,
-        size("padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"), gated=size.truth("swiglu"),
+        size(vocab), gated=size.truth("swiglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
     )  # fmt: skip
 

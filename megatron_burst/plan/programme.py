@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.plan.a2a import A2ASchedule
-from megatron_burst.plan.cost import AttentionShape, hop_bytes
+from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
 from megatron_burst.plan.gather import GatherSchedule, Round
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.mask import Span, Tile
@@ -252,15 +252,3 @@ def _a2a(schedule: A2ASchedule, shape: AttentionShape, timer: Timer) -> tuple[Op
         ops += collect(index - 1)
         ops.append(Post(("back", index), Link.INTRA, sizes[index] * back * share, None, None))
     return tuple(ops + collect(len(sizes) - 1))
-
-
-def exchange_widths(shape: AttentionShape) -> dict[Direction, tuple[int, int]]:
-    """Bytes of a token's heads that are exchanged, there and back, by direction."""
-    q = shape.heads_q * shape.dim_qk * shape.itemsize
-    out = shape.heads_q * shape.dim_v * shape.itemsize
-    kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    stats = shape.heads_q * shape.stat_bytes
-    return {
-        Direction.FORWARD: (q + kv, out + stats),
-        Direction.BACKWARD: (q + kv + out + 2 * stats, q + kv),
-    }

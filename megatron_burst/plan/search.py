@@ -56,7 +56,7 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
     if reason:
         raise BurstError(
             "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
-            f"deals all of them out evenly; got: {reason}; change that size, or leave it to --search"
+            f"deals all of them out evenly; got: {reason}; change it, or leave it to --search"
         )
     return _look_at(job, strategy)
 
@@ -92,9 +92,10 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
     if not found:
         raise BurstError(
             "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
-            f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
-            f"{job.seq} tokens, a batch of {job.batch} and {dict(fixed) or 'no sizes given'}; change "
-            "--gpus, --seq-length or --global-batch-size"
+            f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/"
+            f"{job.model.heads_kv} heads, {job.seq} tokens, a batch of {job.batch} and "
+            f"{dict(fixed) or 'nothing fixed'}; change --gpus, --seq-length or "
+            "--global-batch-size"
         )
     return tuple(sorted(found, key=_rank))
 
