@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,30 +113,24 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
 def megatron_arguments(text: str) -> dict[str, Any]:
     """Arguments in a text, dashes as underscores; a flag without a value is True.
 
-    Understood are `--flag value` anywhere (shell scripts, continued lines, comments) and YAML
-    lines `flag: value`, with or without leading dashes and indentation.
+    Understood are `--flag value` anywhere on a line or on continued lines (shell scripts, arrays,
+    quotes, comments) and YAML lines `flag: value`, with or without dashes and indentation.
     """
     if not re.search(r"(^|\s)--[a-z]", text) or re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
         pairs = re.findall(r"^\s*-{0,2}([A-Za-z][\w-]*)\s*:[ \t]*([^#\n]*)", text, re.MULTILINE)
         found = {key: value.strip().strip("\"'") for key, value in pairs}
         return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
-    lines = [
-        re.sub(r"(^|\s)#.*", "", line).rstrip().removesuffix("\\") for line in text.splitlines()
-    ]
-    lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars="()")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    try:
-        words = list(lexer)
-    except ValueError:  # quotes that are not closed: take words as they are
-        words = " ".join(lines).split()
-    words = [part for word in words for part in (word.split() if " --" in word else [word])]
     arguments: dict[str, Any] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            if not equals:
-                value = True if after.startswith("--") or after in ("", "(", ")") else after
-            arguments[_key(flag.lstrip("-"))] = value
+    text = re.sub(r"(^|\s)#.*", "", text)
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
+        words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            flag, equals, value = word.lstrip("(").partition("=")
+            if flag.startswith("--"):
+                if not equals:
+                    value = True if after.startswith("--") or not after else after
+                arguments[_key(flag.lstrip("-").rstrip(")"))] = value
     return arguments
 
 

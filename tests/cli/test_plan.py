@@ -77,7 +77,7 @@ GOOD = as_json(JOB, search(JOB, (("tp", 8), ("keep", "all"))))
         ('"keep": "all"', '"keep": "some"', "keep must be one of none, half, all.*got 'some'"),
         ('"tp": 8', '"tp": 8.5', "tp must be a positive whole number.*got 8.5"),
         ('"offload": false', '"offload": 0', "offload must be true or false.*got 0"),
-        ('"version": 1,', '"version": 1', r"p, line \d+, must be JSON"),
+        ('"version": 1,', '"version": 1', r"line \d+, must be JSON"),
         ('"strategy"', '"strateg"', "must say strategy, flags, seq and gpus"),
     ],
 )
@@ -121,7 +121,8 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--model", "llama9"], "--model must be a preset or a file"),
         (["--hardware", "h300"], "did you mean"),
         (["--gpus", "12"], "--gpus must be a multiple of --gpus-per-node"),
-        (["--tp", "3"], "TP 3 does not divide"),
+        (["--tp", "3"], "needs 15 GPUs, not 16"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs"),
         (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
         (["--offload"], "--offload must come with --keep"),
         (["--picture", "x.txt"], "--picture must end in"),
