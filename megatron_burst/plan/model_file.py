@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def megatron_arguments(text: str) -> dict[str, Any]:
     for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
         words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
-        for word, after in zip(words, [*words[1:], ""], strict=True):
+        for word, after in pairwise([*words, ""]):
             flag, equals, value = word.lstrip("(").partition("=")
             if flag.startswith("--"):
                 if not equals:
