@@ -155,6 +155,23 @@ def _order(one: Compared) -> tuple:
     return one.fitted, row.seq, -row.heads_q, -row.heads_kv, row.pass_, row.impl, row.mode
 
 
+def choices(compared: Sequence[Compared]) -> list[float]:
+    """How much slower than the best measured schedule the one is that is predicted to be fastest.
+
+    One number for each problem and pass that was measured with several schedules in one run.
+    """
+    problems: dict[tuple, list[Compared]] = {}
+    for one in compared:
+        row = one.row
+        if row.impl == "burst" and not row.mode.startswith(("backend", "deterministic", "overlap")):
+            key = (row.date, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
+            problems.setdefault(key, []).append(one)
+    several = [some for some in problems.values() if len(some) > 1]
+    return [
+        min(some, key=lambda c: c.ms).row.ms / min(c.row.ms for c in some) - 1 for some in several
+    ]
+
+
 def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -196,9 +213,16 @@ def main(
                 f"{name}: time {summary([one.error for one in some])} of {len(some)} rows; "
             )
             said[-1] += f"memory {summary(memory)} of {len(memory)} rows."
+    if lost := choices(compared):
+        near = sum(loss <= 0.03 for loss in lost)
+        said.append(
+            f"The schedule predicted to be the fastest of those measured is within 3 % of the best "
+            f"in {near} of {len(lost)} problems; {summary(lost)} slower."
+        )
     typer.echo("\n".join(said))
     if table_to:
-        text = ["# The planner's predictions beside measurements", "", *said, "", *table(compared)]
+        text = ["# The planner's predictions beside measurements", "", "\n\n".join(said), ""]
+        text += table(compared)
         table_to.write_text("\n".join(text) + "\n")
     else:
         typer.echo("\n".join(table(compared)))
