@@ -14,7 +14,7 @@ import typer
 
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.search import candidate
+from megatron_burst.plan.search import Candidate, candidate
 from megatron_burst.plan.strategy import Job, Strategy
 from megatron_burst.plan.units import in_units
 
@@ -70,10 +70,15 @@ PUBLISHED = (
 )
 
 
+def predicted(row: Published) -> Candidate:
+    """What the planner says of it."""
+    job = Job(PRESETS[row.model], row.seq, row.gpus, 8, 1, preset(row.hardware))
+    return candidate(job, row.strategy)
+
+
 def line(row: Published) -> str:
     """One row of the table."""
-    job = Job(PRESETS[row.model], row.seq, row.gpus, 8, 1, preset(row.hardware))
-    found = candidate(job, row.strategy)
+    found = predicted(row)
     gb, time = found.memory.peak / 1e9, found.time
     tokens = f"| {time.tokens} |"
     if row.tokens:

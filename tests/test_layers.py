@@ -75,7 +75,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         "import megatron_burst",
         "import megatron_burst.plan.ring, megatron_burst.plan.choose, megatron_burst.plan.draw",
-        "import megatron_burst.plan.report, megatron_burst.plan.auto, megatron_burst.plan.draw_times",
+        "import megatron_burst.plan.report, megatron_burst.plan.auto",
         "import megatron_burst.cli.plan",
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.calibrated import calibrated, is_calibration
 from megatron_burst.plan.hardware import Curve, Hardware, preset, preset_names
 
 _WHO = "hardware"
@@ -50,7 +51,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def parse_hardware(text: str, name: str) -> Hardware:
-    """Hardware from TOML.
+    """Hardware from TOML, or from what calibrate wrote.
 
     Args:
         text: the TOML.
@@ -66,6 +67,8 @@ def parse_hardware(text: str, name: str) -> Hardware:
             f"{_WHO}: {name} must be TOML, because figures are read from tables; got: {error}; "
             "mend that line"
         ) from error
+    if is_calibration(table):
+        return calibrated(table, name)
     return _Reader(text, name).read(Hardware, table, "")
 
 

@@ -125,3 +125,76 @@ def test_network_cards_are_shared_by_those_who_send():
 def test_hardware_can_be_a_key():
     machine = preset("h200")
     assert hash(machine) == hash(replace(machine, sources={}))
+
+
+CALIBRATION = """
+name = "mine"
+gpu = "NVIDIA H200"
+memory_gib = 139.0
+matmul_tflops = 700.0
+[[kernels]]
+backend = "fa4"
+direction = "forward"
+head_dim = 128
+seq = 2048
+tflops = 500.0
+[[kernels]]
+backend = "fa4"
+direction = "forward"
+head_dim = 128
+seq = 131072
+tflops = 650.0
+[[kernels]]
+backend = "fa4"
+direction = "backward"
+head_dim = 128
+seq = 131072
+tflops = 600.0
+[[links]]
+kind = "intra"
+message_bytes = 100000000
+gb_per_s = 200.0
+latency_us = 100.0
+[[links]]
+kind = "inter"
+message_bytes = 1000000000
+gb_per_s = 10.0
+latency_us = 0.0
+[[links]]
+kind = "host"
+message_bytes = 1000000000
+gb_per_s = 25.0
+latency_us = 10.0
+"""
+
+
+def test_what_calibrate_measured_replaces_the_presets_figures():
+    machine, base = parse_hardware(CALIBRATION, "c.toml"), preset("h200")
+    assert machine.name == "mine" and machine.gpu.memory_gib == 139
+    assert machine.gpu.matmul_tflops == 700 and machine.gpu.host_gbs == 25
+    assert machine.kernels[0].forward.at(5) == 650 and machine.kernels[0].backward.at(5) == 600
+    assert machine.kernel(64) == base.kernel(64) and machine.links.pull == base.links.pull
+    # messages take as long as they took: the time to start is not counted twice
+    assert machine.links.intra.seconds(1e8) == pytest.approx(1e8 / 200e9)
+    assert machine.links.inter.seconds(1e9) == pytest.approx(0.1)
+
+
+def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
+    text = CALIBRATION.replace("NVIDIA H200", "NVIDIA A800-SXM4-80GB")
+    machine = parse_hardware(text, "c.toml")
+    assert machine.host.nics == 4
+    assert machine.links.inter.seconds(1e9, machine.inter_share(8)) == pytest.approx(0.1)
+    assert machine.links.inter.seconds(1e9, machine.inter_share(1)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("matmul_tflops = 700.0", "", "wrong or missing 'matmul_tflops'"),
+        ("seq = 2048", "", "wrong or missing 'seq'"),
+        ("NVIDIA H200", "Riva 128", "GPU that there is a preset of.*got 'Riva 128'"),
+    ],
+)
+def test_wrong_calibrations_are_refused(old, new, match):
+    with pytest.raises(BurstError, match=f"(?s)hardware: c.toml.*{match}"):
+        parse_hardware(CALIBRATION.replace(old, new), "c.toml")
