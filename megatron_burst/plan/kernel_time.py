@@ -8,6 +8,7 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.mask import Mask, Tile
 from megatron_burst.plan.schedule import Direction
 
+_BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 
 
@@ -42,7 +43,8 @@ class Timer:
         busy = blocks / (units * waves)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
-        return self._launch + flops / (speed * 1e12 * busy)
+        launches = 1 if forward else _BACKWARD_KERNELS
+        return launches * self._launch + flops / (speed * 1e12 * busy)
 
     def memory(self, num_bytes: float) -> float:
         """Seconds of an element-wise kernel with so much memory traffic."""
