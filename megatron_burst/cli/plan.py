@@ -1,6 +1,7 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,6 +94,7 @@ def plan(
     Without --search sizes that are not given are 1, and CP takes the GPUs that are left.
     """
     with in_one_sentence():
+        _check_outputs(json, picture)
         asked = Asked(tp, cp, pp, dp, ep, recompute, keep, offload, offload_inputs)
         job, asked = _job(
             model, seq_length, gpus, gpus_per_node, hardware, global_batch_size, asked
@@ -100,7 +102,7 @@ def plan(
         found = _found(job, asked, do_search)
         show(job, found, top)
         if json:
-            _write(json, as_json(job, found))
+            json.write_text(as_json(job, found))
         if picture:
             _draw(job, found[0], picture)
 
@@ -160,22 +162,27 @@ def _found(job: Job, asked: Asked, do_search: bool) -> tuple[Candidate, ...]:
     return (candidate(job, strategy),)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
+def _check_outputs(json: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written, before anything is computed."""
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path and (not path.parent.is_dir() or path.is_dir()):
+            raise BurstError(
+                f"plan: {option} must name a file in a folder that is there, because results go "
+                f"there; got {path}; make the folder, or choose another path"
+            )
+    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
         raise BurstError(
-            f"plan: --json must name a file that can be written, because the plan goes there; got "
-            f"{error}; choose another path"
-        ) from error
+            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
+            f"{picture}; rename it"
+        )
+    if picture and find_spec("matplotlib") is None:
+        raise BurstError(
+            "plan: --picture needs matplotlib, because it draws; got none installed; install "
+            "megatron-burst[plots], or leave --picture out"
+        )
 
 
 def _draw(job: Job, best: Candidate, path: Path) -> None:
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise BurstError(
-            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
-            f"{path}; rename it"
-        )
     call = attention_call(job, best.strategy)
     ranks = range(min(call.topology.cp_size, MOST_RANKS))
     panels = []

@@ -126,7 +126,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
         (["--offload"], "--offload must come with --keep"),
         (["--picture", "x.txt"], "--picture must end in"),
-        (["--json", "/nowhere/at/all.json"], "--json must name a file that can be written"),
+        (["--json", "/nowhere/at/all.json"], "--json must name a file in a folder that is there"),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, match):
