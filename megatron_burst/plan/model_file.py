@@ -151,7 +151,9 @@ def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
         rope = size("qk_pos_emb_head_dim", 64)
         dims = size("qk_head_dim", 128) + rope, size("v_head_dim", 128)
         latent = Latent(size("q_lora_rank", 0), size("kv_lora_rank", 512), rope)
-    experts, ffn = None, size("ffn_hidden_size", 4 * hidden)
+    # megatron/training/arguments.py: about as many weights with a gate as without
+    width = int(4 * hidden * 2 / 3 / 64) * 64 if size.truth("swiglu") else 4 * hidden
+    experts, ffn = None, size("ffn_hidden_size", width)
     vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
     if size("num_experts", 0):
         experts = Experts(

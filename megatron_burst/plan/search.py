@@ -155,4 +155,6 @@ def loses(one: Candidate, best: Candidate) -> str:
     extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
     part = max(extra, key=extra.__getitem__)
     slower = one.time.seconds / best.time.seconds - 1
+    if slower < 0.0005:
+        return "as fast, by other copies to the host"
     return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

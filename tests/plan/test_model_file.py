@@ -129,3 +129,10 @@ def test_what_is_no_number_is_refused(text):
 @given(st.integers(1, 1 << 40))
 def test_numbers_are_read_as_they_are_written(number):
     assert whole_number(in_units(number), "--seq-length") == number
+
+
+@pytest.mark.parametrize(("gate", "ffn"), [("", 4096), (" --swiglu", 2688)])
+def test_width_of_the_feed_forward_that_megatron_takes_by_itself(gate, ffn):
+    """Source: validate_args in megatron/training/arguments.py, core_v0.19."""
+    text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --vocab-size 9" + gate
+    assert from_megatron(megatron_arguments(text), "x").ffn == ffn
