@@ -89,7 +89,8 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             console.print(line, highlight=False)
     console.print("\n[bold]Megatron flags[/bold] (beside the model's own):")
-    console.print(" \\\n    ".join(megatron_flags(job, best.strategy)), highlight=False)
+    flags = megatron_flags(job, best.strategy, best.memory.host)
+    console.print(" \\\n    ".join(flags), highlight=False)
 
 
 def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:

@@ -41,13 +41,14 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
         most: candidates to write down.
     """
     best = found[0]
+    flags = megatron_flags(job, best.strategy, best.memory.host)
     described = {
         "version": VERSION,
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
             "gpus_per_host": job.gpus_per_host, "batch": job.batch, "hardware": job.hardware.name,
         },
-        "best": {**_describe(best, best), "flags": list(megatron_flags(job, best.strategy))},
+        "best": {**_describe(best, best), "flags": list(flags)},
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"

@@ -88,7 +88,7 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
     wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in given.items())]
     for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
         policies = [replace(policy, **_sizes(layout)) for policy in wanted]
-        found += [_look_at(job, strategy) for strategy in policies]
+        found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]
     if not found:
         raise BurstError(
             "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "

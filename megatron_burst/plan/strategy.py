@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import Literal
 
 from megatron_burst.errors import BurstError
@@ -113,6 +114,8 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
         return f"the sequence is no multiple of {2 * strategy.cp * strategy.tp}"
     if stage_layers(model, strategy) * (strategy.pp - 1) >= model.layers and strategy.pp > 1:
         return f"PP {strategy.pp} leaves a stage without layers"
+    if strategy.keep == "half" and strategy.cp == 1:
+        return "keeping half is burst attention's own, which needs CP above 1"
     if job.batch % strategy.dp:
         return f"DP {strategy.dp} does not divide the batch of {job.batch}"
     if strategy.ep > 1 and (
@@ -163,8 +166,14 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
     return AttentionCall(shape, topology, neighbours, backend=backend)
 
 
-def megatron_flags(job: Job, strategy: Strategy) -> tuple[str, ...]:
-    """What to add to a Megatron-LM command, one flag with its value an entry."""
+def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
+    """What to add to a Megatron-LM command, one flag with its value an entry.
+
+    Args:
+        job: the job.
+        strategy: how it is dealt out.
+        host_bytes: pinned memory of a host, of `Memory.host`.
+    """
     flags = [
         f"--seq-length {job.seq}",
         f"--max-position-embeddings {job.seq}",
@@ -187,7 +196,11 @@ def megatron_flags(job: Job, strategy: Strategy) -> tuple[str, ...]:
         flags.append("--context-parallel-impl burst")
     if strategy.fused_loss:
         flags.append("--burst-fused-loss")
-    return (*flags, *_recompute_flags(strategy))
+    flags += _recompute_flags(strategy)
+    if host_bytes:
+        gib = host_bytes / min(job.gpus_per_host, job.gpus) / (1 << 30)
+        flags.append(f"--burst-keep-host-gib {ceil(1.1 * gib)}")
+    return tuple(flags)
 
 
 def _recompute_flags(strategy: Strategy) -> list[str]:

@@ -59,7 +59,7 @@ def test_json_of_a_search_has_all_that_was_asked():
     text = as_json(JOB, found)
     plan = parse_plan(text, "p")
     assert plan.strategy == found[0].strategy
-    assert plan.flags == megatron_flags(JOB, found[0].strategy)
+    assert plan.flags == megatron_flags(JOB, found[0].strategy, found[0].memory.host)
     written = json.loads(text)
     assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
     assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])

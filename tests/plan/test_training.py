@@ -190,6 +190,7 @@ def test_a_rack_is_one_host():
         (Strategy(cp=1, pp=16, dp=1), None),
         (Strategy(cp=1, dp=16), "DP 16 does not divide the batch of 8"),
         (Strategy(cp=16, ep=2), "EP 2 does not divide"),
+        (Strategy(cp=1, tp=8, dp=2, keep="half"), "needs CP above 1"),
     ],
 )
 def test_what_cannot_be_is_refused(strategy, match):
@@ -227,6 +228,10 @@ def test_flags_of_a_strategy():
         "--burst-keep all --burst-keep-offload",
     ):  # fmt: skip
         assert wanted in flags
+    hosts = memory_of(EIGHT, strategy).host
+    assert megatron_flags(EIGHT, strategy, hosts)[-1] == (
+        f"--burst-keep-host-gib {-(-hosts * 1.1 // (8 * GIB)):.0f}"
+    )
     alone = " ".join(megatron_flags(EIGHT, Strategy(dp=16, recompute="selective")))
     assert "burst-keep" not in alone and "--context-parallel-impl" not in alone
     assert "--recompute-modules mlp" in alone
