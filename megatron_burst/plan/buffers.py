@@ -10,6 +10,8 @@ from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
 from megatron_burst.plan.gather import GatherSchedule, Round
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 
+_LARGE, _LONG_ROUND = 64 << 20, 256 << 20  # as in comm/slots.py; a test compares
+
 
 @lru_cache(maxsize=4096)
 def buffer_bytes(call: AttentionCall) -> float:
@@ -43,7 +45,8 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     heads = len(schedule.rounds[0].heads)
     row = shape.batch * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
     rounds = len(schedule.rounds)
-    reads, grads = (2, min(3, rounds + 1)) if call.pulled else (min(2, rounds), min(2, rounds))
+    reads = slot_count(Cargo.READ, rounds, row * schedule.num_rows, call.pulled)
+    grads = slot_count(Cargo.GRAD, rounds, row * schedule.share_rows, call.pulled)
     come = max(
         sum(len(leaf.rows) for leaves in ranks[1:] for leaf in leaves if leaf.piece.owner == 0)
         for ranks in schedule.leaves
@@ -52,6 +55,15 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     group = shape.heads_q // shape.heads_kv
     one = replace(shape, heads_q=heads * group, heads_kv=heads)
     return slots + max(_round_bytes(one, round_) for round_ in schedule.rounds)
+
+
+def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int:
+    """Slots of a call, as `comm.slots.pulled_count` and `Communicator.slots` make them."""
+    if not pulled:
+        return min(2, rounds)
+    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
+        return 1
+    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
 
 
 def _round_bytes(shape: AttentionShape, round_: Round) -> float:
@@ -72,7 +84,8 @@ def _a2a_bytes(call: AttentionCall) -> float:
     rounds = -(-shape.heads_kv // (heads * size))
     there, back = exchange_widths(shape)[Direction.BACKWARD]
     part = shape.batch * shape.tokens * heads * size / shape.heads_kv
-    reads, grads = (2, min(3, rounds + 1)) if call.pulled else (min(2, rounds), min(2, rounds))
+    reads = slot_count(Cargo.READ, rounds, part * there, call.pulled)
+    grads = slot_count(Cargo.GRAD, rounds, part * back, call.pulled)
     group = shape.heads_q // shape.heads_kv
     rows = shape.tokens * size
     one = replace(shape, tokens=rows, heads_q=heads * group, heads_kv=heads)

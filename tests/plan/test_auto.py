@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.auto import choose_call, ways
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.buffers import buffer_bytes, slot_count
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import preset
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.schedule import Cargo, Direction
 from megatron_burst.plan.topology import pretend_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,13 @@ def test_a_bound_on_memory_is_kept_where_it_can_be(call, part):
     bound = min(sizes) + part * (max(sizes) - min(sizes))
     assert choose_call(call, H200, bound).num_bytes <= bound
     assert choose_call(call, H200, 0.0).num_bytes == min(sizes)
+
+
+@given(st.sampled_from(list(Cargo)), st.integers(1, 5), st.integers(1, 1 << 30))
+def test_slots_are_counted_as_the_engine_makes_them(cargo, rounds, num_bytes):
+    from megatron_burst.comm.slots import pulled_count
+
+    assert slot_count(cargo, rounds, num_bytes, True) == pulled_count(cargo, rounds, num_bytes)
 
 
 def test_what_was_asked_for_stays():
