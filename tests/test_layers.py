@@ -75,6 +75,8 @@ def loaded_by(statement: str) -> set[str]:
     [
         "import megatron_burst",
         "import megatron_burst.plan.ring, megatron_burst.plan.choose, megatron_burst.plan.draw",
+        "import megatron_burst.plan.report, megatron_burst.plan.auto",
+        "import megatron_burst.cli.plan",
     ],
 )
 def test_importing_the_package_and_its_plans_loads_neither_torch_nor_megatron(statement):

@@ -3,9 +3,11 @@
 import typer
 
 from megatron_burst.cli import bench
+from megatron_burst.cli.plan import plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
+app.command()(plan)
 
 
 @app.callback()

@@ -90,6 +90,18 @@ def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: i
     return sent
 
 
+def exchange_widths(shape: AttentionShape) -> dict[Direction, tuple[int, int]]:
+    """Bytes of a token's heads that are exchanged, there and back, by direction."""
+    q = shape.heads_q * shape.dim_qk * shape.itemsize
+    out = shape.heads_q * shape.dim_v * shape.itemsize
+    kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    stats = shape.heads_q * shape.stat_bytes
+    return {
+        Direction.FORWARD: (q + kv, out + stats),
+        Direction.BACKWARD: (q + kv + out + 2 * stats, q + kv),
+    }
+
+
 def flops(schedule: Schedule, shape: AttentionShape) -> int:
     """FLOPs of the schedule's tiles: two matmuls forward, five backward, masked pairs left out."""
     pairs = sum(tile.pairs for step in schedule.steps for tile in step.tiles)

@@ -1,0 +1,197 @@
+"""`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from megatron_burst.cli.plan_table import show
+from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.attention import attention_time
+from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
+from megatron_burst.plan.hardware import preset_names
+from megatron_burst.plan.hardware_file import hardware as hardware_of
+from megatron_burst.plan.model import PRESETS
+from megatron_burst.plan.model_file import megatron_arguments, model_of
+from megatron_burst.plan.report import as_json
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.search import SIZES, Candidate, candidate, search
+from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.plan.units import in_units, whole_number
+
+_STEP_TOKENS = 4 << 20  # of a small job
+_GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
+_IN_FILE = {  # Megatron's names, and where they go
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user fixed of a strategy; None: left open."""
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    recompute: str | None = None
+    keep: str | None = None
+    offload: bool | None = None
+    offload_inputs: bool | None = None
+
+    def given(self) -> dict[str, object]:
+        """Only what is not open."""
+        names = (*SIZES, "recompute", "keep", "offload", "offload_inputs")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+Size = Annotated[int | None, Option(min=1)]
+
+
+def plan(
+    model: Annotated[
+        str, Option(help=f"{', '.join(PRESETS)}, a config.json, or a file of Megatron's arguments")
+    ],
+    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")],
+    seq_length: Annotated[str, Option(help="tokens of a sequence, e.g. 1M, 128k, 1048576")] = "",
+    gpus_per_node: Annotated[
+        int | None, Option(min=1, help="of an NVLink domain; default: the hardware's")
+    ] = None,
+    hardware: Annotated[
+        str, Option(help=f"{', '.join(preset_names())}, or a TOML file of calibrate's")
+    ] = "h200",
+    global_batch_size: Annotated[
+        str, Option(help="sequences of a step; default: 4M tokens, or 1K a GPU if that is more")
+    ] = "",
+    tp: Size = None,
+    cp: Size = None,
+    pp: Size = None,
+    dp: Size = None,
+    ep: Size = None,
+    recompute: Annotated[Literal["none", "selective", "full"] | None, Option()] = None,
+    keep: Annotated[Literal["none", "half", "all"] | None, Option(help="--burst-keep")] = None,
+    offload: Annotated[bool | None, Option(help="--burst-keep-offload")] = None,
+    offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload-inputs")] = None,
+    do_search: Annotated[
+        bool, Option("--search", help="try every size and policy that is not given")
+    ] = False,
+    top: Annotated[int, Option(min=1, help="strategies to show")] = 8,
+    json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
+    picture: Annotated[
+        Path | None, Option(help="draw one layer's attention, ranks x time (.png, .svg)")
+    ] = None,
+) -> None:
+    """Time, memory and flags of a training job before it runs.
+
+    Without --search sizes that are not given are 1, and CP takes the GPUs that are left.
+    """
+    with in_one_sentence():
+        _check_outputs(json, picture)
+        asked = Asked(tp, cp, pp, dp, ep, recompute, keep, offload, offload_inputs)
+        job, asked = _job(
+            model, seq_length, gpus, gpus_per_node, hardware, global_batch_size, asked
+        )
+        found = _found(job, asked, do_search)
+        show(job, found, top)
+        if json:
+            json.write_text(as_json(job, found))
+        if picture:
+            _draw(job, found[0], picture)
+
+
+def _job(
+    model: str, seq: str, gpus: str, per_host: int | None, hardware: str, batch: str, asked: Asked
+) -> tuple[Job, Asked]:
+    """The job; sizes that a file of Megatron's arguments has stand in for options left out."""
+    in_file = _arguments_in(model)
+    seq = seq or str(in_file.get("seq_length", ""))
+    if not seq:
+        raise BurstError(
+            "plan: --seq-length must be given, because everything depends on it; got none, neither "
+            "as an option nor in the model's file; write for example --seq-length 1M"
+        )
+    machine = hardware_of(hardware)
+    count, tokens = whole_number(gpus, "--gpus"), whole_number(seq, "--seq-length")
+    sizes = {
+        name: whole_number(str(in_file[flag]), f"--{flag}".replace("_", "-"))
+        for name, flag in _IN_FILE.items()
+        if flag in in_file and getattr(asked, name) is None
+    }
+    asked = Asked(**{**asked.given(), **sizes})
+    if batch:
+        sequences = whole_number(batch, "--global-batch-size")
+    else:
+        sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * count) // tokens)
+    job = Job(model_of(model), tokens, count, per_host or machine.host.gpus, sequences, machine)
+    return job, asked
+
+
+def _arguments_in(model: str) -> dict:
+    path = Path(model)
+    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
+        return {}
+    return megatron_arguments(path.read_text(errors="replace"))
+
+
+def _found(job: Job, asked: Asked, do_search: bool) -> tuple[Candidate, ...]:
+    given = asked.given()
+    if do_search:
+        return search(job, tuple(sorted(given.items())))
+    others = {name: given.get(name, 1) for name in ("tp", "pp", "dp")}
+    rest = max(1, job.gpus // (others["tp"] * others["pp"] * others["dp"]))
+    strategy = Strategy(**{"cp": rest, **given})
+    if strategy.recompute != "full" and strategy.keep != "none":
+        raise BurstError(
+            "plan: --keep must come with --recompute full, because without replays nothing needs "
+            f"to be kept; got --recompute {strategy.recompute} --keep {strategy.keep}; leave one "
+            "out"
+        )
+    if strategy.offload and strategy.keep == "none":
+        raise BurstError(
+            "plan: --offload must come with --keep half or all, because nothing is kept without "
+            "it; got --keep none; pass --keep all, or leave it out"
+        )
+    return (candidate(job, strategy),)
+
+
+def _check_outputs(json: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written, before anything is computed."""
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path and (not path.parent.is_dir() or path.is_dir()):
+            raise BurstError(
+                f"plan: {option} must name a file in a folder that is there, because results go "
+                f"there; got {path}; make the folder, or choose another path"
+            )
+    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise BurstError(
+            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
+            f"{picture}; rename it"
+        )
+    if picture and find_spec("matplotlib") is None:
+        raise BurstError(
+            "plan: --picture needs matplotlib, because it draws; got none installed; install "
+            "megatron-burst[plots], or leave --picture out"
+        )
+
+
+def _draw(job: Job, best: Candidate, path: Path) -> None:
+    call = attention_call(job, best.strategy)
+    ranks = range(min(call.topology.cp_size, MOST_RANKS))
+    panels = []
+    for direction in Direction:
+        timeline = attention_time(call, job.hardware, direction, ranks=ranks)
+        shown = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} of"
+        title = (
+            f"{job.model.name} {in_units(job.seq)}, {best.strategy.layout}: one layer's attention, "
+            f"{direction}, {call.mode}{shown} {call.topology}, {timeline.seconds:.3g} s"
+        )
+        panels.append(Panel(title, timeline))
+    save_timelines(panels, call.topology, path)

@@ -1,0 +1,131 @@
+"""What the planner found, as tables on the terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.choose import choose_circulate
+from megatron_burst.plan.cost import exchange_widths, gather_bytes, link_bytes
+from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.memory import Memory
+from megatron_burst.plan.schedule import Direction, Schedule
+from megatron_burst.plan.search import Candidate, loses
+from megatron_burst.plan.strategy import Job, attention_call, megatron_flags
+from megatron_burst.plan.topology import Link
+from megatron_burst.plan.units import in_units
+
+_LAYOUTS = 10  # of those that lose
+
+
+def show(job: Job, found: Sequence[Candidate], top: int) -> None:
+    """Print the best, the others, and what the best consists of.
+
+    Args:
+        job: the job.
+        found: candidates, the best first.
+        top: how many to show.
+    """
+    console = Console(soft_wrap=False)
+    console.print(
+        f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
+        f"{job.batch} sequences a step, {job.gpus} GPUs, {job.gpus_per_host} a host, "
+        f"{job.hardware.name}",
+        highlight=False,
+    )
+    best = found[0]
+    fitting = [one for one in found if one.fits]
+    if len(found) > 1:
+        title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
+        console.print(_candidates(fitting[:top] or found[:top], best, title))
+        losing = _other_layouts(found, {one.strategy.layout for one in fitting[:top]})
+        if losing:
+            console.print(_candidates(losing, best, "other layouts, each with its best policy"))
+    if not best.fits:
+        console.print(f"[red]does not fit[/red]: {loses(best, best)}")
+    _show_best(console, job, best)
+
+
+def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name, justify in (
+        ("layout", "left"), ("policy", "left"), ("tok/s/GPU", "right"), ("MFU", "right"),
+        ("step s", "right"), ("GiB", "right"), ("why not", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)
+    for one in some:
+        time = one.time
+        speed = (time.tokens, f"{time.mfu:.1%}", f"{time.seconds:.4g}") if time else ("", "", "")
+        gib = f"{one.memory.peak / GIB:.1f}"
+        why = "" if one is best and one.fits else loses(one, best)
+        table.add_row(one.strategy.layout, one.strategy.policy, *speed, gib, why)
+    return table
+
+
+def _other_layouts(found: Sequence[Candidate], shown: set[str]) -> list[Candidate]:
+    """The best candidate of each layout that is not shown yet."""
+    first: dict[str, Candidate] = {}
+    for one in found:
+        first.setdefault(one.strategy.layout, one)
+    others = [one for layout, one in first.items() if layout not in shown]
+    return others[:_LAYOUTS]
+
+
+def _show_best(console: Console, job: Job, best: Candidate) -> None:
+    table = Table(title=f"{best.strategy.layout}, {best.strategy.policy}", title_justify="left")
+    for name in ("a step's time", "s", "a GPU's memory", "GiB"):
+        table.add_column(name, justify="right" if name in ("s", "GiB") else "left")
+    times = [(n, f"{s:.3g}") for n, s in best.time.parts if s > 0] if best.time else []
+    if best.time:
+        times.append(("together", f"{best.time.seconds:.4g}"))
+    memory = _memory_rows(job, best.memory)
+    for index in range(max(len(times), len(memory))):
+        cells = [*(times[index : index + 1] or [("", "")]), *(memory[index : index + 1])]
+        table.add_row(*(cell for pair in cells for cell in pair))
+    console.print(table)
+    if best.strategy.cp > 1:
+        for line in _attention_lines(job, attention_call(job, best.strategy)):
+            console.print(line, highlight=False)
+    console.print("\n[bold]Megatron flags[/bold] (beside the model's own):")
+    flags = megatron_flags(job, best.strategy, best.memory.host)
+    console.print(" \\\n    ".join(flags), highlight=False)
+
+
+def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
+    parts = memory.in_gib()
+    rows = [(name, f"{gib:.2f}") for name, gib in parts.items() if name not in ("peak", "host")]
+    gpu = job.hardware.gpu
+    free = f"of {gpu.memory_gib - gpu.reserved_gib:.1f} usable"
+    rows.append((f"peak, {free}", f"{parts['peak']:.2f}"))
+    if parts["host"]:
+        rows.append(("pinned memory of a host", f"{parts['host']:.1f}"))
+    return rows
+
+
+def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
+    lines = [f"attention of a layer: {call.mode} on {call.topology}"]
+    if call.mode == "ring":
+        lines[0] += f"; backward circulates {choose_circulate(call.shape, call.circulate)}"
+    for direction in Direction:
+        timeline = attention_time(call, job.hardware, direction)
+        sent = _sent(call, direction)
+        links = ", ".join(
+            f"{name} {num_bytes / GIB:.3g} GiB sent, {1e3 * timeline.exposed(link):.3g} ms waited"
+            for link, name in ((Link.INTRA, "NVLink"), (Link.INTER, "network"))
+            if (num_bytes := sent.get(link, 0))
+        )
+        lines.append(f"  {direction}: {1e3 * timeline.seconds:.4g} ms; {links}")
+    return lines
+
+
+def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
+    schedule = call.schedule(0, direction)
+    if isinstance(schedule, Schedule):
+        return link_bytes(schedule, call.shape)
+    if isinstance(schedule, GatherSchedule):
+        share = call.shape.itemsize if direction is Direction.BACKWARD else 0
+        return {Link.INTRA: gather_bytes(schedule, call.shape, share)}
+    both = sum(exchange_widths(call.shape)[direction]) * call.shape.batch * call.shape.tokens
+    return {Link.INTRA: both * (1 - 1 / call.topology.cp_size)}

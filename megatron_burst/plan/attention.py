@@ -1,0 +1,151 @@
+"""One attention call: the schedules that the engine would run, and their time."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.plan.choose import (
+    choose_circulate,
+    choose_heads_per_exchange,
+    choose_heads_per_round,
+    choose_intra,
+)
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.programme import (
+    AnySchedule,
+    programme_of,
+    without_overlap,
+)
+from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.simulate import Timeline, Wiring, simulate
+from megatron_burst.plan.topology import Topology
+
+_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups two stand for all
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """An attention call and how it is to run; "auto" as in `BurstConfig`.
+
+    Attributes:
+        shape: sizes on one rank.
+        topology: of the context-parallel group.
+        neighbours: GPUs of a host that belong to other groups beside one rank of this one, plus it:
+            the tensor-parallel size, where those ranks run their rings at the same time.
+        intra: inside a host.
+        heads_per_round: of gathering or exchanging; None: as the engine chooses.
+        circulate: in backward.
+        pulled: whether gathered keys go by copy engine.
+        overlap: whether transfers are hidden.
+        backend: attention kernel.
+        layout: of the tokens.
+        mask: of the sequence.
+    """
+
+    shape: AttentionShape
+    topology: Topology
+    neighbours: int = 1
+    intra: str = "auto"
+    heads_per_round: int | None = None
+    circulate: str = "auto"
+    pulled: bool = True
+    overlap: bool = True
+    backend: str = "auto"
+    layout: Layout = Layout.ZIGZAG
+    mask: Mask = Mask.CAUSAL
+
+    @property
+    def mode(self) -> str:
+        """ "ring", "gather" or "a2a"."""
+        return choose_intra(self.topology, self.layout, "cuda", self.intra).value
+
+    def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
+        """What the engine runs on a rank.
+
+        Raises:
+            BurstError: if the call cannot run so.
+        """
+        shape, size = self.shape, self.topology.cp_size
+        rows = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
+        rows["direction"] = direction
+        if self.mode == "ring":
+            circulate = Circulate.KV
+            if direction is Direction.BACKWARD:
+                circulate = Circulate(choose_circulate(shape, self.circulate).value)
+            return ring_schedule(self.topology, cp_rank, circulate=circulate, **rows)
+        rows["heads_kv"] = shape.heads_kv
+        if self.mode == "a2a":
+            heads = choose_heads_per_exchange(shape, size, self.heads_per_round)
+            return a2a_schedule(cp_rank, size, heads_per_round=heads, **rows)
+        heads = choose_heads_per_round(shape, size, self.heads_per_round)
+        fa4 = self.backend in ("auto", "fa4")
+        return gather_schedule(
+            cp_rank, size, heads_per_round=heads, rectangular_causal=fa4 or self.backend == "flash",
+            **rows,
+        )  # fmt: skip
+
+    def tflop(self, direction: Direction) -> float:
+        """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""
+        shape, size = self.shape, self.topology.cp_size
+        pairs = shape.tokens * size * shape.tokens * (0.5 if self.mask is Mask.CAUSAL else 1)
+        dims = shape.dim_qk + shape.dim_v
+        if direction is Direction.BACKWARD:
+            dims = 3 * shape.dim_qk + 2 * shape.dim_v
+        return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
+
+
+@lru_cache(maxsize=4096)
+def attention_time(
+    call: AttentionCall,
+    hardware: Hardware,
+    direction: Direction,
+    pass_tflop: float = inf,
+    ranks: range | None = None,
+) -> Timeline:
+    """What happens in one pass of a call.
+
+    Args:
+        call: the call.
+        hardware: that it runs on.
+        direction: which pass.
+        pass_tflop: work without pause (`KernelSpeed`); infinite in training.
+        ranks: to simulate; None: as many as the time depends on.
+
+    Raises:
+        BurstError: if the call cannot run so.
+    """
+    timer = Timer(hardware, call.backend, pass_tflop)
+    programmes = {}
+    for rank in _simulated(call) if ranks is None else ranks:
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.shape, timer, direction, call.pulled)
+        programmes[rank] = ops if call.overlap else without_overlap(ops)
+    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
+
+
+def _simulated(call: AttentionCall) -> range:
+    """Ranks to simulate: the first and the last of a large group in which all do alike.
+
+    In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
+    queries and half of the keys; the others' times lie between theirs.
+    """
+    topology = call.topology
+    nested = topology.inter_size == len(set(topology.host_of))
+    even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
+    if topology.cp_size > _MOST_RANKS and nested and even:
+        return range(0, topology.cp_size, topology.cp_size - 1)
+    return range(topology.cp_size)
+
+
+def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
+    """Of a network card for a rank: in nested rings all ranks of a host send at the same time."""
+    nested = call.topology.inter_size > 1
+    senders = (call.topology.intra_size if nested else 1) * call.neighbours
+    return hardware.inter_share(senders)

@@ -1,0 +1,186 @@
+"""What a cluster's GPUs, links and hosts can do, as data: presets and TOML files.
+
+Speeds are what programs reach, not what data sheets promise, wherever somebody measured; every
+figure of a preset names its source (`sources`).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from math import log
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A measured quantity: linear in log x between its points, flat beyond them.
+
+    Attributes:
+        points: (x, y), x positive and ascending.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, x: float) -> float:
+        """The value at x."""
+        xs = [point[0] for point in self.points]
+        place = bisect_left(xs, x)
+        if place == 0 or place == len(xs):
+            return self.points[min(place, len(xs) - 1)][1]
+        (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
+        return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """How long messages take over a link.
+
+    Attributes:
+        latency_us: of a message of no bytes, microseconds.
+        gbs: GB/s in one direction by MiB of a message.
+    """
+
+    latency_us: float
+    gbs: Curve
+
+    def seconds(self, num_bytes: float, share: float = 1.0) -> float:
+        """Time of a message that gets a share of the link."""
+        if num_bytes <= 0:
+            return 0.0
+        return self.latency_us * 1e-6 + num_bytes / (self.gbs.at(num_bytes / MIB) * 1e9 * share)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeed:
+    """How fast an attention kernel is, whole GPU, causal or not.
+
+    Attributes:
+        backend: its name in `--burst-backend`.
+        head_dim: for which head dimension.
+        forward: TFLOP/s by the TFLOP that the GPU computes without pause: after some 10 ms
+            it reaches its power limit and lowers its clock.
+        backward: the same of backward.
+    """
+
+    backend: str
+    head_dim: int
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        memory_gib: that a process sees.
+        reserved_gib: of it for the CUDA context, NCCL, libraries and fragmentation.
+        multiprocessors: a kernel's blocks run on.
+        peak_tflops: dense bf16; what MFU is relative to.
+        matmul_tflops: dense bf16 in the GEMMs of a transformer's layers, sustained.
+        memory_gbs: GB/s that element-wise kernels reach.
+        launch_us: between two dependent kernels.
+        nccl_share: of the multiprocessors, while a transfer of NCCL's runs.
+        host_gbs: GB/s to pinned host memory while all GPUs of the host copy.
+    """
+
+    memory_gib: float
+    reserved_gib: float
+    multiprocessors: int
+    peak_tflops: float
+    matmul_tflops: float
+    memory_gbs: float
+    launch_us: float
+    nccl_share: float
+    host_gbs: float
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory for tensors."""
+        return (self.memory_gib - self.reserved_gib) * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One NVLink domain: a server, or a rack of those that are one domain.
+
+    Attributes:
+        gpus: of the domain.
+        nics: of the domain, shared evenly by those GPUs that send at the same time.
+        memory_gib: of the host.
+    """
+
+    gpus: int
+    nics: int
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links of a GPU.
+
+    Attributes:
+        intra: NVLink, by NCCL.
+        pull: NVLink, by copy engine through symmetric memory.
+        inter: one network card, by NCCL.
+    """
+
+    intra: LinkSpeed
+    pull: LinkSpeed
+    inter: LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A kind of cluster.
+
+    Attributes:
+        name: of the preset, or of the machine that was measured.
+        gpu: one GPU.
+        host: one NVLink domain.
+        links: between GPUs.
+        kernels: attention kernels, the one that `auto` takes first.
+        sources: where figures come from, by dotted name, e.g. "gpu.memory_gib".
+    """
+
+    name: str
+    gpu: Gpu
+    host: Host
+    links: Links
+    kernels: tuple[KernelSpeed, ...]
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def kernel(self, head_dim: float, backend: str = "auto") -> KernelSpeed:
+        """The kernel for a head dimension, or for the nearest one that is known.
+
+        Raises:
+            KeyError: if there is no such backend.
+        """
+        name = self.kernels[0].backend if backend == "auto" else backend
+        known = [kernel for kernel in self.kernels if kernel.backend == name]
+        if not known:
+            raise KeyError(name)
+        return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
+
+    def inter_share(self, senders: int) -> float:
+        """How much of one network card each of so many senders of a host gets."""
+        return min(1.0, self.host.nics / max(senders, 1))
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    folder = files("megatron_burst.plan") / "machines"
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+@lru_cache(maxsize=64)
+def preset(name: str) -> Hardware:
+    """A preset by its name, one of `preset_names()`."""
+    from megatron_burst.plan.hardware_file import parse_hardware
+
+    text = (files("megatron_burst.plan") / "machines" / f"{name}.toml").read_text()
+    return parse_hardware(text, f"the preset {name}")

@@ -1,0 +1,187 @@
+"""What a transformer is, as far as time and memory of its training depend on it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_burst.errors import BurstError
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture-of-experts layers.
+
+    Attributes:
+        count: routed experts.
+        active: that a token goes to.
+        ffn: width of one.
+        shared_ffn: width of what every token passes besides.
+        dense_layers: layers without experts, at the front.
+    """
+
+    count: int
+    active: int
+    ffn: int
+    shared_ffn: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: low ranks of queries and of keys and values.
+
+    Attributes:
+        q_rank: of queries.
+        kv_rank: of keys and values.
+        rope_dim: part of `dim_qk` that carries positions.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder with causal attention in every layer.
+
+    Attributes:
+        name: of the preset or the file.
+        layers: number of them.
+        hidden: width.
+        heads_q: query heads.
+        heads_kv: key heads; divides heads_q.
+        dim_qk: head dimension of queries and keys.
+        dim_v: head dimension of values.
+        ffn: width of the dense feed-forward.
+        vocab: classes.
+        gated: whether the feed-forward has a gate (SwiGLU): three matrices instead of two.
+        tied: whether embedding and head share a weight.
+        experts: of MoE models.
+        latent: of models with latent attention, whose heads are expanded for training.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.layers, self.hidden, self.heads_q, self.heads_kv, self.dim_qk)
+        if min(*numbers, self.dim_v, self.ffn, self.vocab) < 1 or self.heads_q % self.heads_kv:
+            raise BurstError(
+                "model: all sizes must be positive and key heads divide query heads, because each "
+                f"key head serves equally many; got {self}; mend the model's file"
+            )
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of a layer's attention."""
+        heads, hidden = self.heads_q, self.hidden
+        out = heads * self.dim_v * hidden
+        if not self.latent:
+            keys = self.heads_kv * (self.dim_qk + self.dim_v)
+            return hidden * (heads * self.dim_qk + keys) + out
+        low, rope = self.latent, self.latent.rope_dim
+        queries = hidden * heads * self.dim_qk
+        if low.q_rank:
+            queries = low.q_rank * (hidden + heads * self.dim_qk)
+        keys = hidden * (low.kv_rank + rope)
+        return queries + keys + low.kv_rank * heads * (self.dim_qk - rope + self.dim_v) + out
+
+    def _mlp(self, ffn: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * ffn
+
+    @property
+    def dense_params(self) -> int:
+        """Weights of a dense layer's feed-forward."""
+        return self._mlp(self.ffn)
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of all routed experts of a layer."""
+        return self.experts.count * self._mlp(self.experts.ffn) if self.experts else 0
+
+    @property
+    def shared_params(self) -> int:
+        """Weights of an MoE layer's feed-forward that every token passes, the router included."""
+        if not self.experts:
+            return 0
+        return self._mlp(self.experts.shared_ffn) + self.hidden * self.experts.count
+
+    @property
+    def active_params(self) -> int:
+        """Weights of an MoE layer's feed-forward that one token passes."""
+        if not self.experts:
+            return 0
+        return self.shared_params + self.experts.active * self._mlp(self.experts.ffn)
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.experts.dense_layers if self.experts else 0
+
+    @property
+    def embedding_params(self) -> int:
+        """Weights of the embedding; of the head too."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        """All weights of matrices."""
+        dense = (self.layers - self.moe_layers) * self.dense_params
+        moe = self.moe_layers * (self.expert_params + self.shared_params)
+        ends = self.embedding_params * (1 if self.tied else 2)
+        return self.layers * self.attention_params + dense + moe + ends
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that a token is multiplied with: experts it goes to, the head, no embedding."""
+        dense = (self.layers - self.moe_layers) * self.dense_params
+        moe = self.moe_layers * self.active_params
+        return self.layers * self.attention_params + dense + moe + self.embedding_params
+
+    def flops_per_token(self, seq: int) -> float:
+        """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
+
+        Backward is twice forward, the causal half of attention, no recomputation.
+        """
+        attention = 3 * self.layers * self.heads_q * (self.dim_qk + self.dim_v) * seq
+        return 6 * self.matmul_params + attention
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more
+):
+    return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
+
+
+_PRESETS = (
+    # arXiv 2407.21783, table 3
+    _llama("llama3-8b", 32, 4096, (32, 8), 14336, 128256),
+    _llama("llama3-70b", 80, 8192, (64, 8), 28672, 128256),
+    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256),
+    # config.json of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-72B, Qwen/Qwen3-8B, Qwen/Qwen3-32B
+    _llama("qwen2.5-7b", 28, 3584, (28, 4), 18944, 152064),
+    _llama("qwen2.5-72b", 80, 8192, (64, 8), 29568, 152064),
+    _llama("qwen3-8b", 36, 4096, (32, 8), 12288, 151936),
+    _llama("qwen3-32b", 64, 5120, (64, 8), 25600, 151936),
+    # arXiv 2412.19437, section 4.2; without the multi-token prediction layer
+    Model(
+        "deepseek-v3", 61, 7168, 128, 128, 192, 128, 18432, 129280,
+        experts=Experts(256, 8, 2048, 2048, 3), latent=Latent(1536, 512, 64),
+    ),
+    # BurstEngine's tables: Llama-2's 7B, and 14B with 40 layers, 40 heads and V 120k; all MHA.
+    # The 14B's feed-forward is not published; 13824 is that of Llama-2-13B.
+    _llama("burstengine-7b", 32, 4096, (32, 32), 11008, 32000),
+    _llama("burstengine-14b", 40, 5120, (40, 40), 13824, 120000),
+)  # fmt: skip
+PRESETS: Mapping[str, Model] = MappingProxyType({model.name: model for model in _PRESETS})

@@ -1,0 +1,173 @@
+"""Models by name, from Hugging Face's config.json, or from Megatron's arguments."""
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.hardware_file import nearest
+from megatron_burst.plan.model import PRESETS, Experts, Latent, Model
+
+_WHO = "plan"
+
+
+def model_of(name_or_path: str) -> Model:
+    """A preset by name, else the model that a file describes.
+
+    Args:
+        name_or_path: one of `PRESETS`; a config.json; or a file with Megatron's arguments, as
+            `--flag value` text (a shell script) or as YAML (`flag: value`).
+
+    Raises:
+        BurstError: if it is none of them, or the file lacks something.
+    """
+    if name_or_path.lower() in PRESETS:
+        return PRESETS[name_or_path.lower()]
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise BurstError(
+            f"{_WHO}: --model must be a preset or a file, because sizes come from there; got "
+            f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
+            f"{', '.join(PRESETS)}, a config.json, or a file of Megatron's arguments"
+        )
+    text = path.read_text(errors="replace")
+    if path.suffix == ".json":
+        return from_hugging_face(_json(text, path), str(path))
+    return from_megatron(megatron_arguments(text), str(path))
+
+
+def _json(text: str, path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BurstError(
+            f"{_WHO}: {path}, line {error.lineno}, must be JSON, because it is read as a Hugging "
+            f"Face config; got: {error.msg}; mend that line"
+        ) from error
+    if not isinstance(found, dict):
+        raise BurstError(
+            f"{_WHO}: {path} must hold an object, because a Hugging Face config is one; got "
+            f"{type(found).__name__}; name a model's config.json"
+        )
+    return found
+
+
+class _Sizes:
+    """Looks sizes up, and complains about missing ones."""
+
+    def __init__(self, table: Mapping[str, Any], name: str) -> None:
+        self._table, self._name = table, name
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        value = self._table.get(key)
+        if value is None and default is not None:
+            return default
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            number = -1
+        if value is None or number < 0 or isinstance(value, bool):
+            close = "" if value is not None else nearest(key, self._table)
+            got = "nothing" if value is None else repr(value)
+            raise BurstError(
+                f"{_WHO}: {self._name} must hold a number {key!r}, because a model's time and "
+                f"memory depend on it; got {got}{close}; add it"
+            )
+        return number
+
+    def truth(self, key: str, default: bool = False) -> bool:
+        value = self._table.get(key, default)
+        return str(value).lower() not in ("false", "0", "none", "no")
+
+
+def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
+    """The model of a Hugging Face config (Llama, Qwen, Mistral, DeepSeek and their like)."""
+    config = config.get("text_config", config)
+    size = _Sizes(config, name)
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    dim = size("head_dim", hidden // max(heads, 1))
+    heads_kv, dims, latent = size("num_key_value_heads", heads), (dim, dim), None
+    if "kv_lora_rank" in config:
+        rope = size("qk_rope_head_dim")
+        dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
+        latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
+    experts, count = (
+        None,
+        size("n_routed_experts", size("num_local_experts", size("num_experts", 0))),
+    )
+    if count:
+        width = size("moe_intermediate_size", size("intermediate_size"))
+        shared = size("n_shared_experts", 0) * width
+        shared = size("shared_expert_intermediate_size", shared)
+        active = size("num_experts_per_tok")
+        experts = Experts(count, active, width, shared, size("first_k_dense_replace", 0))
+    return Model(
+        config.get("_name_or_path") or name, size("num_hidden_layers"), hidden, heads, heads_kv,
+        *dims, size("intermediate_size"), size("vocab_size"),
+        tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
+    )  # fmt: skip
+
+
+def megatron_arguments(text: str) -> dict[str, Any]:
+    """Arguments in a text, dashes as underscores; a flag without a value is True.
+
+    Understood are `--flag value` anywhere on a line or on continued lines (shell scripts, arrays,
+    quotes, comments) and YAML lines `flag: value`, with or without dashes and indentation.
+    """
+    if not re.search(r"(^|\s)--[a-z]", text) or re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
+        pairs = re.findall(r"^\s*-{0,2}([A-Za-z][\w-]*)\s*:[ \t]*([^#\n]*)", text, re.MULTILINE)
+        found = {key: value.strip().strip("\"'") for key, value in pairs}
+        return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
+    arguments: dict[str, Any] = {}
+    text = re.sub(r"(^|\s)#.*", "", text)
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
+        words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
+        for word, after in pairwise([*words, ""]):
+            flag, equals, value = word.lstrip("(").partition("=")
+            if flag.startswith("--"):
+                if not equals:
+                    value = True if after.startswith("--") or not after else after
+                arguments[_key(flag.lstrip("-").rstrip(")"))] = value
+    return arguments
+
+
+def _key(flag: str) -> str:
+    return flag.replace("-", "_").lower()
+
+
+def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
+    """The model of Megatron's arguments."""
+    size = _Sizes(arguments, name)
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    dim = size("kv_channels", hidden // max(heads, 1))
+    heads_kv, dims, latent = heads, (dim, dim), None
+    if size.truth("group_query_attention"):
+        heads_kv = size("num_query_groups")
+    if size.truth("multi_latent_attention"):
+        rope = size("qk_pos_emb_head_dim", 64)
+        dims = size("qk_head_dim", 128) + rope, size("v_head_dim", 128)
+        latent = Latent(size("q_lora_rank", 0), size("kv_lora_rank", 512), rope)
+    # megatron/training/arguments.py: about as many weights with a gate as without
+    width = int(4 * hidden * 2 / 3 / 64) * 64 if size.truth("swiglu") else 4 * hidden
+    experts, ffn = None, size("ffn_hidden_size", width)
+    vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
+    if size("num_experts", 0):
+        experts = Experts(
+            size("num_experts"), size("moe_router_topk", 2), size("moe_ffn_hidden_size", ffn),
+            size("moe_shared_expert_intermediate_size", 0), _dense_layers(arguments),
+        )  # fmt: skip
+    return Model(
+        name, size("num_layers"), hidden, heads, heads_kv, *dims, ffn,
+        size(vocab), gated=size.truth("swiglu"),
+        tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
+    )  # fmt: skip
+
+
+def _dense_layers(arguments: Mapping[str, Any]) -> int:
+    """Leading zeros of --moe-layer-freq '([0]*3+[1]*58)'."""
+    found = re.match(r"\W*\[0\]\s*\*\s*(\d+)", str(arguments.get("moe_layer_freq", "")))
+    return int(found[1]) if found else 0

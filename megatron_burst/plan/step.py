@@ -1,0 +1,211 @@
+"""Time of a training step: attention simulated, the rest counted, pipeline bubbles included."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_burst.plan.attention import attention_time
+from megatron_burst.plan.half import choose_half
+from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.memory import Memory
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.plan.topology import Link
+
+# Parts of a step, as tables and complaints name them.
+ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
+INTRA, INTER = "waiting for NVLink", "waiting for the network"
+TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
+HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
+REPLAY, UPDATE = "computing again", "gradients and optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step.
+
+    Attributes:
+        seconds: of a step.
+        parts: what they are made of, on the slowest pipeline stage; they add up.
+        tokens_per_gpu: tokens a second and GPU.
+        mfu: model FLOPs (`Model.flops_per_token`) over the peak.
+    """
+
+    seconds: float
+    parts: tuple[tuple[str, float], ...]
+    tokens_per_gpu: float
+    mfu: float
+
+    @property
+    def tokens(self) -> str:
+        """Tokens a second and GPU, as people write them."""
+        return f"{self.tokens_per_gpu:.4g}"
+
+
+def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
+    """Time of a step; `misfit` must have found nothing.
+
+    Args:
+        job: the job.
+        strategy: how it is dealt out.
+        memory: that it needs, of `memory_of`.
+    """
+    layer = _Layer(job, strategy)
+    micro_batches = job.batch // strategy.dp
+    layers = stage_layers(job.model, strategy)
+    one: Counter[str] = Counter()
+    for part, seconds in layer.parts().items():
+        one[part] = seconds * layers
+    one[HEAD] = _head_seconds(job, strategy)
+    if strategy.pp > 1:
+        one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
+    stage = sum(one.values())
+    parts = Counter({part: seconds * micro_batches for part, seconds in one.items()})
+    parts[BUBBLE] += stage * (strategy.pp - 1)
+    parts[UPDATE] = _update_seconds(job, strategy, memory, layer.backward * layers)
+    seconds = sum(parts.values())
+    tokens = job.batch * job.seq / seconds / job.gpus
+    peak = job.hardware.gpu.peak_tflops * 1e12
+    mfu = tokens * job.model.flops_per_token(job.seq) / peak
+    return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
+
+
+class _Layer:
+    """Time of an average layer of a stage, forward, replay and backward, for one micro-batch."""
+
+    def __init__(self, job: Job, strategy: Strategy) -> None:
+        self._job, self._strategy = job, strategy
+        self._timer = Timer(job.hardware)
+        self._tokens = job.seq // strategy.cp
+        call = attention_call(job, strategy)
+        self._passes = {d: attention_time(call, job.hardware, d) for d in Direction}
+        model = job.model
+        moe = model.moe_layers / model.layers
+        self._mlp = (1 - moe) * model.dense_params + moe * model.active_params
+        self.backward = 2 * self._matmul(model.attention_params + self._mlp)
+        self.backward += self._passes[Direction.BACKWARD].seconds
+
+    def _matmul(self, params: float) -> float:
+        return self._timer.matmul(2 * params * self._tokens / self._strategy.tp)
+
+    def parts(self) -> Counter[str]:
+        """Seconds by part."""
+        parts: Counter[str] = Counter()
+        replay = self._replay()
+        for direction, timeline in self._passes.items():
+            times = 1 + (replay if direction is Direction.FORWARD else 0)
+            for link, name in ((Link.INTRA, INTRA), (Link.INTER, INTER)):
+                parts[name] += timeline.exposed(link) * times
+            waits = timeline.exposed(Link.INTRA) + timeline.exposed(Link.INTER)
+            parts[ATTENTION] += timeline.seconds - waits
+        forward = self._passes[Direction.FORWARD]
+        waits = forward.exposed(Link.INTRA) + forward.exposed(Link.INTER)
+        parts[REPLAY] += replay * (forward.seconds - waits)
+        params = self._job.model.attention_params + self._mlp
+        parts[MATMUL] += 3 * self._matmul(params)
+        parts[ELEMENTWISE] += 3 * self._elementwise()
+        parts[TENSOR] += 2 * self._tensor_seconds()
+        parts[EXPERT] += 2 * self._expert_seconds()
+        again = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
+        parts[REPLAY] += self._matmul(again)
+        share = again / params
+        parts[REPLAY] += share * self._elementwise()
+        parts[TENSOR] += share * self._tensor_seconds()
+        parts[EXPERT] += self._expert_seconds() if share else 0.0
+        parts[HOST] += self._host_seconds(sum(parts.values()))
+        return parts
+
+    def _replay(self) -> float:
+        """Share of attention's forward that backward computes again."""
+        strategy = self._strategy
+        if strategy.recompute != "full" or strategy.keep == "all":
+            return 0.0
+        if strategy.keep == "none":
+            return 1.0
+        return half_share(self._job, strategy)
+
+    def _elementwise(self) -> float:
+        """Forward: norms, residuals, rotary embedding, activation; read and written once each."""
+        model = self._job.model
+        width = model.heads_q * model.dim_qk + model.heads_kv * (model.dim_qk + model.dim_v)
+        ffn = model.ffn
+        if model.experts:
+            ffn = model.experts.shared_ffn + model.experts.active * (
+                model.experts.ffn + model.hidden
+            )
+        num_bytes = 20 * model.hidden + 8 * width + 6 * ffn
+        return self._timer.memory(num_bytes * self._tokens / self._strategy.tp)
+
+    def _tensor_seconds(self) -> float:
+        """One pass: two gathers and two scatters of the hidden states (sequence parallelism)."""
+        tp = self._strategy.tp
+        moved = 2 * self._job.model.hidden * self._tokens * (tp - 1) / tp
+        return 4 * self._job.hardware.links.intra.seconds(moved)
+
+    def _expert_seconds(self) -> float:
+        """One pass: tokens to their experts and back, nothing hidden."""
+        model, strategy = self._job.model, self._strategy
+        if not model.experts or strategy.ep == 1:
+            return 0.0
+        moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
+        moved *= 1 - 1 / strategy.ep
+        hosts = max(1.0, strategy.ep / self._job.gpus_per_host)
+        links, share = self._job.hardware.links, _network_share(self._job.hardware)
+        seconds = links.intra.seconds(moved / hosts)
+        if hosts > 1:
+            seconds = max(seconds, links.inter.seconds(moved * (1 - 1 / hosts), share))
+        return 2 * seconds * model.moe_layers / model.layers
+
+    def _host_seconds(self, layer_seconds: float) -> float:
+        """Copies to the host in forward and back in backward, beyond what a layer hides."""
+        job, strategy = self._job, self._strategy
+        kept = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep] * strategy.offload
+        moved = kept * job.model.heads_q * (2 * job.model.dim_v + 4)
+        moved += 2 * job.model.hidden * strategy.offload_inputs
+        moved *= self._tokens / strategy.tp
+        seconds = moved / (job.hardware.gpu.host_gbs * 1e9)
+        forward = layer_seconds * 0.25  # backward has at least twice that
+        return max(0.0, seconds - forward) + max(0.0, seconds - 3 * forward)
+
+
+def half_share(job: Job, strategy: Strategy) -> float:
+    """Share of attention's forward that is computed again if the later half is kept."""
+    cp, tokens = strategy.cp, job.seq // strategy.cp
+    hosts = len(set(attention_call(job, strategy).topology.host_of))
+    how = choose_half(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts).value
+    return {"dealt": 0.25, "none": 1.0}.get(how, 0.25 if cp == 1 else (2 * cp - 1) / (4 * cp))
+
+
+def _network_share(hardware: Hardware) -> float:
+    return hardware.inter_share(hardware.host.gpus)
+
+
+def _head_seconds(job: Job, strategy: Strategy) -> float:
+    """Head, its backward, and its logits a second time if they were never kept."""
+    products = 4 if strategy.fused_loss else 3
+    flops = 2 * products * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
+    return Timer(job.hardware).matmul(flops)
+
+
+def _boundary_seconds(job: Job, strategy: Strategy) -> float:
+    """One activation to the next pipeline stage."""
+    moved = 2 * job.model.hidden * (job.seq // strategy.cp) / strategy.tp
+    if job.gpus <= job.gpus_per_host:
+        return job.hardware.links.intra.seconds(moved)
+    return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
+
+
+def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
+    """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
+    ranks = strategy.dp * strategy.cp
+    local = max(1, min(job.gpus_per_host, job.gpus) // strategy.tp)
+    num_bytes = memory.weights + memory.gradients
+    links = job.hardware.links
+    moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))
+    if ranks > local:
+        share = _network_share(job.hardware)
+        moving = max(moving, links.inter.seconds(num_bytes / local, share))
+    hidden = min(moving, backward / 2)
+    return moving - hidden + Timer(job.hardware).memory(2.5 * memory.optimizer)

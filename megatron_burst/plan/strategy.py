@@ -1,0 +1,219 @@
+"""How a training job is dealt out over GPUs, and the Megatron flags that say so."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.model import Model
+from megatron_burst.plan.topology import Topology, pretend_hosts
+
+Recompute = Literal["none", "selective", "full"]
+Keep = Literal["none", "half", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be trained on what.
+
+    Attributes:
+        model: the model.
+        seq: tokens of a sequence.
+        gpus: of the job.
+        gpus_per_host: of an NVLink domain.
+        batch: sequences of a step, all GPUs together; micro-batches hold one.
+        hardware: the cluster's.
+    """
+
+    model: Model
+    seq: int
+    gpus: int
+    gpus_per_host: int
+    batch: int
+    hardware: Hardware
+
+    def __post_init__(self) -> None:
+        if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
+            raise BurstError(
+                "plan: --gpus must be a multiple of --gpus-per-node, because hosts are used whole; "
+                f"got {self.gpus} and {self.gpus_per_host}; choose "
+                f"{self.gpus // self.gpus_per_host * self.gpus_per_host} or another multiple"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a job is dealt out.
+
+    Attributes:
+        tp: tensor-parallel size, with sequence parallelism.
+        cp: context-parallel size.
+        pp: pipeline-parallel size.
+        dp: data-parallel size.
+        ep: expert-parallel size.
+        recompute: activations that backward computes again: none, feed-forward ("selective"), or
+            everything but the layers' inputs.
+        keep: which of attention's results full recomputation has at hand.
+        offload: whether they wait on the host.
+        offload_inputs: whether layers' inputs do too.
+        fused_loss: whether the loss is computed without all logits.
+        shard_weights: whether weights and gradients are dealt out over data-parallel ranks too
+            (ZeRO-3), as BurstEngine has it; not offered by the search.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    recompute: Recompute = "full"
+    keep: Keep = "none"
+    offload: bool = False
+    offload_inputs: bool = False
+    fused_loss: bool = True
+    shard_weights: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def layout(self) -> str:
+        """The sizes in words."""
+        experts = f" EP {self.ep}" if self.ep > 1 else ""
+        return f"TP {self.tp} CP {self.cp} PP {self.pp} DP {self.dp}{experts}"
+
+    @property
+    def policy(self) -> str:
+        """What is computed again, in words."""
+        if self.recompute != "full":
+            return f"recompute {self.recompute}"
+        where = " on host" if self.offload else ""
+        inputs = ", inputs on host" if self.offload_inputs else ""
+        return f"recompute full, keep {self.keep}{where}{inputs}"
+
+
+def misfit(job: Job, strategy: Strategy) -> str | None:
+    """Why a strategy cannot be for a job, or None."""
+    model, ranks = job.model, ranks_per_host(job, strategy)
+    if strategy.gpus != job.gpus:
+        return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"
+    if strategy.tp > min(job.gpus_per_host, job.gpus) or job.gpus_per_host % strategy.tp:
+        return f"TP {strategy.tp} does not divide the {job.gpus_per_host} GPUs of a host"
+    if model.heads_q % strategy.tp or max(model.heads_kv, strategy.tp) % min(
+        model.heads_kv, strategy.tp
+    ):
+        return f"TP {strategy.tp} does not divide {model.heads_q}/{model.heads_kv} heads"
+    if strategy.cp > ranks and strategy.cp % ranks:
+        return f"CP {strategy.cp} does not fill hosts of {ranks} ranks"
+    if job.seq % (2 * strategy.cp * strategy.tp):
+        return f"the sequence is no multiple of {2 * strategy.cp * strategy.tp}"
+    if stage_layers(model, strategy) * (strategy.pp - 1) >= model.layers and strategy.pp > 1:
+        return f"PP {strategy.pp} leaves a stage without layers"
+    if strategy.keep == "half" and strategy.cp == 1:
+        return "keeping half is burst attention's own, which needs CP above 1"
+    if job.batch % strategy.dp:
+        return f"DP {strategy.dp} does not divide the batch of {job.batch}"
+    if strategy.ep > 1 and (
+        not model.experts
+        or model.experts.count % strategy.ep
+        or (job.gpus // strategy.pp) % strategy.ep
+    ):
+        return f"EP {strategy.ep} does not divide the experts or the ranks"
+    return None
+
+
+def stage_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the largest pipeline stage; the last stage may have fewer."""
+    return -(-model.layers // strategy.pp)
+
+
+def ranks_per_host(job: Job, strategy: Strategy) -> int:
+    """Ranks of a context-parallel group that one host can hold."""
+    return max(1, min(job.gpus_per_host, job.gpus) // strategy.tp)
+
+
+def topology_for(job: Job, strategy: Strategy) -> Topology:
+    """The context-parallel group's topology: neighbours at stride TP, hosts filled in order."""
+    return _whole_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
+
+
+@lru_cache(maxsize=256)
+def _whole_hosts(cp_size: int, hosts: int) -> Topology:
+    return pretend_hosts(cp_size, hosts)
+
+
+def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> AttentionCall:
+    """A layer's attention on one rank, in bf16."""
+    model = job.model
+    shape = AttentionShape(
+        batch=1,
+        tokens=job.seq // strategy.cp,
+        heads_q=model.heads_q // strategy.tp,
+        heads_kv=max(1, model.heads_kv // strategy.tp),
+        dim_qk=model.dim_qk,
+        dim_v=model.dim_v,
+        itemsize=2,
+        stat_bytes=4,
+        grad_bytes=4,
+    )
+    topology = topology_for(job, strategy)
+    neighbours = min(job.gpus_per_host, job.gpus) // topology.intra_size
+    return AttentionCall(shape, topology, neighbours, backend=backend)
+
+
+def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
+    """What to add to a Megatron-LM command, one flag with its value an entry.
+
+    Args:
+        job: the job.
+        strategy: how it is dealt out.
+        host_bytes: pinned memory of a host, of `Memory.host`.
+    """
+    flags = [
+        f"--seq-length {job.seq}",
+        f"--max-position-embeddings {job.seq}",
+        "--micro-batch-size 1",
+        f"--global-batch-size {job.batch}",
+        f"--tensor-model-parallel-size {strategy.tp}",
+        f"--context-parallel-size {strategy.cp}",
+        f"--pipeline-model-parallel-size {strategy.pp}",
+    ]
+    if strategy.tp > 1:
+        flags.append("--sequence-parallel")
+    last = job.model.layers - stage_layers(job.model, strategy) * (strategy.pp - 1)
+    if strategy.pp > 1 and last != stage_layers(job.model, strategy):
+        flags.append(f"--decoder-last-pipeline-num-layers {last}")
+    if strategy.ep > 1:
+        flags += [f"--expert-model-parallel-size {strategy.ep}", "--expert-tensor-parallel-size 1"]
+    flags += ["--bf16", "--attention-dropout 0", "--use-distributed-optimizer"]
+    flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    if strategy.cp > 1:
+        flags.append("--context-parallel-impl burst")
+    if strategy.fused_loss:
+        flags.append("--burst-fused-loss")
+    flags += _recompute_flags(strategy)
+    if host_bytes:
+        gib = host_bytes / min(job.gpus_per_host, job.gpus) / (1 << 30)
+        flags.append(f"--burst-keep-host-gib {ceil(1.1 * gib)}")
+    return tuple(flags)
+
+
+def _recompute_flags(strategy: Strategy) -> list[str]:
+    if strategy.recompute == "none":
+        return []
+    if strategy.recompute == "selective":
+        return ["--recompute-granularity selective", "--recompute-modules mlp"]
+    flags = ["--recompute-granularity full", "--recompute-method uniform"]
+    flags.append("--recompute-num-layers 1")
+    if strategy.keep != "none":
+        flags.append(f"--burst-keep {strategy.keep}")
+    if strategy.offload:
+        flags.append("--burst-keep-offload")
+    if strategy.offload_inputs:
+        flags.append("--burst-keep-offload-inputs")
+    return flags

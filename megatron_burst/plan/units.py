@@ -1,0 +1,35 @@
+"""Numbers as people write them."""
+
+import re
+
+from megatron_burst.errors import BurstError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def whole_number(text: str, option: str) -> int:
+    """The number in "1M", "1048576", "128k" or "1.5M"; K is 1024.
+
+    Args:
+        text: what was given.
+        option: for the complaint.
+
+    Raises:
+        BurstError: if it is no positive whole number.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text.replace("_", ""))
+    value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    if value < 1 or value != int(value):
+        raise BurstError(
+            f"plan: {option} must be a positive whole number, because it counts something; got "
+            f"{text!r}; write for example 1048576, 128k or 1M (K is 1024)"
+        )
+    return int(value)
+
+
+def in_units(count: int) -> str:
+    """65536 as "64K", 1048576 as "1M"; as `whole_number` reads it."""
+    for unit in ("G", "M", "K"):
+        if count and count % _UNITS[unit] == 0:
+            return f"{count // _UNITS[unit]}{unit}"
+    return str(count)

@@ -1,0 +1,137 @@
+"""`megatron-burst plan`: tables, flags, JSON there and back, pictures, refusals."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.cli.main import app
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.model import PRESETS
+from megatron_burst.plan.report import as_json, parse_plan, read_plan
+from megatron_burst.plan.search import search
+from megatron_burst.plan.strategy import Job, Strategy, megatron_flags
+
+JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
+
+
+def run(*options: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_search_prints_the_best_the_others_and_flags():
+    text = run("--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--search")
+    assert "8.03 B weights, 256K tokens" in text
+    assert "slower, most by" in text and "other layouts" in text
+    assert "--context-parallel-impl burst" in text and "--seq-length 262144" in text
+
+
+def test_sixteen_thousand_gpus_are_planned():
+    text = run(
+        "--model", "llama3-405b", "--seq-length", "1M", "--gpus", "16k", "--hardware", "h100",
+        "--search", "--tp", "8",
+    )  # fmt: skip
+    assert "16384 GPUs" in text and "--tensor-model-parallel-size 8" in text
+
+
+def test_one_strategy_that_does_not_fit_says_by_how_much():
+    text = run("--model", "llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
+    assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
+
+
+def test_written_plans_are_read_back(tmp_path):
+    path = tmp_path / "plan.json"
+    run(
+        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--tp", "2", "--dp", "2",
+        "--keep", "all", "--offload", "--json", str(path),
+    )  # fmt: skip
+    plan = read_plan(path)
+    assert plan.strategy == Strategy(tp=2, cp=4, dp=2, keep="all", offload=True)
+    assert (plan.seq, plan.gpus) == (1 << 18, 16)
+    assert "--burst-keep-offload" in plan.flags
+
+
+def test_json_of_a_search_has_all_that_was_asked():
+    found = search(JOB)
+    text = as_json(JOB, found)
+    plan = parse_plan(text, "p")
+    assert plan.strategy == found[0].strategy
+    assert plan.flags == megatron_flags(JOB, found[0].strategy, found[0].memory.host)
+    written = json.loads(text)
+    assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
+    assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])
+
+
+GOOD = as_json(JOB, search(JOB, (("tp", 8), ("keep", "all"))))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('"version": 1', '"version": 2', "must have version 1, .*got 2"),
+        ('"version"', '"versio"', "an object with a 'version'"),
+        ('"recompute"', '"recompte"', "got 'recompte', did you mean 'recompute'"),
+        ('"keep": "all"', '"keep": "some"', "keep must be one of none, half, all.*got 'some'"),
+        ('"tp": 8', '"tp": 8.5', "tp must be a positive whole number.*got 8.5"),
+        ('"offload": false', '"offload": 0', "offload must be true or false.*got 0"),
+        ('"version": 1,', '"version": 1', r"line \d+, must be JSON"),
+        ('"strategy"', '"strateg"', "must say strategy, flags, seq and gpus"),
+    ],
+)
+def test_wrong_plans_are_refused(old, new, match):
+    assert old in GOOD
+    with pytest.raises(BurstError, match=f"(?s)plan file: p.*{match}"):
+        parse_plan(GOOD.replace(old, new), "p")
+
+
+@pytest.mark.parametrize(("cp", "keep"), [("8", "none"), ("16", "all")])
+def test_pictures_are_drawn(cp, keep, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    run(
+        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", cp, "--keep", keep,
+        "--picture", str(path),
+    )  # fmt: skip
+    text = path.read_text()
+    lanes = text.count("<path")
+    assert lanes > 8 * int(cp)  # at least kernels, transfers, merges of each rank, twice
+
+
+def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 4096 "
+        "--vocab-size 32000 --seq-length 65536 --context-parallel-size 2 "
+        "--tensor-model-parallel-size 2"
+    )
+    text = run("--model", str(path), "--gpus", "4")
+    assert "TP 2 CP 2 PP 1 DP 1" in text and "64K tokens" in text
+    assert "TP 4 CP 1" in run("--model", str(path), "--gpus", "4", "--tp", "4", "--cp", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--seq-length", "1MB"], "--seq-length must be a positive whole number"),
+        (["--seq-length", ""], "--seq-length must be given"),
+        (["--gpus", "x"], "--gpus must be a positive whole number"),
+        (["--model", "llama9"], "--model must be a preset or a file"),
+        (["--hardware", "h300"], "did you mean"),
+        (["--gpus", "12"], "--gpus must be a multiple of --gpus-per-node"),
+        (["--tp", "3"], "needs 15 GPUs, not 16"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs"),
+        (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
+        (["--offload"], "--offload must come with --keep"),
+        (["--picture", "x.txt"], "--picture must end in"),
+        (["--json", "/nowhere/at/all.json"], "--json must name a file in a folder that is there"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_sentence(options, match):
+    given = {"--model": "llama3-8b", "--seq-length": "256k", "--gpus": "16"}
+    names = [word for word in options if word.startswith("--")]
+    kept = [word for name, value in given.items() if name not in names for word in (name, value)]
+    text = run(*kept, *options, code=1)
+    assert text.count("error: ") == 1 and match in text.replace("\n", " ")

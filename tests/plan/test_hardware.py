@@ -1,0 +1,200 @@
+"""Hardware as data: presets with sources, TOML there and back, precise complaints."""
+
+from dataclasses import fields, replace
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.hardware import Curve, LinkSpeed, preset, preset_names
+from megatron_burst.plan.hardware_file import (
+    as_toml,
+    hardware,
+    parse_hardware,
+    read_hardware,
+    write_hardware,
+)
+
+H200 = as_toml(preset("h200"))
+
+
+def test_presets_are_those_that_are_promised():
+    assert set(preset_names()) == {"a100", "a800", "h100", "h200", "b200", "gb200-nvl72"}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_figure_of_a_preset_has_a_source_and_no_source_is_of_nothing(name):
+    machine = preset(name)
+    assert machine.name == name
+    figures = {
+        f"{part}.{f.name}" for part in ("gpu", "host") for f in fields(getattr(machine, part))
+    }
+    figures |= {f"links.{f.name}" for f in fields(machine.links)}
+    figures |= {f"kernels.{index}" for index in range(len(machine.kernels))}
+    assert set(machine.sources) == figures
+    assert all(machine.sources.values())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_written_is_read_back_equal(name, tmp_path):
+    write_hardware(preset(name), tmp_path / "machine.toml")
+    assert read_hardware(tmp_path / "machine.toml") == preset(name)
+    assert hardware(str(tmp_path / "machine.toml")) == hardware(name.upper()) == preset(name)
+
+
+@given(st.floats(0.01, 1e6))
+def test_a_curve_stays_between_its_neighbours_and_is_flat_beyond_its_ends(x):
+    curve = Curve(((1.0, 10.0), (100.0, 30.0), (1000.0, 20.0)))
+    assert 10 <= curve.at(x) <= 30
+    if x <= 1:
+        assert curve.at(x) == 10
+    if x >= 1000:
+        assert curve.at(x) == 20
+
+
+def test_a_curve_is_linear_in_the_logarithm():
+    curve = Curve(((1.0, 10.0), (100.0, 30.0)))
+    assert curve.at(10) == pytest.approx(20)
+    assert curve.at(1) == 10 and curve.at(100) == 30 and curve.at(inf) == 30
+
+
+def test_time_of_a_message():
+    link = LinkSpeed(10, Curve(((1.0, 50.0),)))
+    assert link.seconds(50e9) == pytest.approx(1 + 10e-6)
+    assert link.seconds(50e9, share=0.5) == pytest.approx(2 + 10e-6)
+    assert link.seconds(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("memory_gib = 139.8", "memory_gb = 139.8", r"line 4.*'gpu.memory_gb', did you mean 'mem"),
+        ("nics = 8\n", "", r"line \d+.*host must hold gpus, nics, memory_gib.*no 'host.nics'"),
+        ("nics = 8", "nics = 8.5", r"line \d+.*host.nics must be a positive whole.*got 8.5"),
+        ("nics = 8", "nics = true", "host.nics must be a positive whole number"),
+        ("nccl_share = 0.2", "nccl_share = 1.0", "share from 0 to below 1"),
+        ("peak_tflops = 989.5", "peak_tflops = -1", r"line 7.*positive number.*got -1"),
+        ("peak_tflops = 989.5", "peak_tflops = 'many'", "positive number"),
+        ("head_dim = 64", "head_dim = 64\nspeed = 3", "unknown key 'kernels.speed'"),
+        ("[[1.0, 20.0], [16.0, 40.0]", "[[16.0, 20.0], [1.0, 40.0]", "x ascending"),
+        ("[[1.0, 20.0], [16.0, 40.0]", "[[0.0, 20.0], [16.0, 40.0]", "of positive numbers"),
+        ('name = "h200"', "name = 200", r"line 1.*name must be a text"),
+        ("[links.inter]", "[links.outer]", "unknown key 'links.outer', did you mean 'inter'"),
+        ("[host]", "[host", r"must be TOML.*line \d+"),
+        ("[sources]", "[source]", "unknown key 'source', did you mean 'sources'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file_is_said_with_its_line(old, new, match):
+    assert old in H200
+    with pytest.raises(BurstError, match=f"(?s)hardware: mine.toml.*{match}"):
+        parse_hardware(H200.replace(old, new, 1), "mine.toml")
+
+
+def test_a_wrong_line_is_named_exactly():
+    lines = H200.splitlines()
+    number = lines.index("launch_us = 20.0") + 1
+    lines[number - 1] = "launch_us = 'soon'"
+    with pytest.raises(BurstError, match=rf"mine.toml, line {number}, gpu.launch_us"):
+        parse_hardware("\n".join(lines), "mine.toml")
+
+
+def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(BurstError, match=r"got 'h20', did you mean 'h200'\?"):
+        hardware("h20")
+    with pytest.raises(BurstError, match="must be a readable text file"):
+        hardware(str(tmp_path / "nothing.toml"))
+
+
+def test_the_kernel_of_the_nearest_head_dimension_is_taken():
+    machine = preset("h200")
+    assert machine.kernel(128).head_dim == machine.kernel(120).head_dim == 128
+    assert machine.kernel(64).head_dim == 64
+    assert machine.kernel(128, "flash").backend == "flash"
+    with pytest.raises(KeyError):
+        machine.kernel(128, "nobody")
+
+
+def test_network_cards_are_shared_by_those_who_send():
+    machine = preset("a800")
+    assert machine.host.nics == 4
+    assert [machine.inter_share(senders) for senders in (1, 4, 8)] == [1, 1, 0.5]
+
+
+def test_hardware_can_be_a_key():
+    machine = preset("h200")
+    assert hash(machine) == hash(replace(machine, sources={}))
+
+
+CALIBRATION = """
+name = "mine"
+gpu = "NVIDIA H200"
+memory_gib = 139.0
+matmul_tflops = 700.0
+[[kernels]]
+backend = "fa4"
+direction = "forward"
+head_dim = 128
+seq = 2048
+tflops = 500.0
+[[kernels]]
+backend = "fa4"
+direction = "forward"
+head_dim = 128
+seq = 131072
+tflops = 650.0
+[[kernels]]
+backend = "fa4"
+direction = "backward"
+head_dim = 128
+seq = 131072
+tflops = 600.0
+[[links]]
+kind = "intra"
+message_bytes = 100000000
+gb_per_s = 200.0
+latency_us = 100.0
+[[links]]
+kind = "inter"
+message_bytes = 1000000000
+gb_per_s = 10.0
+latency_us = 0.0
+[[links]]
+kind = "host"
+message_bytes = 1000000000
+gb_per_s = 25.0
+latency_us = 10.0
+"""
+
+
+def test_what_calibrate_measured_replaces_the_presets_figures():
+    machine, base = parse_hardware(CALIBRATION, "c.toml"), preset("h200")
+    assert machine.name == "mine" and machine.gpu.memory_gib == 139
+    assert machine.gpu.matmul_tflops == 700 and machine.gpu.host_gbs == 25
+    assert machine.kernels[0].forward.at(5) == 650 and machine.kernels[0].backward.at(5) == 600
+    assert machine.kernel(64) == base.kernel(64) and machine.links.pull == base.links.pull
+    # messages take as long as they took: the time to start is not counted twice
+    assert machine.links.intra.seconds(1e8) == pytest.approx(1e8 / 200e9)
+    assert machine.links.inter.seconds(1e9) == pytest.approx(0.1)
+
+
+def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
+    text = CALIBRATION.replace("NVIDIA H200", "NVIDIA A800-SXM4-80GB")
+    machine = parse_hardware(text, "c.toml")
+    assert machine.host.nics == 4
+    assert machine.links.inter.seconds(1e9, machine.inter_share(8)) == pytest.approx(0.1)
+    assert machine.links.inter.seconds(1e9, machine.inter_share(1)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("matmul_tflops = 700.0", "", "wrong or missing 'matmul_tflops'"),
+        ("seq = 2048", "", "wrong or missing 'seq'"),
+        ("NVIDIA H200", "Riva 128", "GPU that there is a preset of.*got 'Riva 128'"),
+    ],
+)
+def test_wrong_calibrations_are_refused(old, new, match):
+    with pytest.raises(BurstError, match=f"(?s)hardware: c.toml.*{match}"):
+        parse_hardware(CALIBRATION.replace(old, new), "c.toml")

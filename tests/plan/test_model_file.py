@@ -1,0 +1,138 @@
+"""Models by name, from config.json, from Megatron's arguments; units."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.model import PRESETS, Model
+from megatron_burst.plan.model_file import from_megatron, megatron_arguments, model_of
+from megatron_burst.plan.units import in_units, whole_number
+
+LLAMA = {  # of meta-llama/Meta-Llama-3-8B
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {  # of deepseek-ai/DeepSeek-V3
+    "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "vocab_size": 129280,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHELL = """#!/bin/bash
+# --num-layers 7
+torchrun --nproc-per-node 8 pretrain_gpt.py \\
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+    --group-query-attention --num-query-groups 8 --ffn-hidden-size=14336 \\
+    --swiglu --vocab-size 128256 --untie-embeddings-and-output-weights # the head
+"""
+YAML = """
+MODEL_ARGS:
+  --num-layers: 32
+  --hidden-size: 4096   # width
+  --num-attention-heads: 32
+  --group-query-attention: true
+  --num-query-groups: 8
+  --ffn-hidden-size: "14336"
+  --swiglu: true
+  --vocab-size: 128256
+  --untie-embeddings-and-output-weights: true
+"""
+
+
+def same(model: Model, name: str) -> bool:
+    preset = PRESETS[name]
+    fields = [f for f in Model.__slots__ if f != "name"]
+    return all(getattr(model, f) == getattr(preset, f) for f in fields)
+
+
+@pytest.mark.parametrize(("config", "name"), [(LLAMA, "llama3-8b"), (DEEPSEEK, "deepseek-v3")])
+def test_configs_of_hugging_face_are_the_presets(config, name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert same(model_of(str(tmp_path / "config.json")), name)
+
+
+@pytest.mark.parametrize(("text", "suffix"), [(SHELL, "sh"), (YAML, "yaml")])
+def test_megatron_arguments_are_the_preset(text, suffix, tmp_path):
+    (tmp_path / f"run.{suffix}").write_text(text)
+    assert same(model_of(str(tmp_path / f"run.{suffix}")), "llama3-8b")
+
+
+def test_arguments_in_a_shell_array_and_in_quotes():
+    text = (
+        'ARGS=(\n  --num-layers 2\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
+        "MORE=\"\n  --kv-channels='32' \n\"\nrun ${ARGS[@]} $OTHER"
+    )
+    assert megatron_arguments(text) == {
+        "num_layers": "2", "bf16": True, "hidden_size": "64", "swiglu": True,
+        "kv_channels": "32",
+    }  # fmt: skip
+
+
+def test_latent_attention_and_experts_of_megatron():
+    model = from_megatron(
+        megatron_arguments(
+            "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
+            "--vocab-size 129280 --swiglu --untie-embeddings-and-output-weights "
+            "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+            "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 "
+            "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+            "--moe-layer-freq '([0]*3+[1]*58)'"
+        ),
+        "x",
+    )
+    assert same(model, "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("config.json", "{\n 'a': 1}", "config.json, line 2, must be JSON"),
+        ("config.json", "[1]", "must hold an object.*got list"),
+        ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
+        ("config.json", '{"num_attention_head": 4}', "heads'.*did you mean 'num_att"),
+        ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "key heads divide query"),
+        ("run.sh", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),
+        ("run.sh", SHELL.replace("--vocab-size 128256", ""), "'vocab_size'.*got nothing"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_refused_in_a_sentence(name, text, match, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BurstError, match=f"(?s){match}"):
+        model_of(str(tmp_path / name))
+
+
+def test_an_unknown_model_is_answered_with_the_nearest():
+    with pytest.raises(BurstError, match=r"got 'llama-8b', did you mean 'llama3-8b'\?"):
+        model_of("llama-8b")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1M", 1 << 20), ("1048576", 1 << 20), ("128k", 1 << 17), ("1.5m", 3 << 19), ("1_000", 1000)],
+)
+def test_units(text, number):
+    assert whole_number(text, "--seq-length") == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1MB", "many", "0.3k", "1e6"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(BurstError, match="--gpus must be a positive whole number.*128k or 1M"):
+        whole_number(text, "--gpus")
+
+
+@given(st.integers(1, 1 << 40))
+def test_numbers_are_read_as_they_are_written(number):
+    assert whole_number(in_units(number), "--seq-length") == number
+
+
+@pytest.mark.parametrize(("gate", "ffn"), [("", 4096), (" --swiglu", 2688)])
+def test_width_of_the_feed_forward_that_megatron_takes_by_itself(gate, ffn):
+    """Source: validate_args in megatron/training/arguments.py, core_v0.19."""
+    text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --vocab-size 9" + gate
+    assert from_megatron(megatron_arguments(text), "x").ffn == ffn

@@ -1,0 +1,215 @@
+"""Simulated passes: bounds that any schedule keeps, and numbers that can be worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.cost import AttentionShape, gather_bytes, link_bytes
+from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.hardware import Curve, Links, LinkSpeed, preset
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.programme import Compute, Post, Wait, programme_of, without_overlap
+from megatron_burst.plan.schedule import Direction, Schedule
+from megatron_burst.plan.simulate import Wiring, simulate
+from megatron_burst.plan.topology import Link, pretend_hosts
+
+H200 = preset("h200")
+SLACK = 1e-9  # of sums in another order
+
+
+def with_links(speed: LinkSpeed, **gpu):
+    return replace(H200, links=Links(speed, speed, speed), gpu=replace(H200.gpu, **gpu))
+
+
+INSTANT = with_links(LinkSpeed(0.0, Curve(((1.0, float("inf")),))), nccl_share=0.0)
+
+
+@st.composite
+def calls(draw) -> AttentionCall:
+    """Calls of every mode that their topology allows."""
+    hosts, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    heads_kv = draw(st.sampled_from([4, 12, 16]))
+    shape = AttentionShape(
+        draw(st.integers(1, 2)), draw(st.sampled_from([256, 4096, 16384])),
+        heads_kv * draw(st.sampled_from([1, 4])), heads_kv, 128, 128, 2, 4, 4,
+    )  # fmt: skip
+    modes = ["ring"] + (["gather"] if hosts == 1 else [])
+    modes += ["a2a"] if hosts == 1 and heads_kv % ranks == 0 else []
+    return AttentionCall(
+        shape, pretend_hosts(hosts * ranks, hosts), intra=draw(st.sampled_from(modes)),
+        pulled=draw(st.booleans()), mask=draw(st.sampled_from(list(Mask))),
+        layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
+    )  # fmt: skip
+
+
+def seconds(call, machine, direction) -> float:
+    return attention_time(call, machine, direction).seconds
+
+
+def computing(call, machine, direction) -> float:
+    """Seconds of kernels of the rank that has most of them."""
+    timer, most = Timer(machine, call.backend), 0.0
+    for rank in range(call.topology.cp_size):
+        ops = programme_of(call.schedule(rank, direction), call.shape, timer, direction)
+        kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
+        most = max(most, kernels)
+    return most
+
+
+directions = st.sampled_from(list(Direction))
+few = settings(max_examples=40, deadline=None)
+
+
+@few
+@given(calls(), directions)
+def test_without_overlap_nothing_is_faster(call, direction):
+    machine = with_links(LinkSpeed(20.0, Curve(((1.0, 30.0),))), nccl_share=0.0)
+    serial = seconds(replace(call, overlap=False), machine, direction)
+    assert serial >= seconds(call, machine, direction) - SLACK
+
+
+@few
+@given(calls(), directions)
+def test_with_instant_links_only_kernels_count(call, direction):
+    expected = computing(call, INSTANT, direction)
+    found = attention_time(call, INSTANT, direction)
+    # ranks may wait for one another where a layout gives them unequal work
+    assert found.seconds >= expected - SLACK
+    if call.layout is Layout.ZIGZAG and call.intra != "gather":
+        assert found.seconds <= expected * 1.2 + SLACK
+    if call.topology.cp_size == 1:
+        assert found.seconds == pytest.approx(expected)
+        assert found.exposed(Link.INTRA) == found.exposed(Link.INTER) == 0
+
+
+@few
+@given(calls(), directions)
+def test_a_pass_is_at_least_its_kernels_and_each_of_its_links(call, direction):
+    found = attention_time(call, H200, direction)
+    assert found.seconds >= computing(call, H200, direction) - SLACK
+    lanes: dict = {}
+    for span in found.spans:
+        assert 0 <= span.start <= span.stop <= found.seconds + 1e-6
+        lanes.setdefault((span.rank, span.lane), []).append(span)
+    for spans in lanes.values():  # a lane does one thing at a time
+        spans.sort(key=lambda span: span.start)
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert after.start >= before.stop - 1e-9
+
+
+@few
+@given(calls(), directions)
+def test_slower_links_are_not_faster(call, direction):
+    slow, fast = (
+        with_links(LinkSpeed(10.0, Curve(((1.0, gbs),))), nccl_share=0.0) for gbs in (5.0, 50.0)
+    )
+    assert seconds(call, slow, direction) >= seconds(call, fast, direction) - SLACK
+
+
+def test_one_rank_takes_the_time_of_its_kernel():
+    shape = AttentionShape(1, 1 << 19, 8, 2, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_hosts(1, 1))
+    rows = Span(0, 1 << 19)
+    alone = Timer(H200).tile(Tile(rows, rows, Mask.CAUSAL), shape, Direction.FORWARD)
+    # merging and packing grow with the length, work with its square
+    assert seconds(call, H200, Direction.FORWARD) == pytest.approx(alone, rel=0.02)
+    pairs = (1 << 19) * ((1 << 19) + 1) / 2
+    flops = 2 * pairs * 8 * 256
+    speed = H200.kernel(128).forward.points[-1][1] * 1e12
+    assert alone == pytest.approx(flops / speed + H200.gpu.launch_us * 1e-6)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_bytes_that_arrive_are_those_that_are_sent(direction):
+    """Posts say what comes, `link_bytes` and `gather_bytes` what goes: equal over all ranks."""
+    shape = AttentionShape(1, 64, 8, 4, 128, 128, 2, 4, 4)
+    for intra, hosts in (("ring", 2), ("gather", 1)):
+        call = AttentionCall(shape, pretend_hosts(4, hosts), intra=intra, heads_per_round=3)
+        come, gone = 0.0, 0.0
+        for rank in range(4):
+            schedule = call.schedule(rank, direction)
+            ops = programme_of(schedule, shape, Timer(H200), direction)
+            come += sum(op.num_bytes for op in ops if isinstance(op, Post))
+            if isinstance(schedule, Schedule):
+                gone += sum(link_bytes(schedule, shape).values())
+            else:
+                assert isinstance(schedule, GatherSchedule)
+                share = 2 if direction is Direction.BACKWARD else 0
+                gone += gather_bytes(schedule, shape, share)
+        assert come == gone > 0
+
+
+def by_hand(*ops, ranks=1, **machine):
+    speed = LinkSpeed(0.0, Curve(((1.0, 1.0),)))  # 1 GB/s
+    wiring = Wiring(with_links(speed, **{"nccl_share": 0.0, **machine}))
+    return simulate(dict.fromkeys(range(ranks), ops), wiring)
+
+
+def work(seconds: float) -> Compute:
+    return Compute((("attention", seconds),), 0)
+
+
+def post(name: str, num_bytes: float, link: Link = Link.INTRA, pulled: bool = True) -> Post:
+    return Post((name, 0), link, num_bytes, None, None, pulled)
+
+
+def test_a_transfer_runs_beside_kernels_and_the_rest_of_it_is_waited_for():
+    found = by_hand(post("read", 3e9), work(1.0), Wait(("read", 0)), work(1.0))
+    assert found.seconds == pytest.approx(4.0)
+    assert found.exposed(Link.INTRA) == pytest.approx(2.0)
+
+
+def test_transfers_share_a_link_but_not_two_links():
+    one = by_hand(post("a", 2e9), post("b", 2e9), Wait(("a", 0)), Wait(("b", 0)))
+    assert one.seconds == pytest.approx(4.0)
+    two = by_hand(post("a", 2e9), post("b", 2e9, Link.INTER), Wait(("a", 0)), Wait(("b", 0)))
+    assert two.seconds == pytest.approx(2.0)
+
+
+def test_nccl_slows_kernels_while_it_moves_something():
+    ops = (post("read", 1e9, pulled=False), work(2.0), Wait(("read", 0)))
+    # for one second half of the multiprocessors compute; then 1.5 s are left
+    assert by_hand(*ops, nccl_share=0.5).seconds == pytest.approx(2.5)
+    pulled = (post("read", 1e9), work(2.0), Wait(("read", 0)))
+    assert by_hand(*pulled, nccl_share=0.5).seconds == pytest.approx(2.0)
+
+
+def test_a_transfer_waits_for_the_rank_that_is_late():
+    hop = Post((0, Link.INTRA, "read"), Link.INTRA, 1e9, 1, 1)
+    back = replace(hop, source=0, dest=0)
+    wiring = Wiring(with_links(LinkSpeed(0.0, Curve(((1.0, 1.0),))), nccl_share=0.0))
+    late = simulate(
+        {0: (work(0.0), hop, Wait(hop.key)), 1: (work(5.0), back, Wait(hop.key))}, wiring
+    )
+    assert late.seconds == pytest.approx(6.0)
+
+
+def test_serial_operations_wait_at_once():
+    ops = (post("read", 1e9), work(1.0), Wait(("read", 0)))
+    assert without_overlap(ops) == (ops[0], ops[2], ops[1])
+    assert by_hand(*without_overlap(ops)).seconds == pytest.approx(2.0)
+
+
+def test_two_ranks_stand_for_all_of_a_large_zigzag_group():
+    shape = AttentionShape(1, 8192, 32, 32, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_hosts(32, 4), neighbours=1)
+    for direction in Direction:
+        some = attention_time(call, preset("a800"), direction)
+        everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
+        assert {span.rank for span in some.spans} == {0, 31}
+        assert some.seconds == pytest.approx(everyone.seconds, rel=0.03)
+
+
+def test_a_flat_ring_over_hosts_is_slower_than_a_nested_one():
+    """Every step of it waits for one network card while the others idle."""
+    shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
+    nested = AttentionCall(shape, pretend_hosts(16, 2))
+    flat = replace(nested, topology=nested.topology.flat())
+    machine = preset("a800")
+    for direction in Direction:
+        assert seconds(flat, machine, direction) > 1.2 * seconds(nested, machine, direction)
