@@ -1,8 +1,5 @@
 """`megatron-burst bench ...`: options in, calls out. Heavy imports wait until a command runs."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +8,7 @@ from typer import Argument, Option
 
 from megatron_burst.cli.cases import PEERS, PRESETS, Grid, counts, head_counts, head_dims
 from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
 
 if TYPE_CHECKING:
@@ -18,17 +16,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
 Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
-
-
-@contextmanager
-def _in_one_sentence() -> Iterator[None]:
-    """A refusal ends the command with its sentence, said by one rank, and code 1."""
-    try:
-        yield
-    except BurstError as error:
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -61,7 +48,7 @@ def attention(
     device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
 ) -> None:
     """Attention over all ranks, beside its peers; alone or under torchrun."""
-    with _in_one_sentence():
+    with in_one_sentence():
         grid = _grid(seq, heads, batch, mask)
         plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
         _run(plan, head_dims(head_dim), dtype, device, hosts)
@@ -144,7 +131,7 @@ def recompute(
     from megatron_burst.cli.world import started
     from megatron_burst.mcore.stack import Widths
 
-    with _in_one_sentence(), started(device, hosts) as world:
+    with in_one_sentence(), started(device, hosts) as world:
         dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
         ((heads_q, heads_kv),) = head_counts(heads)
         problems = [
@@ -180,7 +167,7 @@ def loss(
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.world import started
 
-    with _in_one_sentence(), started(device, None) as world:
+    with in_one_sentence(), started(device, None) as world:
         dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
         given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
         widths, vocabularies, lengths = (
@@ -203,7 +190,7 @@ def loss_show(csvs: Annotated[list[Path], Argument(help="CSV files of bench loss
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.results import read
 
-    with _in_one_sentence():
+    with in_one_sentence():
         rows = read(csvs, LossRow)
         typer.echo(loss_table(rows))
         for path in draw_if_possible(rows, csvs[0].with_suffix("")):
@@ -219,7 +206,7 @@ def table(
     from megatron_burst.cli.results import read
     from megatron_burst.cli.tables import markdown_table
 
-    with _in_one_sentence():
+    with in_one_sentence():
         typer.echo(markdown_table(read(csvs), pass_))
 
 
@@ -228,7 +215,7 @@ def plot(csvs: Csvs) -> None:
     """Draw TFLOP/s and memory over the sequence length, as PNG beside the first CSV."""
     from megatron_burst.cli.results import read
 
-    with _in_one_sentence():
+    with in_one_sentence():
         rows = read(csvs)
         try:
             from megatron_burst.cli.plots import draw

@@ -2,10 +2,11 @@
 
 import typer
 
-from megatron_burst.cli import bench
+from megatron_burst.cli import bench, machine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
+app.command()(machine.calibrate)
 
 
 @app.callback()
