@@ -7,6 +7,7 @@ from megatron_burst.cli import bench, machine
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
 app.command()(machine.calibrate)
+app.command()(machine.doctor)
 
 
 @app.callback()

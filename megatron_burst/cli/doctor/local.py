@@ -1,0 +1,60 @@
+"""All checks of one machine by itself."""
+
+from collections.abc import Mapping
+
+from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, gpus_of
+from megatron_burst.cli.doctor.network import check_network
+from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.cli.doctor.software import (
+    check_backends,
+    check_seams,
+    check_torch,
+    check_versions,
+    versions,
+)
+from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
+from megatron_burst.cli.doctor.system import (
+    check_connections,
+    check_environment,
+    check_limits,
+    check_shm,
+)
+
+
+def check_machine(
+    run: Runner, environ: Mapping[str, str], timeout_s: float, in_job: bool = False
+) -> list[Check]:
+    """Everything about this machine.
+
+    Args:
+        run: runs commands.
+        environ: environment variables.
+        timeout_s: for the machine's answer.
+        in_job: whether the environment is that of a training job.
+    """
+    survey = survey_here(run, timeout_s)
+    found = [check_versions(versions())]
+    if isinstance(survey, Answer):
+        why = survey.error or f"exit status {survey.code}"
+        found.append(Check("survey", Status.SKIP, f"the machine's state is not known: {why}"))
+    else:
+        found += _of_survey(survey, environ, in_job)
+    gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
+    return [
+        *found,
+        check_torch(len(gpus)),
+        check_backends(),
+        check_seams(),
+        *check_environment(environ),
+    ]
+
+
+def _of_survey(survey: Survey, environ: Mapping[str, str], in_job: bool) -> list[Check]:
+    return [
+        *check_state(survey),
+        check_nvlink(survey),
+        *check_network(survey),
+        check_shm(survey),
+        *check_limits(survey),
+        check_connections(survey, environ, in_job),
+    ]
