@@ -80,8 +80,9 @@ def doctor(
             )
         else:
             from megatron_burst.cli.doctor.local import check_machine
+            from megatron_burst.cli.doctor.survey import survey_here
 
-            report = Report(tuple(check_machine(run_command, os.environ, timeout_s)))
+            report = Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))
             breaks = report.breaks
             print_report(report, as_json)
     except BurstError as error:  # by every rank: each may see something else

@@ -42,7 +42,7 @@ class Facts:
 
 def check_alike(facts: Sequence[Facts]) -> list[Check]:
     """Hosts that differ from most in what should be the same."""
-    hosts = list({fact.host: fact for fact in facts}.values())
+    hosts = list({fact.host: fact for fact in reversed(facts)}.values())[::-1]
     found = []
     for name, status, change, value in _ALIKE:
         found += _odd(name, status, change, {fact.host: value(fact) for fact in hosts})
@@ -55,8 +55,10 @@ def check_alike(facts: Sequence[Facts]) -> list[Check]:
     for name in names:
         values = {fact.host: fact.variables.get(name, "unset") for fact in hosts}
         found += _odd(name, Status.WARN, "export the same value on all hosts", values)
-    return found or [Check("alike", Status.OK, f"{len(hosts)} hosts have the same hardware, "
-                           "versions and variables")]  # fmt: skip
+    if len(hosts) < 2:
+        return [Check("alike", Status.SKIP, "one host")]
+    what = f"{len(hosts)} hosts have the same hardware, versions and variables"
+    return found or [Check("alike", Status.OK, what)]
 
 
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}

@@ -92,9 +92,8 @@ def _free(surveys: dict[str, Survey]) -> list[Check]:
     found = []
     for host, survey in surveys.items():
         free, all_ = free_gpus(survey), len(gpus_of(survey))
-        what = f"{len(free)} of {all_} GPUs are free" + (
-            f": {free}" if 0 < len(free) < all_ else ""
-        )
+        named = f": {free}" if 0 < len(free) < all_ else ""
+        what = f"{len(free)} of {all_} GPUs are free{named}"
         status = Status.OK if free and len(free) == all_ else Status.WARN
         change = "" if status is Status.OK else "wait for the others, or leave the host out"
         found.append(Check("free", status, what, change, host))

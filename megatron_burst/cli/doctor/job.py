@@ -25,7 +25,7 @@ from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, 
 from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
 from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
 from megatron_burst.cli.doctor.software import versions
-from megatron_burst.cli.doctor.survey import Answer, Runner, survey_here
+from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.world import World, world_of
 from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
@@ -69,10 +69,14 @@ def check_job(launch: Launch, job: Job) -> bool:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     store = open_store(launch, job.timeout_s)
     door = Door(own_address(launch.address, job.environ))
-    mine = {"facts": asdict(_facts(launch, job)), "home": asdict(my_home()), "door": door.at}
+    survey = Answer(0, "", "the first rank of this host is not there")
+    if launch.local_rank == 0:  # one rank of a host is enough
+        survey = survey_here(job.run, job.timeout_s)
+    facts = asdict(_facts(launch, job, survey))
+    mine = {"facts": facts, "home": asdict(my_home()), "door": door.at}
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
-    checks.before_groups()
+    checks.before_groups(survey)
     door.close()
     if checks.may_measure:
         checks.measure()
@@ -82,8 +86,7 @@ def check_job(launch: Launch, job: Job) -> bool:
     return meeting.part(report.breaks if meeting.leads else None)
 
 
-def _facts(launch: Launch, job: Job) -> Facts:
-    survey = survey_here(job.run, job.timeout_s)
+def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
     gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
     name, uuid = "CPU", ""
     if torch.cuda.is_available():
@@ -134,8 +137,12 @@ class _Checks:
         broken = any(c.status is Status.FAIL and c.name in stops for c in self.found)
         return not broken and len(self.facts) > 1
 
-    def before_groups(self) -> None:
-        """What needs no process group."""
+    def before_groups(self, survey: Survey | Answer) -> None:
+        """What needs no process group.
+
+        Args:
+            survey: of this machine, on its first rank.
+        """
         meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
         self.found += [check_attendance(meeting), check_seats(self.facts)]
         speaks = self.speakers[host] == meeting.launch.rank
@@ -144,9 +151,7 @@ class _Checks:
         self.found.append(
             check_pairs({self.hosts[rank]: w for rank, w in reached.items() if w is not None})
         )
-        own = []
-        if speaks:
-            own = check_machine(self.job.run, self.job.environ, self.job.timeout_s, in_job=True)
+        own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         merged = Merged(len(self.speakers))
         for rank, checks in meeting.share("machine", [asdict(c) for c in own]).items():
             if rank == self.speakers[self.hosts[rank]]:

@@ -12,7 +12,7 @@ from megatron_burst.cli.doctor.software import (
     check_versions,
     versions,
 )
-from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
+from megatron_burst.cli.doctor.survey import Answer, Survey
 from megatron_burst.cli.doctor.system import (
     check_connections,
     check_environment,
@@ -22,17 +22,15 @@ from megatron_burst.cli.doctor.system import (
 
 
 def check_machine(
-    run: Runner, environ: Mapping[str, str], timeout_s: float, in_job: bool = False
+    survey: Survey | Answer, environ: Mapping[str, str], in_job: bool = False
 ) -> list[Check]:
     """Everything about this machine.
 
     Args:
-        run: runs commands.
+        survey: of this machine, or why there is none.
         environ: environment variables.
-        timeout_s: for the machine's answer.
-        in_job: whether the environment is that of a training job.
+        in_job: whether they are those of a training job.
     """
-    survey = survey_here(run, timeout_s)
     found = [check_versions(versions())]
     if isinstance(survey, Answer):
         why = survey.error or f"exit status {survey.code}"

@@ -1,9 +1,11 @@
 """Who is there: ranks meet in a store, which unlike a collective can say who is missing."""
 
 import json
+import os
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Timer
 
@@ -14,6 +16,7 @@ from megatron_burst.cli.doctor.record import Check, Status
 from megatron_burst.errors import BurstError
 
 _POLL_S = 0.05
+_LAST_WORD_S = 3.0
 
 
 @dataclass(slots=True)
@@ -148,7 +151,9 @@ class Watch:
         give_up: on rank 0, told the failure; prints what was found so far.
     """
 
-    def __init__(self, meeting: Meeting, stage: str, limit_s: float, give_up) -> None:
+    def __init__(
+        self, meeting: Meeting, stage: str, limit_s: float, give_up: Callable[[Check], None]
+    ) -> None:
         self._meeting, self._stage, self._limit_s = meeting, stage, limit_s
         self._give_up = give_up
         self._timer = Timer(limit_s, self._expire)
@@ -158,30 +163,34 @@ class Watch:
         self._timer.start()
 
     def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError):  # a peer is gone; the others still wait for theirs
+            self._meeting.post(f"failed {self._stage}", str(error).splitlines()[0][:200])
+            self._timer.join()
         self._timer.cancel()
         if kind is None:
             self._meeting.post(f"done {self._stage}", True)
 
     def _expire(self) -> None:
-        import os
-
         launch = self._meeting.launch
-        # the main thread may hold the other connection's lock
-        store = open_store(
-            Launch(**{**_fields(launch), "joins": True}), timeout_s=self._meeting.timeout_s
-        )
-        asked = Meeting(launch, store, 1.0, self._meeting.present)
-        if asked.leads:
-            done = asked.collect(f"done {self._stage}", asked.present)
-            late = [rank for rank in asked.present if rank not in done]
-            what = f"ranks {late} did not finish {self._stage} within {self._limit_s:g} s"
-            hosts = ", ".join(sorted({launch.node_of(rank) for rank in late}))
-            change = f"look at the links and logs of {hosts}, with NCCL_DEBUG=INFO"
-            self._give_up(Check("time-out", Status.FAIL, what, change, f"ranks {late}"))
-        else:
-            time.sleep(3.0)  # rank 0 keeps the store and the floor
-        os._exit(1)
+        try:
+            # the main thread may hold the other connection's lock
+            store = open_store(replace(launch, joins=True), self._meeting.timeout_s)
+            if self._meeting.leads:
+                self._give_up(self._failure(Meeting(launch, store, 1.0, self._meeting.present)))
+                sys.stdout.flush()
+            else:
+                time.sleep(_LAST_WORD_S)  # rank 0 keeps the store and has the floor
+        finally:
+            os._exit(1)
 
-
-def _fields(launch: Launch) -> dict:
-    return {name: getattr(launch, name) for name in Launch.__slots__}
+    def _failure(self, asked: Meeting) -> Check:
+        done = asked.collect(f"done {self._stage}", asked.present)
+        late = [rank for rank in asked.present if rank not in done]
+        asked.timeout_s = 0.0
+        reasons = asked.collect(f"failed {self._stage}", late)
+        what = f"ranks {late} did not finish {self._stage} within {self._limit_s:g} s"
+        what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
+        stuck = [rank for rank in late if rank not in reasons]
+        hosts = sorted({asked.launch.node_of(rank) for rank in stuck or late})
+        change = f"look at the links and logs of {', '.join(hosts)}, with NCCL_DEBUG=INFO"
+        return Check("time-out", Status.FAIL, what, change, f"ranks {late}")

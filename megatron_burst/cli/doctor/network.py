@@ -177,12 +177,8 @@ def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
 
 def common_interface(survey: Survey, surveys: Mapping[str, Survey]) -> str | None:
     """This host's interface in a network that all hosts share; else that of the default route."""
-    shared = set.intersection(
-        *(
-            {address.network for address in interfaces_of(other).values()}
-            for other in surveys.values()
-        )
-    )
+    networks = [{i.network for i in interfaces_of(other).values()} for other in surveys.values()]
+    shared = set.intersection(*networks)
     own = interfaces_of(survey)
     return next((name for name, address in own.items() if address.network in shared), None) or next(
         iter(own), None

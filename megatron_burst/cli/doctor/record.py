@@ -91,7 +91,8 @@ class Merged:
 
     def checks(self) -> list[Check]:
         """Each finding once, with its places."""
+        everywhere = f"all {self.total} hosts"
         return [
-            replace(check, where=f"all {self.total}" if len(at) == self.total else ", ".join(at))
+            replace(check, where=", ".join(at) if len(at) < max(2, self.total) else everywhere)
             for check, at in self.places.items()
         ]

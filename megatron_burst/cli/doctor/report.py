@@ -1,6 +1,7 @@
 """Prints a report: tables, or JSON."""
 
 import json
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +11,7 @@ from megatron_burst.cli.doctor.record import Report, Status
 
 _STYLE = {Status.FAIL: "bold red", Status.WARN: "yellow", Status.SKIP: "dim", Status.OK: "green"}
 _MOST_LINKS = 16
+_WIDTH = 160  # in files and pipes
 
 
 def print_report(report: Report, as_json: bool, console: Console | None = None) -> None:
@@ -17,7 +19,7 @@ def print_report(report: Report, as_json: bool, console: Console | None = None) 
     if as_json:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
         return
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_checks(report))
     if report.links:
         console.print(_links(report))

@@ -1,6 +1,7 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
 import platform
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -106,9 +107,11 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
         load: gives the seams; None asks the installed Megatron.
     """
     try:
-        if load is None:
-            from megatron_burst.mcore.seams import seams as load
-        found = load()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, about what it goes without
+            if load is None:
+                from megatron_burst.mcore.seams import seams as load
+            found = load()
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return Check("seams", Status.WARN, what, "pip install megatron-core==0.19.2")

@@ -24,7 +24,8 @@ echo '{_MARK}hcas'
 for port in /sys/class/infiniband/*/ports/*; do
   [ -d "$port" ] || continue
   name=${{port#/sys/class/infiniband/}}
-  echo "${{name%%/*}}|${{port##*/}}|$(cat "$port/state")|$(cat "$port/link_layer")|$(cat "$port/rate")"
+  echo "${{name%%/*}}|${{port##*/}}|$(cat "$port/state" "$port/link_layer" "$port/rate" |
+    tr '\\n' '|')"
 done 2>/dev/null
 echo '{_MARK}addresses'
 ip -o -4 addr show up 2>/dev/null
