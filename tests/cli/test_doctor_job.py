@@ -9,8 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import _PRELOAD, preload
 
 preload("megatron_burst.cli.doctor.job", "megatron_burst.cli.main", "megatron_burst.mcore.seams")
@@ -112,16 +110,14 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
     assert found["reachable", "ok"]["what"] == "all 2 hosts reach each other by TCP"
     assert found["groups", "ok"]["what"] == "2 x 2 hosts x 1 rank"
-    assert found["shm", "ok"]["where"] in ("all 2 hosts", "") or "shm" in str(found)
+    assert found["seams", "ok"]["where"] == "all 2 hosts"
     links = {(x["kind"], x["source"], x["dest"]): x for x in json.loads(out[0])["links"]}
     assert set(links) == {
         ("intra", 0, 1), ("intra", 1, 0), ("intra", 2, 3), ("intra", 3, 2),
         ("inter", 0, 2), ("inter", 2, 0), ("inter", 1, 3), ("inter", 3, 1),
     }  # fmt: skip
     for kind in ("intra", "inter"):
-        slowest = found[f"{kind} links", "warn"]
-        assert "rank 3 on b" in slowest["what"] and "3" in slowest["change"]
-        assert min(links, key=lambda key: links[key]["ratio"])[1:] and slowest["change"]
+        assert "rank 3 on b" in found[f"{kind} links", "warn"]["what"]
     assert links["intra", 2, 3]["hosts"] == ["b", "b"]
     assert links["intra", 2, 3]["gb_per_s"] < 2**20 / 0.4 / 1e9
 
@@ -129,11 +125,11 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
 def test_a_missing_host_is_named_and_the_others_are_measured(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 6, port, "ab"[rank // 2]) for rank in (0, 1, 2, 3)}
-    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "5", "--cp", "6")
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "15", "--cp", "6")
     assert set(codes.values()) == {1}, err
     found = checks_of(out[0])
     missing = found["attendance", "fail"]
-    assert missing["what"] == "ranks [4, 5] of 6 did not come within 5 s"
+    assert missing["what"] == "ranks [4, 5] of 6 did not come within 15 s"
     assert missing["where"] == "node 2" and f"127.0.0.1:{port}" in missing["change"]
     assert ("groups", "skip") in found
     assert len(json.loads(out[0])["links"]) == 8 and json.loads(out[0])["breaks"]
@@ -148,7 +144,7 @@ def test_a_stuck_rank_is_named_instead_of_waited_for(tmp_path):
     assert time.monotonic() - start < 60
     late = checks_of(out[0])["time-out", "fail"]
     assert "did not finish the shift over intra links within 6 s" in late["what"]
-    assert "1" in late["where"]
+    assert late["where"] in ("ranks [0, 1, 2]", "ranks [1]", "ranks [0, 1]", "ranks [1, 2]")
 
 
 def test_a_host_with_another_torch_breaks_a_run(tmp_path):
@@ -176,10 +172,9 @@ def test_under_srun_ranks_find_each_other_by_slurms_variables(tmp_path):
     assert "all 2 ranks are there" in out[0] and "a run would start" in out[0] and not out[1]
 
 
-@pytest.mark.parametrize("seconds", ["1"])
-def test_a_rank_without_a_store_says_so_in_a_sentence(tmp_path, seconds):
+def test_a_rank_without_a_store_says_so_in_a_sentence(tmp_path):
     ranks = {1: torchrun(1, 2, free_port(), "a")}
-    codes, _, err = doctor(tmp_path, ranks, "--timeout-s", seconds)
+    codes, _, err = doctor(tmp_path, ranks, "--timeout-s", "1")
     assert codes == {1: 1}
     assert "error: doctor: every rank must reach the store of rank 0" in err[1]
     assert "MASTER_ADDR" in err[1]
