@@ -99,6 +99,12 @@ def test_free_gpus():
     assert free_gpus(survey(gpus=gpus, processes=busy)) == [0, 3]
 
 
+def test_ranks_of_the_job_itself_do_not_make_gpus_busy():
+    own = survey(processes=f"{UUID.format(0)}, 4242, 500")
+    assert by_name(check_machine(own, {}), "free").status is Status.WARN
+    assert by_name(check_machine(own, {}, in_job=True), "free").status is Status.OK
+
+
 def test_nvlink_that_is_missing_or_partly_down():
     half = matrix(18, [], lambda gpu, nic: "").replace("GPU7\tNV18", "GPU7\tSYS")
     half = half.replace("GPU0\t X " + "\tNV18" * 7, "GPU0\t X " + "\tNV18" * 6 + "\tSYS")
@@ -175,6 +181,8 @@ def test_the_environment_to_paste():
         "export GLOO_SOCKET_IFNAME=bond0",
         "export NCCL_IB_HCA==mlx5_0:1,mlx5_3:1,mlx5_4:1,mlx5_5:1,mlx5_6:1,mlx5_7:1,mlx5_8:1,"
         "mlx5_9:1",
+        "# near GPU0 mlx5_0, GPU1 mlx5_3, GPU2 mlx5_4, GPU3 mlx5_5, GPU4 mlx5_6, GPU5 mlx5_7, "
+        "GPU6 mlx5_8, GPU7 mlx5_9",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1",
     ]
     odd = survey(addresses=addresses(2).replace("bond0", "eth0"), gpus=gpu_line(0, cap="10.0"))

@@ -166,9 +166,12 @@ def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
             f"export NCCL_SOCKET_IFNAME=={interface}",
             f"export GLOO_SOCKET_IFNAME={interface}",
         ]
-    used = choose_hcas(survey).used
-    if used:
-        lines.append("export NCCL_IB_HCA==" + ",".join(f"{hca.name}:{hca.port}" for hca in used))
+    choice = choose_hcas(survey)
+    if choice.used:
+        names = ",".join(f"{hca.name}:{hca.port}" for hca in choice.used)
+        lines.append(f"export NCCL_IB_HCA=={names}")
+    near = [f"{gpu} {'/'.join(names)}" for gpu, names in choice.near.items() if names]
+    lines += [f"# near {', '.join(near)}"] if near else []
     caps = [gpu.compute_cap for gpu in gpus_of(survey) if gpu.compute_cap]
     if caps and min(caps) < 10:  # Megatron asks for it before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")

@@ -81,6 +81,10 @@ class Survey:
 
     sections: dict[str, str]
 
+    def without(self, section: str) -> "Survey":
+        """The survey with a section empty."""
+        return Survey(self.sections | {section: ""})
+
     def lines(self, section: str) -> list[str]:
         """The lines of a section that hold something."""
         return [line for line in self.sections.get(section, "").splitlines() if line.strip()]
