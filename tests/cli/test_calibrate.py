@@ -105,4 +105,4 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
     out = str(tmp_path / "no" / "machine.toml")
     arguments = ["calibrate", "--device", "cpu", "--budget-s", "0", "--out", out]
     done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1 and "error: calibration: " in done.output
+    assert done.exit_code == 1 and "error: calibrate: the folder of --out" in done.output
