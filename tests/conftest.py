@@ -2,5 +2,11 @@
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two cores
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+# how long an example takes says nothing on a machine that is busy with other things
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")

@@ -19,6 +19,9 @@ from megatron_burst.plan.schedule import Cargo
 Shape = tuple[int, ...]
 Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
 
+_LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
+_LONG_ROUND = 256 << 20  # a key head of 512K tokens
+
 
 class UnderWay(Protocol):
     """Something that was started and that the current stream can wait for."""
@@ -44,7 +47,12 @@ class Take:
 
 
 class Slots(Protocol):
-    """The slots of one call. What goes between two ranks goes in the same order on both."""
+    """The slots of one call. What goes between two ranks goes in the same order on both.
+
+    With a single slot, a round's contents must have been used up before the next round is filled.
+    """
+
+    def __len__(self) -> int: ...
 
     def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
         """A round's slot as [rows, ...]; the current stream may write it from now on."""
@@ -68,6 +76,9 @@ class SentSlots:
     ) -> None:
         self._buffers, self._exchange = buffers, exchange
 
+    def __len__(self) -> int:
+        return len(self._buffers)
+
     def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
         return view_as(self._buffers[index % len(self._buffers)], shape, dtype)
 
@@ -84,7 +95,8 @@ class PulledSlots:
     Flow control is one barrier of the ranks a round, behind the kernels that fill the slot and
     before the copies that read it, on a stream of its own. A slot is filled again once the barrier
     of a later round has shown that everyone's copies out of it are behind them; so there is one
-    slot more than rounds under way, and numbers go on from call to call.
+    slot more than rounds under way, and numbers go on from call to call. A single slot has no later
+    round to tell, and takes a second barrier behind the copies.
 
     Args:
         buffers: for each slot, flat bytes of every rank by cp rank.
@@ -139,13 +151,17 @@ class PulledSlots:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             self._barriers[number]()
-            self._record(self._passed)
+            if len(self) > 1:
+                self._record(self._passed)
             for take in takes:
                 # the other rank's slot may have more rows than this one's, but rows as wide
                 shape = (take.rows.stop, *view.shape[1:])
                 theirs = view_as(self._buffers[number][take.peer], shape, view.dtype)
                 take.target.copy_(theirs[take.rows], non_blocking=True)
             self._record(done)
+            if len(self) == 1:
+                self._barriers[number]()
+                self._record(self._passed)
         self._rounds += 1
         return Pulled(done)
 
@@ -172,6 +188,9 @@ class SerialSlots:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
         return self._slots.view(index, shape, dtype)
 
@@ -183,9 +202,13 @@ class SerialSlots:
         return under_way
 
 
-def pulled_count(cargo: Cargo, rounds: int) -> int:
+def pulled_count(cargo: Cargo, rounds: int, num_bytes: int) -> int:
     """Slots that pulling takes: what is read is there before the next round begins; shares must
-    not make a rank wait for the slowest one in every round."""
+    not make a rank wait for the slowest one in every round. One does where nothing, or a percent,
+    is lost by waiting: in a call of one round, and between two whose kernels run for a tenth of a
+    second while their slots move in a millisecond."""
+    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
+        return 1
     return 2 if cargo is Cargo.READ else min(3, rounds + 1)
 
 

@@ -42,7 +42,7 @@ class SymmetricPool:
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> PulledSlots:
         """Slots of at least so many bytes for a call of so many rounds; the same ones if it can."""
         key = (cargo, torch.cuda.current_stream(device).cuda_stream)
-        count, old = pulled_count(cargo, rounds), self._slots.get(key)
+        count, old = pulled_count(cargo, rounds, num_bytes), self._slots.get(key)
         if old and len(old) >= count and old.slot_bytes >= num_bytes:
             return old.begin()
         if old:

@@ -37,9 +37,10 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         for tile in round_.before:
             outputs.compute(tile, *own)
         gathered = keys.land(index)
-        keys.post(index + 1)
+        keys.post_ahead(index + 1)
         for tile in round_.tiles:
             outputs.compute(tile, *gathered)
+        keys.post(index + 1)
         outputs.merge()
     return out, lse
 
@@ -95,9 +96,10 @@ def gather_backward(
         own = tuple(x[:, :, round_.heads.slice] for x in (k, v))
         own_grads = [(tile, tiles.compute(tile, *own)) for tile in round_.before]
         gathered = keys.land(index)
-        keys.post(index + 1)
+        keys.post_ahead(index + 1)
         for tile, share in zip(round_.tiles, home.shares(index), strict=True):
             tiles.compute(tile, *gathered, into=home.split(share))
+        keys.post(index + 1)
         home.sum_posted()
         home.post(index)
         own_grads += [(tile, tiles.compute(tile, *own)) for tile in round_.after]

@@ -32,9 +32,15 @@ class GatheredKeys:
         heads = len(self._schedule.rounds[index].heads)
         return self._schedule.num_rows, self._own[0].shape[0], heads, sum(self._dims)
 
+    def post_ahead(self, index: int) -> None:
+        """Start to gather a round's keys while the round before is computed, if slots allow it."""
+        if len(self._slots) > 1:
+            self.post(index)
+
     def post(self, index: int) -> None:
-        """Start to gather a round's keys, if there is such a round; its slot must be free."""
-        if index >= len(self._schedule.rounds):
+        """Start to gather a round's keys, if there is such a round and it was not started yet; no
+        kernel that reads the slot must be left to queue."""
+        if index >= len(self._schedule.rounds) or index in self._under_way:
             return
         mine, heads = self._schedule.cp_rank, self._schedule.rounds[index].heads.slice
         slot = self._slots.view(index, self._shape(index), self._own[0].dtype)
@@ -109,6 +115,11 @@ class KeyGrads:
 
     def shares(self, index: int) -> list[Tensor]:
         """Where the tiles of a round put their shares: [rows of kv, b, heads, d_qk + d_v] each."""
+        if len(self._slots) == 1:
+            self.sum_posted()
+        return self._shares(index)
+
+    def _shares(self, index: int) -> list[Tensor]:
         lengths = [len(tile.kv) for tile in self._schedule.rounds[index].tiles]
         return list(self._slot(index).split(lengths))
 
@@ -156,7 +167,7 @@ class KeyGrads:
             if tile.kv.holds(piece.rows)
         ]
         tiles = self._schedule.rounds[index].tiles
-        for tile, share in zip(tiles, self.shares(index), strict=True):
+        for tile, share in zip(tiles, self._shares(index), strict=True):
             if tile.kv.holds(piece.whole):
                 parts.append(self.split(share[piece.whole.moved(-tile.kv.start).slice]))
         return parts

@@ -179,10 +179,16 @@ def backends() -> dict[str, Backend]:
     from megatron_burst.kernels.cudnn import Cudnn
     from megatron_burst.kernels.fa4 import FlashAttention4
     from megatron_burst.kernels.flash import Flash
+    from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
     from megatron_burst.kernels.reference import Reference
+    from megatron_burst.kernels.te import TransformerEngine
     from megatron_burst.kernels.torch_cpu import TorchCpu
+    from megatron_burst.kernels.triton import Triton
 
-    every = (FlashAttention4(), Cudnn(), Flash(), TorchCpu(), Reference())
+    every = (
+        FlashAttention4(), FlashAttention3(), Cudnn(), TransformerEngine(), FlashAttention2(),
+        Flash(), Triton(), TorchCpu(), Reference(),
+    )  # fmt: skip
     return {backend.capability.name: backend for backend in every}
 
 
@@ -192,25 +198,45 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     Raises:
         BurstError: if the one asked for is unknown or cannot do it, or if none can.
     """
-    refusals = {
-        name: b.capability.refusal(problem) or b.missing() for name, b in backends().items()
-    }
-    able = [name for name, refusal in refusals.items() if refusal is None]
-    if asked == "auto" and able:
-        chosen = backends()[able[0]]
-        skipped = "; ".join(f"{name}: {why}" for name, why in refusals.items() if why)
-        reason = chosen.capability.speed + (f"; not {skipped}" if skipped else "")
-        return chosen, Choice(able[0], reason)
-    if asked in able:
-        return backends()[asked], Choice(asked, "asked for")
-    why = refusals.get(asked, "there is no such backend")
+    if asked == "auto":
+        chosen = _fastest(problem)
+    else:
+        why = _refusal(backends()[asked], problem) if asked in backends() else _UNKNOWN
+        chosen = Choice(asked, "asked for") if why is None else None
+    if chosen is None:
+        raise _nothing_can(problem, asked)
+    return backends()[chosen.value], chosen
+
+
+_UNKNOWN = "there is no such backend"
+
+
+def _refusal(backend: Backend, problem: Problem) -> str | None:
+    return backend.capability.refusal(problem) or backend.missing()
+
+
+def _fastest(problem: Problem) -> Choice | None:
+    """The first that can do the problem; slower ones are not asked, since that may import much."""
+    refusals = []
+    for name, backend in backends().items():
+        if (why := _refusal(backend, problem)) is None:
+            skipped = f"; not {'; '.join(refusals)}" if refusals else ""
+            return Choice(name, backend.capability.speed + skipped)
+        refusals.append(f"{name}: {why}")
+    return None
+
+
+def _nothing_can(problem: Problem, asked: str) -> BurstError:
+    """What to say if the backend that was asked for cannot do the problem, or none can."""
+    refusals = {name: _refusal(backend, problem) for name, backend in backends().items()}
+    able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
     instead = f"choose among {', '.join(able)}, or auto" if able else "choose another dtype"
     uninstalled = [b.missing() for b in backends().values() if not b.capability.refusal(problem)]
-    if any(uninstalled) and asked not in able:
+    if any(uninstalled):
         instead += f"; {next(filter(None, uninstalled))}"
-    raise BurstError(
+    return BurstError(
         f"burst attention: the backend {asked} must be able to compute the call, because nothing "
-        f"is converted silently; got {got}, and {why}; {instead}"
+        f"is converted silently; got {got}, and {refusals.get(asked, _UNKNOWN)}; {instead}"
     )

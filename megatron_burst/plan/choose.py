@@ -10,6 +10,7 @@ from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
+_ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
 _ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
 
@@ -133,7 +134,10 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
     if asked is not None:
         return asked
     head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
-    in_bytes = _ROUND_BYTES // (head_bytes * shape.itemsize)
+    head_bytes *= shape.itemsize
+    if head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
+        return shape.heads_kv
+    in_bytes = _ROUND_BYTES // head_bytes
     chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
     to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
     return min(shape.heads_kv, max(1, in_bytes, to_fill))

@@ -73,7 +73,8 @@ class SimulatedCarrier:
         return self._pulled[cargo].begin()
 
     def _make_pulled(self, cargo, rounds, num_bytes, device):
-        numbers, ranks = range(pulled_count(cargo, rounds)), range(self._wire.cp_size)
+        count = 1 if self._pulls == "one slot" else pulled_count(cargo, rounds, num_bytes)
+        numbers, ranks = range(count), range(self._wire.cp_size)
         own = self.buffers(cargo, len(numbers), num_bytes, device)
         self._wire.memory |= {(cargo, number, self.cp_rank): own[number] for number in numbers}
         self._wire.barrier(cargo, "made")
@@ -142,6 +143,7 @@ class SimulatedExchange:
 def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
     """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers.
 
+    `pulls`: whether ranks read each other's slots; "one slot": as if slots were large.
     In turns, one rank at a time runs until it waits: for compilers that are not for threads.
     """
     wire = Wire(cp_size, in_turns)

@@ -150,7 +150,7 @@ def gather_cases(draw):
         "backend": backend,
         "scale": 0.5,
         "seed": seed,
-        "pulls": draw(st.booleans()),
+        "pulls": draw(st.sampled_from([False, True, "one slot"])),
     }
     return pretend_hosts(size, 1), tensors, options
 
@@ -176,7 +176,7 @@ def a2a_cases(draw):
         "backend": draw(st.sampled_from(["reference", "torch-cpu"])),
         "scale": 0.5,
         "seed": seed,
-        "pulls": draw(st.booleans()),
+        "pulls": draw(st.sampled_from([False, True, "one slot"])),
     }
     return (
         pretend_hosts(size, 1),

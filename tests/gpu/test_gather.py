@@ -4,6 +4,7 @@ Catches keys read before they landed, buffers given away too early, streams that
 backends that break their contract; errors are relative to the same kernel's on one GPU.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import Problem, backends
 from megatron_burst.plan.layout import Layout
-from tests.gpu.test_nccl import GPUS, relative
+from tests.gpu.test_nccl import GPUS, alone, relative
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
@@ -58,9 +59,9 @@ def problem_of(heads, tokens, dim):
     return tensors, [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
 
 
-def run(tensors, rows, config):
+def run(tensors, rows, config, group=None):
     q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
-    out = burst_attention(q, k, v, config=config)
+    out = burst_attention(q, k, v, group=group, config=config)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
 
 
@@ -69,7 +70,7 @@ def errors(rank, world, backend, shape):
     heads, dim = shape[:2], shape[2]
     tensors, truth = problem_of(heads, 2048, dim)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
-    found = {}
+    found = {"alone": alone(partial(run, tensors), truth, BurstConfig(backend=backend))}
     several = sorted({1, max(heads[1] // 2, 1), heads[1]})
     for transfer, heads_per_round in product(("pull", "send"), several):
         config = BurstConfig(
@@ -94,19 +95,17 @@ def errors(rank, world, backend, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", kernels() or ["none"])
 def test_errors_are_at_most_twice_one_gpus(backend, shape):
-    settings = {"backend": "nccl", "timeout_s": 300}
-    capability = backends()[backend].capability
-    if capability.refusal(problem_for(SHAPES[shape])):
+    if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
         pytest.skip(f"{backend} does not do {SHAPES[shape]}")
-    (alone,) = run_ranks(errors, 1, 1, backend, SHAPES[shape], **settings)
-    print(f"{backend} {shape} 1 rank: {alone['ring']}")
-    for world in (w for w in (2, 4) if w <= GPUS):
-        for way, several in run_ranks(errors, world, world, backend, SHAPES[shape], **settings)[
-            0
-        ].items():
-            print(f"{backend} {shape} {world} ranks {way}: {several}")
-            for error, single in zip(several, alone["ring"], strict=True):
-                assert error <= 2 * single and single < 1e-2, (world, way, several, alone)
+    world = max(w for w in (1, 2, 4) if w <= GPUS)
+    args = (world, backend, SHAPES[shape])
+    found = run_ranks(errors, world, *args, backend="nccl", timeout_s=300)[0]
+    single = found.pop("alone")
+    print(f"{backend} {shape} 1 rank: {single}")
+    for way, several in found.items():
+        print(f"{backend} {shape} {world} ranks {way}: {several}")
+        for error, bar in zip(several, single, strict=True):
+            assert error <= 2 * bar and bar < 1e-2, (world, way, several, single)
 
 
 def twice(rank, world, backend, intra, transfer):

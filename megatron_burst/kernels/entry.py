@@ -1,0 +1,60 @@
+"""Functions of other packages, which change between releases: used only if understood.
+
+A call gives some arguments by name. A function is understood if it has those and everything else
+that it wants is known here by a value that switches it off: a new option without a default, or an
+argument that is gone, is a reason not to call.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+
+def load(module: str) -> Any:
+    """A module, or in words why it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # what was built for another torch fails in many ways
+        reason = str(error).partition("\n")[0]
+        return f"it cannot be imported ({reason or type(error).__name__})"
+
+
+def understand(
+    owner: Any, name: str, given: Collection[str], off: Mapping[str, Any]
+) -> Callable[..., Any] | str:
+    """A function that takes `given` by name and has all else switched off, or why there is none.
+
+    Args:
+        owner: the module that should have it.
+        name: of the function.
+        given: arguments that every call will name.
+        off: by name, what switches other arguments off; what the function lacks is left out.
+    """
+    function = getattr(owner, name, None)
+    if not callable(function):
+        return f"it has no {name}"
+    parameters = parameters_of(function)
+    if parameters is None:
+        return f"{name} does not say what it takes"
+    lacking = [x for x in given if x not in parameters]
+    if lacking:
+        return f"{name} does not take {', '.join(lacking)}"
+    unknown = [
+        x for x, p in parameters.items() if x not in given and x not in off and p.default is p.empty
+    ]
+    if unknown:
+        return f"{name} wants {', '.join(unknown)}"
+    return partial(function, **{x: value for x, value in off.items() if x in parameters})
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """What a function takes by name, or None if it does not say; looks into torch's custom ops."""
+    try:
+        parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
+        return None
+    return parameters

@@ -1,0 +1,50 @@
+"""Our own FlashAttention in Triton: portable, from lse and delta, in any strides."""
+
+from importlib.util import find_spec
+
+import torch
+
+from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.partial import row_delta
+
+
+class Triton:
+    """Kernels of `triton_forward` and `triton_backward`, for GPUs since Ampere.
+
+    Head dimensions that are no power of two are padded in registers, never in memory. float32 is
+    multiplied in three products of TF32.
+    """
+
+    capability = Capability(
+        name="triton",
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        max_dim=256,
+        dim_multiple=1,
+        takes_delta=True,
+        rectangular_causal=True,
+        wide_grads=True,
+        archs=frozenset({8, 9, 10, 11, 12}),
+        speed="our own Triton kernels, which any GPU since Ampere runs",
+    )
+
+    def missing(self) -> str | None:
+        return None if find_spec("triton") else "Triton is not installed"
+
+    def forward(self, q, k, v, scale, causal, into=None):
+        from megatron_burst.kernels.triton_forward import launch_forward
+
+        if into is None:
+            out = q.new_empty(*q.shape[:3], v.shape[3])
+            into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        launch_forward(q, k, v, scale, causal, *into)
+        return into
+
+    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+        from megatron_burst.kernels.triton_backward import launch_backward
+
+        delta = row_delta(side.dout, side.out) if side.delta is None else side.delta
+        if into is None:
+            into = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (side.q, k, v))
+        launch_backward((side.q, side.dout, side.lse, delta), k, v, scale, causal, into)
+        return into

@@ -1,0 +1,58 @@
+"""Megatron's own context parallelism through TransformerEngine, kept under full recomputation.
+
+Catches a replay that runs attention again though its results were kept, and results that reach
+another layer.
+"""
+
+import pytest
+import torch
+
+from megatron_burst.config import BurstConfig
+from tests.ranks import run_ranks
+
+GPUS = torch.cuda.device_count()
+LAYERS = 2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+
+
+def steps(rank, world, comm_type):
+    """(attention calls, relative error) of the second step by what is recomputed and kept."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    from megatron_burst.mcore.stack import Stack, Widths, start
+
+    inner, calls = DotProductAttention.forward, []
+
+    def counted(self, *args, **options):
+        calls.append(1)
+        return inner(self, *args, **options)
+
+    DotProductAttention.forward = counted
+    start(False, world)
+    sizes = dict(layers=LAYERS, hidden=512, ffn=1024, heads_q=8, heads_kv=4, head_dim=64)
+    stack = Stack(Widths(**sizes, seq=4096, batch=1, dtype="bfloat16"), False, comm_type)
+    found, truth = {}, None
+    for recompute, keep in (("off", "none"), ("full", "none"), ("full", "all")):
+        stack.set(recompute, BurstConfig(keep=keep))
+        for _ in range(2):
+            calls.clear()
+            (grad,) = stack.run()
+        truth = grad.double() if truth is None else truth
+        error = ((grad.double() - truth).norm() / truth.norm()).item()
+        found[recompute, keep] = len(calls), error
+    return found
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
+def test_replays_take_what_transformer_engine_computed(comm_type):
+    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
+    world = max(n for n in (2, 4) if n <= GPUS)
+    for found in run_ranks(steps, world, world, comm_type, backend="nccl", timeout_s=300):
+        print(comm_type, found)
+        assert found["full", "none"][0] == 2 * LAYERS
+        assert found["off", "none"][0] == found["full", "all"][0] == LAYERS
+        # dQ is summed in any order; anything taken from the wrong layer is off by its size
+        assert max(error for _, error in found.values()) < 1e-2

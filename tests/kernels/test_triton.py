@@ -1,0 +1,145 @@
+"""Our Triton attention: in Triton's interpreter against float64, and compiled without a GPU.
+
+The interpreter multiplies bf16 as integers, so fp16 and fp32 stand for it here; tests/gpu has bf16.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.triton import Triton
+from tests.kernels.attention import Tile, errors_of, inputs_of
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+BOUNDS = {torch.float16: 1e-3, torch.float32: 2e-6}
+SHAPES = {
+    "one row": Tile(1, 1, heads=1, dim_qk=1, dim_v=1),
+    "square, several blocks": Tile(70, 70, heads=4, heads_kv=2, batch=2),
+    "more keys than rows": Tile(33, 101, heads=2, heads_kv=1),
+    "more rows than keys, full": Tile(90, 20, causal=False),
+    "whole blocks, full": Tile(64, 64, heads_kv=2, causal=False),
+    "padded dimensions": Tile(40, 40, dim_qk=24, dim_v=9),
+    "two parts": Tile(35, 50, heads_kv=2, dim_qk=48, dim_v=32),
+    "latent": Tile(20, 20, heads=1, dim_qk=192, dim_v=128),
+}
+HOW = {  # dtype, strided, rows and keys of a block, copy engine
+    "fp16": (torch.float16, True, (16, 32), False),
+    "fp32": (torch.float32, False, (32, 16), True),
+}
+
+
+def interpret(tile, sizes, tma):
+    """Errors of a tile in blocks of a given size, in a process that has not imported Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_for_numpy(tensor, scope):  # int(array of one element) is an error since numpy 2.5
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_for_numpy
+    from megatron_burst.kernels import triton_backward, triton_forward
+    from megatron_burst.kernels.triton_blocks import Blocks
+
+    for module in (triton_forward, triton_backward):
+        module.blocks_for = lambda *_: Blocks(*sizes, 4, 1, tma)
+    try:
+        return errors_of(Triton(), tile, "cpu")
+    finally:
+        interpreter._patch_lang_tensor = patch
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Starts anew instead of forking: what was forked may have imported Triton before."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda *args: pool.submit(interpret, *args).result(timeout=120)
+
+
+def check(errors, dtype):
+    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("tile", SHAPES.values(), ids=SHAPES)
+def test_equals_float64(interpreter, tile, how):
+    """Catches wrong loop bounds, masks, strides, groups, parts of dimensions, scales."""
+    dtype, strided, sizes, tma = how
+    check(interpreter(replace(tile, dtype=dtype, strided=strided), sizes, tma), dtype)
+
+
+def test_the_copy_engine_finds_heads_and_sequences_between_rows(interpreter):
+    """Catches wrong offsets of "sbhd" in a batch, rows read past the last."""
+    tile = Tile(40, 50, heads=2, heads_kv=2, batch=2, strided=True)
+    check(interpreter(tile, (16, 16), True), tile.dtype)
+
+
+def test_rows_without_a_key_are_empty(interpreter):
+    """Catches NaN of -inf - -inf: a causal tile with fewer keys than rows, and no keys at all."""
+    for tile in (Tile(40, 7, dtype=torch.float32), Tile(3, 0, causal=False, dtype=torch.float32)):
+        check(interpreter(tile, (16, 16), False), torch.float32)
+
+
+class Machine:
+    """What Triton asks its driver while it compiles, of a GPU that is not there."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch[0] * 10 + self.arch[1], 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def shared_memory(arch, dims):
+    """Bytes of shared memory of each of the table's kernels for bf16, compiled for a GPU."""
+    from triton.runtime import JITFunction, driver
+
+    from megatron_burst.kernels import triton_backward, triton_forward
+    from megatron_burst.kernels.triton_blocks import blocks_of
+
+    used, run = {}, JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        used[self.__name__] = run(self, *args, grid=grid, warmup=True, **options).metadata.shared
+
+    driver.set_active(Machine(arch))
+    JITFunction.run = compile_only
+    for module in (triton_forward, triton_backward):
+        module.blocks_for = lambda which, *_: blocks_of(which, arch, 2, max(dims))
+    tile = Tile(256, 256, 4, 2, *dims, dtype=torch.bfloat16)
+    q, k, v, dout = inputs_of(tile, "cpu")
+    out, lse = Triton().forward(q, k, v, 1.0, True)
+    Triton().backward(QuerySide(q, dout, lse, lse, None), k, v, 1.0, True)
+    return used
+
+
+@pytest.mark.parametrize(
+    "arch, limit, dims",
+    [((8, 0), 163, (128, 128)), ((8, 9), 99, (256, 256)), ((9, 0), 227, (128, 128)),
+     ((9, 0), 227, (192, 128))],
+    ids=str,
+)  # fmt: skip
+def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims):
+    """Catches what only the compiler refuses, and blocks of the table that are too large."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        used = pool.submit(shared_memory, arch, dims).result(timeout=300)
+    kernels = {"_forward_kernel", "_statistics_kernel", "_key_grads_kernel", "_query_grads_kernel"}
+    assert used.keys() == kernels
+    assert max(used.values()) <= limit * 1024, used
