@@ -4,6 +4,7 @@ import os
 import socket
 from argparse import Namespace
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError
@@ -158,8 +159,38 @@ class FusedLossConfig:
 
 
 def host_name() -> str:
-    """What tells this process's host from others; NCCL's own override counts."""
-    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    """What tells this process's host from others.
+
+    As NCCL has it: NCCL_HOSTID where set, else the host's name and the boot of its kernel, because
+    containers on different machines may share a name. Where the boot is not to be read, the
+    launcher's number of the node stands in.
+    """
+    named = os.environ.get("NCCL_HOSTID")
+    if named:
+        return named
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = f"node {_node()}"
+    return f"{socket.gethostname()} {boot}"
+
+
+def _node() -> int:
+    """The node that a launcher put this process on; 0 without one."""
+    given = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
+    if given:
+        return int(given)
+    return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's place on its host: what a launcher says, else 0."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+
+
+def spans_hosts() -> bool:
+    """Whether NVLink may join hosts: NCCL's own switches count."""
+    return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
 
 
 def share_kernel_cache() -> None:

@@ -47,6 +47,21 @@ class Patch:
         """Whether it is in force."""
         return hasattr(getattr(self._owner(), self.name, None), _MARK)
 
+    def misfit(self) -> str | None:
+        """Why the original is not the function that the patch was written for, or None."""
+        if self.live:
+            return None
+        original = getattr(self._owner(), self.name, None)
+        found = tuple(inspect.signature(original).parameters) if callable(original) else None
+        if found == self.parameters:
+            return None
+        return (
+            f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
+            f"because a patch replaces it; got {found} in {self.package} "
+            f"{version(self.package)}; install the one that megatron_burst names in its "
+            "pyproject.toml"
+        )
+
     def apply(self) -> None:
         """Put it in force; a second time changes nothing.
 
@@ -55,15 +70,10 @@ class Patch:
         """
         if self.live:
             return
-        original = getattr(self._owner(), self.name, None)
-        found = tuple(inspect.signature(original).parameters) if callable(original) else None
-        if found != self.parameters:
-            raise BurstError(
-                f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
-                f"because a patch replaces it; got {found} in {self.package} "
-                f"{version(self.package)}; install the one that megatron_burst names in its "
-                "pyproject.toml"
-            )
+        misfit = self.misfit()
+        if misfit:
+            raise BurstError(misfit)
+        original = getattr(self._owner(), self.name)
         replacement = functools.wraps(original)(self.wrap(original))
         setattr(replacement, _MARK, original)
         setattr(self._owner(), self.name, replacement)

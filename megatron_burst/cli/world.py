@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_burst.config import host_name
+from megatron_burst.comm.hosts import my_home, nvlink_domains
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.topology import pretend_hosts
 
@@ -25,7 +25,7 @@ class World:
         rank: of this process.
         size: number of processes.
         device: of this process.
-        hosts: how many host names there are.
+        hosts: how many hosts (NVLink domains) there are.
         control: a gloo group: what ranks tell each other passes by the device's streams.
     """
 
@@ -101,13 +101,13 @@ def started(device: str | None, hosts: int | None) -> Iterator[World]:
 def world_of(device: str) -> World:
     """The world of an initialised default process group; all ranks call it together."""
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, host_name(), group=control)
+    homes = [None] * dist.get_world_size()
+    dist.all_gather_object(homes, my_home(), group=control)
     index = torch.cuda.current_device() if device == "cuda" else None
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(device, index),
-        hosts=len(set(names)),
+        hosts=len(set(nvlink_domains(homes))),
         control=control,
     )

@@ -1,17 +1,35 @@
 """Which ranks of a group share a host, and that each of them has a GPU of its own."""
 
 import json
+import warnings
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_burst.comm.fabric import fabric_of
 from megatron_burst.comm.watch import Board
-from megatron_burst.config import BurstConfig, host_name
+from megatron_burst.config import BurstConfig, host_name, local_rank, spans_hosts
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.topology import Topology, pretend_hosts, topology_of
 
 _WHO = "burst attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a rank runs.
+
+    Attributes:
+        host: what tells its host from others.
+        fabric: the NVLink domain beyond the host, if there is one.
+        place: of its GPU on the host.
+    """
+
+    host: str
+    fabric: str | None
+    place: int
 
 
 def check_devices(group: dist.ProcessGroup, board: Board) -> None:
@@ -48,11 +66,52 @@ def find_topology(
     """
     if config.hosts is not None:
         return pretend_hosts(group.size(), config.hosts)
+    homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), _WHO)]
     if not hcp_groups:
-        return topology_of(board.share(host_name(), _WHO))
+        return topology_of_homes(homes)
     mine = [dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups]
     given = [json.loads(text) for text in board.share(json.dumps(mine), _WHO)]
-    return _topology_of_hcp(dist.get_process_group_ranks(group), given)
+    topology = _topology_of_hcp(dist.get_process_group_ranks(group), given)
+    _warn_of_rows_across(topology, nvlink_domains(homes))
+    return topology
+
+
+def my_home() -> Home:
+    """Where this process runs."""
+    if not torch.cuda.is_available():
+        return Home(host_name(), None, local_rank())
+    index = torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    # one visible GPU per process is index 0 everywhere
+    place = index if torch.cuda.device_count() > 1 else local_rank()
+    return Home(host_name(), fabric_of(uuid) if spans_hosts() else None, place)
+
+
+def topology_of_homes(homes: Sequence[Home]) -> Topology:
+    """The topology of ranks that run there; uneven hosts are flattened with a warning."""
+    first = {home.host: rank for rank, home in reversed(list(enumerate(homes)))}
+    places = [(first[home.host], home.place) for home in homes]
+    return topology_of(nvlink_domains(homes), places)
+
+
+def nvlink_domains(homes: Sequence[Home]) -> list[str]:
+    """What counts as the host of each rank: its NVLink domain where that spans hosts."""
+    hosts_in = {home.fabric: {h.host for h in homes if h.fabric == home.fabric} for home in homes}
+    wide = {fabric for fabric, hosts in hosts_in.items() if fabric and len(hosts) > 1}
+    return [f"NVLink {h.fabric}" if h.fabric in wide else h.host for h in homes]
+
+
+def _warn_of_rows_across(topology: Topology, hosts: Sequence[str]) -> None:
+    """Say so if rings that are meant for the inside of a host run between hosts."""
+    across = [row for row in topology.grid if len({hosts[rank] for rank in row}) > 1]
+    if across:
+        warnings.warn(
+            f"{_WHO}: inner rings should stay inside a host, because every hop of theirs counts on "
+            f"NVLink; got cp ranks {list(across[0])} of one inner ring on several hosts; pass "
+            "--hierarchical-context-parallel-sizes INTRA INTER with INTRA at most the ranks of the "
+            "group on a host, or leave it out: rings then follow the hosts",
+            stacklevel=2,
+        )
 
 
 def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology:

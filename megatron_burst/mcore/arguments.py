@@ -8,6 +8,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep_arguments import check_keep_args
 from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
+from megatron_burst.mcore.plan_arguments import apply_plan
 
 
 def with_flags(add_megatron_arguments):
@@ -25,6 +26,7 @@ def validate_flags(validate_args):
     """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
 
     def validate_all(args: Namespace, defaults=None):
+        apply_plan(args)
         wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
         burst = BurstConfig.from_args(args)
         keeps = burst.keep != "none" or burst.keep_offload_inputs

@@ -49,6 +49,9 @@ def add_flags(parser: ArgumentParser) -> None:
         default="megatron",
         help="burst: BurstAttention over nested rings instead of Megatron's own",
     )
+    group.add_argument(
+        "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"
+    )
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group = parser.add_argument_group("burst loss", "LM head and loss without logits")
     group.add_argument(

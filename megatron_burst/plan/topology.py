@@ -73,11 +73,18 @@ class Topology:
         )
 
 
-def topology_of(hosts: Sequence[Hashable]) -> Topology:
+def topology_of(hosts: Sequence[Hashable], places: Sequence | None = None) -> Topology:
     """The topology of a group whose cp rank i lives on `hosts[i]`.
 
-    Ranks of a host need not be contiguous: rows are ordered by their first rank. Hosts with
-    unequal numbers of ranks cannot form nested rings: they get one flat ring and a warning.
+    Ranks of a host need not be contiguous: rows are ordered by their first rank, and within a row
+    by place, so that a ring between hosts joins GPUs of the same place, which share a rail of the
+    network. Hosts with unequal numbers of ranks cannot form nested rings: they get one flat ring
+    and a warning with its cost.
+
+    Args:
+        hosts: of each cp rank; any values that compare.
+        places: of each cp rank on its host, such as its GPU's index; any values that sort; None:
+            the order of cp ranks.
 
     Raises:
         BurstError: if there is no rank at all.
@@ -91,20 +98,26 @@ def topology_of(hosts: Sequence[Hashable]) -> Topology:
     for rank, host in enumerate(hosts):
         rows.setdefault(host, []).append(rank)
     index = {host: i for i, host in enumerate(rows)}
+    if places is not None:
+        rows = {host: sorted(row, key=lambda rank: places[rank]) for host, row in rows.items()}
     nested = Topology(
         tuple(tuple(row) for row in rows.values()), tuple(index[host] for host in hosts)
     )
     sizes = [len(row) for row in rows.values()]
     if len(set(sizes)) == 1:
         return nested
+    from megatron_burst.plan.flat import flat_cost  # it is a layer on top of this module
+
+    flat = nested.flat()
     warnings.warn(
         "burst attention: nested rings need equally many ranks of the context-parallel group on "
         f"each host, because the ring between hosts joins equal places; got {sizes} ranks on "
         f"{len(sizes)} hosts, so one flat ring runs over all {len(hosts)} ranks and its slowest "
-        "link sets the pace; place equally many ranks of the group on each host",
+        f"link sets the pace: {flat_cost(flat)}; place equally many ranks of the group on each "
+        "host",
         stacklevel=2,
     )
-    return nested.flat()
+    return flat
 
 
 def pretend_hosts(cp_size: int, num_hosts: int) -> Topology:

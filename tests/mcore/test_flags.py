@@ -37,7 +37,7 @@ def test_every_field_has_a_flag():
     names = vars(parsed("")).keys()
     wanted = {f"burst_{field.name}" for field in fields(BurstConfig)} - {"burst_overlap"}
     wanted |= {f"burst_loss_{field.name}" for field in fields(FusedLossConfig)}
-    assert names == wanted | {"context_parallel_impl", "burst_fused_loss"}
+    assert names == wanted | {"context_parallel_impl", "burst_fused_loss", "burst_plan"}
     assert set(vars(parsed("")).values()) == {None, False, "megatron"}
 
 

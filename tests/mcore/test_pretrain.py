@@ -36,6 +36,12 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload --burst-keep-offload-inputs
     --burst-keep-debug"""
+PLAN = {
+    "--context-parallel-size": 2,
+    "--seq-length": 64,
+    "--context-parallel-impl": "burst",
+    "--burst-circulate": "q",
+}
 RUNS = {  # ranks, what torchrun starts, its flags
     "megatron": (1, [str(SCRIPT)], ""),
     "launcher": (
@@ -44,7 +50,7 @@ RUNS = {  # ranks, what torchrun starts, its flags
         f"{FLAG_DOOR} 4 --burst-hosts 2 --burst-fused-loss {KEEP}",
     ),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
-    "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-circulate q"),
+    "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-plan plan.json"),
 }
 
 
@@ -53,6 +59,7 @@ def started(name: str, folder: Path) -> subprocess.Popen:
     ranks, program, flags = RUNS[name]
     folder.mkdir()
     (folder / "own_script.py").write_text(OWN_SCRIPT)
+    (folder / "plan.json").write_text(json.dumps({"flags": PLAN}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={ranks}", *program, *FLAGS, *flags.split()]
     with (folder / "output.txt").open("w") as output:

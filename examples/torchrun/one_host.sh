@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# One host:  MEGATRON=~/Megatron-LM examples/torchrun/one_host.sh [more flags of Megatron's]
+# With a plan: PLAN=plan.json ...
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+gpus="${GPUS:-8}"
+CP="${CP:-$gpus}"
+SEQ_LENGTH="${SEQ_LENGTH:-131072}"
+source "$here/llama3_8b.sh"
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
+
+torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst.cli doctor
+
+torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst \
+    "${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" "${ALL_FLAGS[@]}" "$@"

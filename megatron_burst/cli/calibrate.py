@@ -1,0 +1,155 @@
+"""Measures the machine at hand: kernels and links, into a `Calibration`."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+
+from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, rings
+from megatron_burst.cli.timing import clean_up
+from megatron_burst.cli.world import World
+from megatron_burst.comm.hosts import my_home, topology_of_homes
+from megatron_burst.kernels.backends import choose_backend, problem_of
+from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
+from megatron_burst.plan.topology import Link
+
+_HEAD_DIMS = (64, 128)
+_NOTHING = 64  # bytes of a message that takes as long as an empty one
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtype: of products and attention.
+        matmul: width of a square matrix.
+        attention: tokens with query and key heads.
+        messages: bytes.
+    """
+
+    dtype: torch.dtype
+    matmul: int
+    attention: tuple[tuple[int, int, int], ...]
+    messages: tuple[int, ...]
+
+
+_SIZES = {
+    "cuda": Sizes(
+        torch.bfloat16,
+        8192,
+        ((2 << 10, 32, 8), (8 << 10, 32, 8), (32 << 10, 32, 8), (128 << 10, 8, 2)),
+        (1 << 20, 8 << 20, 64 << 20, 256 << 20),
+    ),
+    "cpu": Sizes(torch.float32, 256, ((128, 2, 1), (512, 2, 1)), (16 << 10, 1 << 20)),
+}
+
+
+def calibrate(
+    world: World, name: str | None, budget_s: float, say: Callable[[str], None]
+) -> Calibration:
+    """Measure; all ranks together.
+
+    Args:
+        world: all ranks.
+        name: of the machine; None takes the GPU's.
+        budget_s: seconds after which nothing new is measured.
+        say: tells rank 0's user what is measured.
+
+    Returns:
+        what was measured, the same on all ranks.
+    """
+    return _Run(world, _SIZES[world.device.type], monotonic() + budget_s, say).all(name)
+
+
+@dataclass(slots=True)
+class _Run:
+    world: World
+    sizes: Sizes
+    deadline: float
+    say: Callable[[str], None]
+    left_out: list[str] = field(default_factory=list)
+
+    def all(self, name: str | None) -> Calibration:
+        topology = topology_of_homes(self.world.gather(my_home()))
+        gpu, memory_gib = _device(self.world.device)
+        run, flops = matmul(self.world, self.sizes.matmul, self.sizes.dtype)
+        rate = flops / max(rank_ms(run, self.world)) / 1e9
+        links = tuple(self._links(Mover.of(self.world, topology)))
+        kernels = tuple(self._kernels())
+        if self.left_out and self.world.rank == 0:
+            self.say(f"time was up; not measured: {', '.join(self.left_out)}")
+        return Calibration(name or gpu, gpu, _rounded(memory_gib), _rounded(rate), kernels, links)
+
+    def _kernels(self) -> Iterator[KernelSpeed]:
+        for dim in _HEAD_DIMS:
+            for seq, heads_q, heads_kv in self.sizes.attention:
+                if not self._starts(f"attention of {seq} tokens, head dimension {dim}"):
+                    continue
+                call = self._attention(dim, seq, heads_q, heads_kv)
+                passes = {"forward": (call.forward, 1.0), "backward": (call.backward(), 2.5)}
+                for direction, (run, factor) in passes.items():
+                    ms = max(rank_ms(run, self.world, reps=3))
+                    tflops = _rounded(factor * call.forward_flops / ms / 1e9)
+                    name = call.backend.capability.name
+                    yield KernelSpeed(name, direction, dim, seq, tflops)
+                del call, passes, run
+                clean_up(self.world)
+
+    def _attention(self, dim: int, seq: int, heads_q: int, heads_kv: int) -> Attention:
+        device, dtype = self.world.device, self.sizes.dtype
+        q, k, v, dout = (
+            torch.randn(1, seq, heads, dim, device=device, dtype=dtype)
+            for heads in (heads_q, heads_kv, heads_kv, heads_q)
+        )
+        backend, _ = choose_backend(problem_of(q, k, v), "auto")
+        return Attention(backend, q, k, v, dout)
+
+    def _links(self, mover: Mover) -> Iterator[LinkSpeed]:
+        found = rings(mover.topology)
+        for link in Link:
+            if found[link]:
+                yield from self._speeds(link.value, lambda n, link=link: (mover.shift(link, n),))
+        if found[Link.INTRA]:
+            yield from self._speeds("all_to_all", lambda n: (mover.all_to_all(n),))
+            yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
+            if mover.pull(_NOTHING):
+                yield from self._speeds("copy_engine", lambda n: (mover.pull(n),))
+        yield from self._speeds("host", mover.host_copies)
+
+    def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:
+        if not self._starts(f"link {kind}"):
+            return
+        latency_us = 1e3 * self._slowest_ms(make(_NOTHING))
+        for num_bytes in self.sizes.messages:
+            ms = self._slowest_ms(make(num_bytes))
+            speed = _rounded(num_bytes / ms / 1e6)
+            yield LinkSpeed(kind, num_bytes, speed, _rounded(latency_us))
+        clean_up(self.world)
+
+    def _slowest_ms(self, runs: tuple[Run, ...]) -> float:
+        return max(max(rank_ms(run, self.world)) for run in runs)
+
+    def _starts(self, what: str) -> bool:
+        """Whether there is time for it; says so."""
+        late = self.world.decide(monotonic() > self.deadline)
+        if late:
+            self.left_out.append(what)
+        elif self.world.rank == 0:
+            self.say(what)
+        return not late
+
+
+def _device(device: torch.device) -> tuple[str, float]:
+    """Name and memory in GiB of a rank's device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, properties.total_memory / 2**30
+    return "CPU", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def _rounded(figure: float) -> float:
+    """To the digits that a measurement has."""
+    return float(f"{figure:.4g}")

@@ -1,0 +1,187 @@
+"""What ranks and hosts have in common, and the odd ones among them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_burst.cli.doctor.record import Check, LinkRate, Status
+from megatron_burst.plan.topology import Link, Topology
+
+SLOW = 0.7  # of the median
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank says of itself.
+
+    Attributes:
+        host: its host's name.
+        gpu: name of its GPU; "CPU" without one.
+        gpu_id: tells GPUs apart; "" without one.
+        gpus: on its host.
+        clock_mhz: the most that its GPU may run at; 0 if unknown.
+        driver: of the GPUs.
+        local_rank, local_size: on its host.
+        versions: of software, by name.
+        variables: of NCCL and CUDA that are set.
+    """
+
+    host: str
+    gpu: str
+    gpu_id: str
+    gpus: int
+    clock_mhz: float
+    driver: str
+    local_rank: int
+    local_size: int
+    versions: Mapping[str, str]
+    variables: Mapping[str, str]
+
+
+def check_alike(facts: Sequence[Facts]) -> list[Check]:
+    """Hosts that differ from most in what should be the same."""
+    hosts = list({fact.host: fact for fact in reversed(facts)}.values())[::-1]
+    found = []
+    for name, status, change, value in _ALIKE:
+        found += _odd(name, status, change, {fact.host: value(fact) for fact in hosts})
+    names = sorted({name for fact in hosts for name in fact.versions})
+    for name in names:
+        values = {fact.host: fact.versions.get(name, "none") for fact in hosts}
+        change = f"install the same {name} on all hosts"
+        found += _odd(name, Status.FAIL, change, values)
+    names = sorted({name for fact in hosts for name in fact.variables} - _MAY_DIFFER)
+    for name in names:
+        values = {fact.host: fact.variables.get(name, "unset") for fact in hosts}
+        found += _odd(name, Status.WARN, "export the same value on all hosts", values)
+    if len(hosts) < 2:
+        return [Check("alike", Status.SKIP, "one host")]
+    what = f"{len(hosts)} hosts have the same hardware, versions and variables"
+    return found or [Check("alike", Status.OK, what)]
+
+
+_MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
+_SLOWEST = "the slowest sets the pace: take hosts of one kind"
+_ALIKE = (  # name, how bad a difference is, what to change, value
+    ("gpu", Status.WARN, _SLOWEST, lambda fact: fact.gpu),
+    ("gpus", Status.WARN, "take hosts with equally many GPUs", lambda fact: str(fact.gpus)),
+    ("ranks", Status.WARN, "start equally many ranks on each host: uneven ones get a flat ring",
+     lambda fact: str(fact.local_size)),
+    ("clock", Status.WARN, _SLOWEST, lambda fact: f"{fact.clock_mhz:.0f} MHz"),
+    ("driver", Status.WARN, "install the same driver on all hosts", lambda fact: fact.driver),
+)  # fmt: skip
+
+
+def _odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> list[Check]:
+    """The hosts whose value is not that of most; nothing if all have the same."""
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return []
+    common, _ = counts.most_common(1)[0]
+    odd = {host: value for host, value in values.items() if value != common}
+    named = "; ".join(f"{host} has {value}" for host, value in list(odd.items())[:_NAMED])
+    more = f"; {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
+    what = f"{name} differs: {named}{more}; the others {common}"
+    return [Check("alike", status, what, change, ", ".join(odd))]
+
+
+def check_seats(facts: Mapping[int, Facts]) -> Check:
+    """That each rank has a GPU of its own."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, fact in facts.items():
+        if fact.gpu_id:
+            ranks_of.setdefault(fact.gpu_id, []).append(rank)
+    doubled = {gpu: ranks for gpu, ranks in ranks_of.items() if len(ranks) > 1}
+    without = [rank for rank, fact in facts.items() if not fact.gpu_id]
+    change = "start no more ranks on a host than it has GPUs"
+    if doubled:
+        ranks = next(iter(doubled.values()))
+        return Check("seats", Status.FAIL, f"ranks {ranks} share a GPU", change, f"ranks {ranks}")
+    if without and len(without) < len(facts):
+        what = f"ranks {without} have no GPU, the others have"
+        return Check("seats", Status.FAIL, what, change, f"ranks {without}")
+    if without:
+        return Check("seats", Status.SKIP, "no rank has a GPU: the job runs on the CPU")
+    return Check("seats", Status.OK, f"each of {len(facts)} ranks has a GPU of its own")
+
+
+def link_rates(
+    kind: Link, rings: Sequence[Sequence[int]], ms: Mapping[int, float], num_bytes: int,
+    hosts: Mapping[int, str],
+) -> list[LinkRate]:  # fmt: skip
+    """The rate of each link of some rings, from the time that a shift took each rank.
+
+    A slow link makes both its ends late, and a rank that is late for another reason both its links:
+    so a link took what the earlier of its ends took.
+
+    Args:
+        kind: of the rings.
+        rings: ranks in order; each sends to the next.
+        ms: milliseconds, by rank.
+        num_bytes: sent over each link.
+        hosts: names, by rank.
+    """
+    pairs = [(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
+    rates = [num_bytes / min(ms[a], ms[b]) / 1e6 for a, b in pairs]
+    middle = median(rates) if rates else 0.0
+    return [
+        LinkRate(kind.value, a, b, (hosts[a], hosts[b]), rate, rate / middle)
+        for (a, b), rate in zip(pairs, rates, strict=True)
+    ]
+
+
+def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
+    """Links that are slow beside the median of their kind; names the rank that they share."""
+    name = f"{kind} links"
+    if not links:
+        return Check(name, Status.SKIP, "no two ranks to join")
+    rates = sorted(link.gb_per_s for link in links)
+    what = f"{len(links)} links: {rates[0]:.3g} to {rates[-1]:.3g} GB/s, median {median(rates):.3g}"
+    slow = sorted((link for link in links if link.ratio < SLOW), key=lambda link: link.ratio)
+    if not slow:
+        return Check(name, Status.OK, what)
+    named = "; ".join(
+        f"rank {link.source} on {link.hosts[0]} -> rank {link.dest} on {link.hosts[1]}: "
+        f"{link.gb_per_s:.3g} GB/s ({link.ratio:.0%})"
+        for link in slow[:_NAMED]
+    )
+    ends = Counter(rank for link in slow for rank in {link.source, link.dest})
+    shared = sorted(rank for rank, count in ends.items() if count > 1)
+    change = "look at NVLink and clocks" if kind is Link.INTRA else "look at its HCA and cable"
+    if shared:
+        change += f" of ranks {shared}, which slow links have in common"
+    where = ", ".join(sorted({host for link in slow for host in link.hosts}))
+    return Check(name, Status.WARN, f"{len(slow)} slow: {named}; of {what}", change, where)
+
+
+def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Check:
+    """Ranks that compute slowly beside the median; rates and host names by rank."""
+    middle = median(tflops.values())
+    what = f"{min(tflops.values()):.3g} to {max(tflops.values()):.3g} TFLOP/s in a matrix product"
+    slow = [rank for rank, rate in tflops.items() if rate < SLOW * middle]
+    if not slow:
+        return Check("compute", Status.OK, what)
+    named = "; ".join(
+        f"rank {rank} on {hosts[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
+        for rank in slow[:_NAMED]
+    )
+    change = "look at clocks, power and other processes there: the slowest sets the pace"
+    where = ", ".join(sorted({hosts[rank] for rank in slow}))
+    return Check("compute", Status.WARN, f"slow: {named}; {what}", change, where)
+
+
+def check_groups(topologies: Mapping[str, Topology]) -> Check:
+    """How context-parallel groups lie on the hosts.
+
+    Args:
+        topologies: by what the group is called.
+    """
+    found = {name: str(topology) for name, topology in topologies.items()}
+    flat = [name for name, text in found.items() if text.startswith("flat")]
+    counts = Counter(found.values())
+    what = "; ".join(f"{count} x {text}" for text, count in counts.items())
+    if flat:
+        change = "place equally many ranks of each group on each host"
+        return Check("groups", Status.WARN, f"{what}; flat: {', '.join(flat[:_NAMED])}", change)
+    return Check("groups", Status.OK, what)

@@ -1,0 +1,222 @@
+"""A whole job from inside: everybody there, alike, within reach, and links as fast as others."""
+
+import socket
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.cli.doctor.compare import (
+    Facts,
+    check_alike,
+    check_compute,
+    check_groups,
+    check_links,
+    check_seats,
+    link_rates,
+)
+from megatron_burst.cli.doctor.gpus import gpus_of
+from megatron_burst.cli.doctor.launched import Launch
+from megatron_burst.cli.doctor.local import check_machine
+from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
+from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
+from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
+from megatron_burst.cli.doctor.software import versions
+from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
+from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
+from megatron_burst.cli.world import World, world_of
+from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
+from megatron_burst.plan.cluster import Sizes, cp_groups
+
+_KNOCK_S = 5.0
+_WATCHED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
+_SHIFT_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
+_PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (256, torch.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How a job is checked.
+
+    Attributes:
+        run: runs commands.
+        environ: environment variables.
+        timeout_s: how long ranks wait for each other in each step.
+        sizes: of Megatron's parallelism, to see how its groups lie; None: not asked.
+        say: prints a report, on rank 0.
+    """
+
+    run: Runner
+    environ: Mapping[str, str]
+    timeout_s: float
+    sizes: Sizes | None
+    say: Callable[[Report], None]
+
+
+def check_job(launch: Launch, job: Job) -> bool:
+    """Check a job; all its ranks together. Rank 0 reports.
+
+    Returns:
+        whether a run would break; the same on all ranks.
+
+    Raises:
+        BurstError: if this rank finds no store, or came too late.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    store = open_store(launch, job.timeout_s)
+    door = Door(own_address(launch.address, job.environ))
+    survey = Answer(0, "", "the first rank of this host is not there")
+    if launch.local_rank == 0:  # one rank of a host is enough
+        survey = survey_here(job.run, job.timeout_s)
+    facts = asdict(_facts(launch, job, survey))
+    mine = {"facts": facts, "home": asdict(my_home()), "door": door.at}
+    meeting, said = meet(launch, store, job.timeout_s, mine)
+    checks = _Checks(meeting, job, said)
+    checks.before_groups(survey)
+    door.close()
+    if checks.may_measure:
+        checks.measure()
+    report = checks.report()
+    if meeting.leads:
+        job.say(report)
+    return meeting.part(report.breaks if meeting.leads else None)
+
+
+def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
+    gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
+    name, uuid = "CPU", ""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, uuid = properties.name, str(properties.uuid)
+    return Facts(
+        host=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
+        gpu=name,
+        gpu_id=uuid,
+        gpus=torch.cuda.device_count(),
+        clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
+        driver=gpus[0].driver if gpus else "none",
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        versions=versions(),
+        variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
+    )
+
+
+class _Checks:
+    """Collects what is found; the same steps on all ranks.
+
+    Args:
+        meeting: of the ranks.
+        job: how it is checked.
+        said: what each rank that came said of itself.
+    """
+
+    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, dict]) -> None:
+        self.meeting, self.job = meeting, job
+        self.facts = {rank: Facts(**words["facts"]) for rank, words in said.items()}
+        self.homes = {rank: Home(**words["home"]) for rank, words in said.items()}
+        self.doors = {rank: tuple(words["door"]) for rank, words in said.items()}
+        self.hosts = {rank: fact.host for rank, fact in self.facts.items()}
+        # the first rank of each host speaks for it
+        self.speakers = {host: rank for rank, host in reversed(self.hosts.items())}
+        self.found: list[Check] = []
+        self.links: list[LinkRate] = []
+
+    def report(self) -> Report:
+        """What was found so far."""
+        return Report(tuple(self.found), tuple(self.links))
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether a process group of those who came can work; the same on all ranks."""
+        stops = {"seats", "reachable"}
+        broken = any(c.status is Status.FAIL and c.name in stops for c in self.found)
+        return not broken and len(self.facts) > 1
+
+    def before_groups(self, survey: Survey | Answer) -> None:
+        """What needs no process group.
+
+        Args:
+            survey: of this machine, on its first rank.
+        """
+        meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
+        self.found += [check_attendance(meeting), check_seats(self.facts)]
+        speaks = self.speakers[host] == meeting.launch.rank
+        doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != host}
+        reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
+        self.found.append(
+            check_pairs({self.hosts[rank]: w for rank, w in reached.items() if w is not None})
+        )
+        own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
+        merged = Merged(len(self.speakers))
+        for rank, checks in meeting.share("machine", [asdict(c) for c in own]).items():
+            if rank == self.speakers[self.hosts[rank]]:
+                merged.add(self.hosts[rank], (_check(words) for words in checks))
+        self.found += merged.checks() + check_alike(list(self.facts.values()))
+        if self.job.sizes:
+            self.found.append(self._groups(self.job.sizes))
+
+    def _groups(self, sizes: Sizes) -> Check:
+        if len(self.facts) < self.meeting.launch.size:
+            return Check("groups", Status.SKIP, "ranks are missing")
+        first = {home.host: rank for rank, home in reversed(self.homes.items())}
+        places = [(first[home.host], home.place) for home in self.homes.values()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the record says it
+            groups = cp_groups(nvlink_domains(list(self.homes.values())), sizes, places)
+        return check_groups({f"ranks {list(group.ranks)}": group.topology for group in groups})
+
+    def measure(self) -> None:
+        """Compute and links, with a process group of those who came."""
+        world = None
+        with self._watch("starting the process group"):
+            world = self._world()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                topology = topology_of_homes(list(self.homes.values()))
+            mover = Mover.of(world, topology)
+        with self._watch("the matrix product"):
+            run, flops = matmul(world, *_PRODUCT[world.device.type])
+            ms = rank_ms(run, world)
+        ranks = list(self.facts)
+        rates = {rank: flops / took / 1e9 for rank, took in zip(ranks, ms, strict=True)}
+        self.found.append(check_compute(rates, self.hosts))
+        num_bytes = _SHIFT_BYTES[world.device.type]
+        for link, found in rings(topology).items():
+            links = []
+            if found:
+                with self._watch(f"the shift over {link} links"):
+                    ms = rank_ms(mover.shift(link, num_bytes), world)
+                took = dict(zip(ranks, ms, strict=True))
+                own = [[ranks[place] for place in ring] for ring in found]
+                links = link_rates(link, own, took, num_bytes, self.hosts)
+            self.links += links
+            self.found.append(check_links(link, links))
+        dist.destroy_process_group()
+
+    def _world(self) -> World:
+        """The process group of those who came, numbered anew."""
+        device = "cuda" if all(fact.gpu_id for fact in self.facts.values()) else "cpu"
+        ranks = list(self.facts)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("doctor/group", self.meeting.store),
+            rank=ranks.index(self.meeting.launch.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=2 * self.job.timeout_s),  # the watch comes first
+        )
+        return world_of(device)
+
+    def _watch(self, stage: str) -> Watch:
+        def give_up(failure: Check) -> None:
+            self.job.say(Report((*self.found, failure), tuple(self.links)))
+
+        return Watch(self.meeting, stage, self.job.timeout_s, give_up)
+
+
+def _check(words: Mapping[str, str]) -> Check:
+    return Check(**{**words, "status": Status(words["status"])})

@@ -1,0 +1,111 @@
+"""How this process was launched: by torchrun and its like, or by srun."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_burst.errors import BurstError
+
+_PORTS = range(20000, 30000)  # for srun, which names none
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher told this process.
+
+    Attributes:
+        rank, size: of the job.
+        local_rank, local_size: on the host.
+        address, port: where ranks meet.
+        joins: whether somebody else (torchrun's agent) keeps the store.
+        nodes: host names in order, where the launcher knows them.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    joins: bool = False
+    nodes: tuple[str, ...] = ()
+
+    def node_of(self, rank: int) -> str:
+        """What is known of the host where a rank should be."""
+        node = rank // self.local_size
+        return self.nodes[node] if node < len(self.nodes) else f"node {node}"
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch | None:
+    """The launch in the environment, or None if there is none.
+
+    torchrun's variables count before Slurm's: it may itself have been started by srun.
+
+    Raises:
+        BurstError: if a variable is missing or no number.
+    """
+    if "RANK" in environ:
+        return _torchrun(environ)
+    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        return _srun(environ)
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launch:
+    size = _number(environ, "WORLD_SIZE")
+    return Launch(
+        rank=_number(environ, "RANK"),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_size=_number(environ, "LOCAL_WORLD_SIZE", size),
+        address=environ.get("MASTER_ADDR", "localhost"),
+        port=_number(environ, "MASTER_PORT"),
+        joins=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _srun(environ: Mapping[str, str]) -> Launch:
+    nodes = expand_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
+    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    return Launch(
+        rank=_number(environ, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        local_size=int(per_node[0]) if per_node else max(1, size // max(1, len(nodes))),
+        address=environ.get("MASTER_ADDR") or (nodes[0] if nodes else "localhost"),
+        port=_number(environ, "MASTER_PORT", _PORTS[job % len(_PORTS)]),
+        nodes=nodes,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise BurstError(
+            f"doctor: {name} must be a number, because ranks find each other by it; got {text!r}; "
+            "start it with torchrun or srun, or unset RANK to look at this machine alone"
+        )
+    return int(text)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The host names of a Slurm list such as "gpu[01-03,7],login"."""
+    names = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        names += _expand(part)
+    return tuple(names)
+
+
+def _expand(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if not match:
+        return [part]
+    head, ranges, tail = match.groups()
+    numbers = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        last = last or first
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]

@@ -1,0 +1,123 @@
+"""Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
+
+import platform
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.version import __version__
+
+_PACKAGES = {  # what it is called here, and its distribution
+    "megatron-core": "megatron-core",
+    "te": "transformer-engine",
+    "fa4": "flash-attn-4",
+}
+_MEGATRON = ("0.19.",)  # those that the tests run with
+_FOR_FA4 = (9, 10)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what takes part, by name; all hosts of a job should have the same."""
+    found = {
+        "megatron_burst": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def check_versions(found: dict[str, str]) -> Check:
+    """That Megatron-Core is one that burst was tested with."""
+    what = ", ".join(f"{name} {number}" for name, number in found.items())
+    megatron = found.get("megatron-core")
+    if megatron is None:
+        change = "pip install megatron-core==0.19.2 to train with Megatron"
+        return Check("versions", Status.WARN, f"{what}; no megatron-core", change)
+    if not megatron.startswith(_MEGATRON):
+        change = "install megatron-core==0.19.2, or look at the seams below"
+        return Check("versions", Status.WARN, f"{what}; not tested with this megatron-core", change)
+    return Check("versions", Status.OK, what)
+
+
+def check_torch(gpus_listed: int) -> Check:
+    """That torch sees GPUs where the driver does, and that they reach each other's memory.
+
+    Args:
+        gpus_listed: how many nvidia-smi lists.
+    """
+    seen = torch.cuda.device_count()
+    if not seen:
+        if gpus_listed:
+            what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
+            change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
+            return Check("torch", Status.FAIL, what, change)
+        return Check("torch", Status.SKIP, "torch sees no GPU: runs are on the CPU, for trying out")
+    apart = [
+        (a, b)
+        for a in range(seen)
+        for b in range(seen)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        what = f"{len(apart)} of {seen * (seen - 1)} pairs of GPUs cannot read each other's memory"
+        change = "keys are then sent by NCCL (--burst-transfer send); see to NVLink or PCIe access"
+        return Check("torch", Status.WARN, f"{what}, such as {apart[0]}", change)
+    return Check("torch", Status.OK, f"torch sees {seen} GPUs, all with access to their peers")
+
+
+def check_backends() -> Check:
+    """Which attention kernels can be used here, for bf16 (on CPU fp32) and head dimension 128."""
+    gpu = torch.cuda.is_available()
+    problem = Problem(
+        device="cuda" if gpu else "cpu",
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        dim_qk=128,
+        dim_v=128,
+        grouped=True,
+        arch=torch.cuda.get_device_capability()[0] if gpu else 0,
+    )
+    why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
+    live = [name for name, refusal in why.items() if refusal is None]
+    reasons = "; ".join(f"not {name}: {refusal}" for name, refusal in why.items() if refusal)
+    what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
+    if not live:
+        return Check("backends", Status.FAIL, what, "install a torch with attention kernels")
+    if problem.arch in _FOR_FA4 and "fa4" not in live:
+        change = "pip install 'megatron-burst[flash-attn]': the fastest kernel on this GPU"
+        return Check("backends", Status.WARN, what, change)
+    return Check("backends", Status.OK, what)
+
+
+def check_seams(load: Callable[[], list] | None = None) -> Check:
+    """Which places of Megatron's burst can attach to.
+
+    Args:
+        load: gives the seams; None asks the installed Megatron.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, about what it goes without
+            if load is None:
+                from megatron_burst.mcore.seams import seams as load
+            found = load()
+    except ImportError as error:
+        what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
+        return Check("seams", Status.WARN, what, "pip install megatron-core==0.19.2")
+    broken = [seam for seam in found if seam.problem]
+    if broken:
+        what = "; ".join(f"{seam.target} ({seam.why}): {seam.problem}" for seam in broken)
+        return Check("seams", Status.FAIL, what, "install megatron-core==0.19.2")
+    on = sum(seam.live for seam in found)
+    return Check("seams", Status.OK, f"all {len(found)} fit; {on} are attached in this process")

@@ -1,0 +1,91 @@
+"""`megatron-burst calibrate` and `doctor`: options in, calls out. Heavy imports wait for a run."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
+
+from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.errors import BurstError
+
+Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
+
+
+def calibrate(
+    out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
+    name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
+    budget_s: Annotated[float, Option(help="start nothing new after so many s")] = 150.0,
+    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
+    device: Device = None,
+) -> None:
+    """Measure this machine's kernels and links; alone or under torchrun, on all hosts together."""
+    from megatron_burst.cli.calibrate import calibrate as measure
+    from megatron_burst.cli.world import started
+    from megatron_burst.plan.calibration import to_toml, write_calibration
+
+    with in_one_sentence():
+        if not out.parent.is_dir():
+            raise BurstError(
+                "calibrate: the folder of --out must be there, because figures are written to it; "
+                f"got {out}; make the folder, or pass another --out"
+            )
+    with in_one_sentence(), started(device, hosts) as world:
+        found = measure(world, name, budget_s, lambda text: typer.echo(text, err=True))
+        if world.rank == 0:
+            write_calibration(found, out)
+            typer.echo(to_toml(found), nl=False)
+            typer.echo(f"written to {out}", err=True)
+
+
+def doctor(
+    hosts: Annotated[str, Option(help="before a job: ask these hosts over ssh, a,b,c")] = "",
+    ssh: Annotated[str, Option(help="how a host is reached; host and command follow")] = "",
+    timeout_s: Annotated[float, Option(min=0.1, help="how long to wait, in each step")] = 60.0,
+    tp: Annotated[int | None, Option(help="in a job: tensor parallel size to be used")] = None,
+    cp: Annotated[int | None, Option(help="in a job: context parallel size to be used")] = None,
+    pp: Annotated[int | None, Option(help="in a job: pipeline parallel size to be used")] = None,
+    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+) -> None:
+    """Check this machine; under torchrun or srun the whole job; with --hosts before any job.
+
+    Exits with 1 if something would break a run. Never stops, starts or changes anything.
+    """
+    from megatron_burst.cli.doctor.hosts import SSH, Reach, check_hosts, hosts_in
+    from megatron_burst.cli.doctor.launched import launch_of
+    from megatron_burst.cli.doctor.record import Report
+    from megatron_burst.cli.doctor.report import print_report
+    from megatron_burst.cli.doctor.survey import run_command
+
+    try:
+        if hosts:
+            report = check_hosts(hosts_in(hosts), Reach(run_command, ssh or SSH, timeout_s))
+            breaks = report.breaks
+            print_report(report, as_json)
+        elif launch := launch_of(os.environ):
+            from megatron_burst.cli.doctor.job import Job, check_job
+            from megatron_burst.plan.cluster import Sizes
+
+            asked = tp or cp or pp
+            breaks = check_job(
+                launch,
+                Job(
+                    run_command,
+                    os.environ,
+                    timeout_s,
+                    Sizes(tp or 1, cp or 1, pp or 1) if asked else None,
+                    lambda report: print_report(report, as_json),
+                ),
+            )
+        else:
+            from megatron_burst.cli.doctor.local import check_machine
+            from megatron_burst.cli.doctor.survey import survey_here
+
+            report = Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))
+            breaks = report.breaks
+            print_report(report, as_json)
+    except BurstError as error:  # by every rank: each may see something else
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(int(breaks))

@@ -1,0 +1,171 @@
+"""How fast ranks compute and move data; all of them together, each call timed on each rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from megatron_burst.cli.timing import attempt, timed_ms
+from megatron_burst.cli.world import World
+from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.plan.topology import Link, Topology
+
+Run = Callable[[], object]
+_WARM_UP = 2
+
+
+def rank_ms(run: Run, world: World, reps: int = 5) -> list[float]:
+    """Median milliseconds of each rank, in rank order; the same on all ranks."""
+    mine = [timed_ms(run, world) for _ in range(_WARM_UP + reps)][_WARM_UP:]
+    return world.gather(median(mine))
+
+
+def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
+    """Rings inside each host, and between hosts through equal places; none of one rank.
+
+    Where hosts are uneven, ranks beyond the smallest host's are in no ring between hosts.
+    """
+    ring = [rank for row in topology.grid for rank in row]
+    hosts = dict.fromkeys(topology.host_of[rank] for rank in ring)
+    rows = [tuple(rank for rank in ring if topology.host_of[rank] == host) for host in hosts]
+    columns = list(zip(*rows, strict=False)) if len(rows) > 1 else []
+    return {
+        Link.INTRA: [row for row in rows if len(row) > 1],
+        Link.INTER: columns,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Moves bytes between ranks.
+
+    Attributes:
+        world: all ranks.
+        topology: their arrangement.
+        host_group: process group of the ranks of this rank's host; None where it is alone.
+    """
+
+    world: World
+    topology: Topology
+    host_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, world: World, topology: Topology) -> "Mover":
+        """All ranks make it together."""
+        mine = None
+        for row in rings(topology)[Link.INTRA]:
+            group = world.group if len(row) == world.size else dist.new_group(sorted(row))
+            mine = group if world.rank in row else mine
+        return cls(world, topology, mine)
+
+    def shift(self, link: Link, num_bytes: int) -> Run:
+        """Each rank sends to the next of its ring; those in none do nothing."""
+        world = self.world
+        ring = next((ring for ring in rings(self.topology)[link] if world.rank in ring), None)
+        if ring is None:
+            return lambda: None
+        send, recv = self._bytes(num_bytes), self._bytes(num_bytes)
+        place = ring.index(world.rank)
+        peers = ring[(place + 1) % len(ring)], ring[place - 1]
+
+        def run() -> None:
+            operations = [
+                dist.P2POp(operation, tensor, peer, world.group)
+                for operation, tensor, peer in zip(
+                    (dist.isend, dist.irecv), (send, recv), peers, strict=True
+                )
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        return run
+
+    def all_to_all(self, num_bytes: int) -> Run:
+        """Each rank sends an equal part to each of its host."""
+        if self.host_group is None:
+            return lambda: None
+        size = self.host_group.size()
+        send, recv = (self._bytes(max(1, num_bytes // size) * size) for _ in range(2))
+        return lambda: dist.all_to_all_single(recv, send, group=self.host_group)
+
+    def all_gather(self, num_bytes: int) -> Run:
+        """Each rank receives an equal part of each of its host, its own among them."""
+        if self.host_group is None:
+            return lambda: None
+        part = self._bytes(max(1, num_bytes // self.host_group.size()))
+        whole = self._bytes(part.numel() * self.host_group.size())
+        return lambda: dist.all_gather_into_tensor(whole, part, group=self.host_group)
+
+    def pull(self, num_bytes: int) -> Run | None:
+        """Each rank reads the next one's symmetric memory; None where GPUs cannot."""
+        if self.world.device.type != "cuda":
+            return None
+        found: list[Tensor] = []
+        failure = attempt(lambda: found.extend(self._symmetric(num_bytes)), self.world)
+        if failure:
+            return None
+        return (lambda: found[0].copy_(found[1])) if found else (lambda: None)
+
+    def _symmetric(self, num_bytes: int) -> Sequence[Tensor]:
+        if self.host_group is None:
+            return ()
+        own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
+        handle = symmetric_memory.rendezvous(own, self.host_group.group_name)
+        after = (self.host_group.rank() + 1) % self.host_group.size()
+        return self._bytes(num_bytes), handle.get_buffer(after, (num_bytes,), torch.uint8)
+
+    def host_copies(self, num_bytes: int) -> tuple[Run, Run]:
+        """To the device from pinned memory, and back."""
+        pinned = torch.empty(
+            num_bytes, dtype=torch.uint8, pin_memory=self.world.device.type == "cuda"
+        )
+        device = self._bytes(num_bytes)
+        return (
+            lambda: device.copy_(pinned, non_blocking=True),
+            lambda: pinned.copy_(device, non_blocking=True),
+        )
+
+    def _bytes(self, num_bytes: int) -> Tensor:
+        return torch.ones(num_bytes, dtype=torch.uint8, device=self.world.device)
+
+
+def matmul(world: World, width: int, dtype: torch.dtype) -> tuple[Run, float]:
+    """A square product, and its FLOPs."""
+    a, b = (torch.randn(width, width, device=world.device).to(dtype) for _ in range(2))
+    return lambda: a @ b, 2.0 * width**3
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal attention of one rank's own rows.
+
+    Attributes:
+        backend: whose kernel.
+        q, k, v, dout: [1, seq, heads, head_dim].
+    """
+
+    backend: Backend
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def forward_flops(self) -> float:
+        """Two products over the pairs that the mask leaves."""
+        _, seq, heads, dim = self.q.shape
+        return 2.0 * seq * seq * heads * dim
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        return self.backend.forward(self.q, self.k, self.v, self.q.shape[3] ** -0.5, True)
+
+    def backward(self) -> Run:
+        """The backward pass, with its forward pass done."""
+        out, lse = self.forward()
+        side = QuerySide(q=self.q, dout=self.dout, lse=lse, delta=None, out=out)
+        return lambda: self.backend.backward(side, self.k, self.v, self.q.shape[3] ** -0.5, True)

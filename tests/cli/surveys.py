@@ -1,0 +1,114 @@
+"""Surveys of machines as the doctor's script prints them.
+
+The matrices are those that `nvidia-smi topo -m` printed on two real machines: 8 A100, each pair of
+them below a PCIe switch with two HCAs, and two HCAs for storage; 8 H200, an HCA beside each, and a
+bond of Ethernet ports. The state of GPUs is what nvidia-smi prints for H100 and H200.
+"""
+
+from collections.abc import Callable, Mapping
+
+UUID = "GPU-00000000-0000-0000-0000-{:012d}"
+ADDRESS = "{}: {}    inet {} brd 10.1.255.255 scope global {}\\       valid_lft forever"
+
+
+def gpu_line(index: int, **changes: str) -> str:
+    """A line of nvidia-smi --query-gpu; `changes` by field."""
+    fields = {
+        "index": str(index), "uuid": UUID.format(index), "name": "NVIDIA H200", "cap": "9.0",
+        "driver": "570.86.15", "total": "143771", "used": "1", "clock": "345", "max": "1980",
+        "throttles": "0x0000000000000001", "ecc": "Enabled", "errors": "0", "heat": "31",
+        "mig": "Disabled", "mode": "Default",
+    }  # fmt: skip
+    return ", ".join((fields | changes).values())
+
+
+def matrix(nvlinks: int, nics: list[str], relation: Callable[[int, int], str]) -> str:
+    """What nvidia-smi topo -m prints for 8 GPUs; `relation` of a GPU and a NIC."""
+    gpus = [f"GPU{i}" for i in range(8)]
+    labels = [f"NIC{i}" for i in range(len(nics))]
+    head = "\t".join(["", *gpus, *labels, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+    lines = [f"\t\x1b[4m{head.strip()}\x1b[0m"]
+    for i, gpu in enumerate(gpus):
+        cells = [" X " if i == j else f"NV{nvlinks}" for j in range(8)]
+        cells += [relation(i, nic) for nic in range(len(nics))]
+        lines.append("\t".join([gpu, *cells, "0-55", "0", "\tN/A"]))
+    for nic, label in enumerate(labels):
+        cells = [relation(i, nic) for i in range(8)]
+        cells += [" X " if nic == other else "SYS" for other in range(len(nics))]
+        lines.append("\t".join([label, *cells]))
+    legend = [f"  {label}: {name}" for label, name in zip(labels, nics, strict=True)]
+    words = ["", "Legend:", "", "  X    = Self", "  NV#  = Connection traversing NVLinks", ""]
+    return "\n".join([*lines, *words, "NIC Legend:", "", *legend])
+
+
+def on_a100(gpu: int, nic: int) -> str:
+    """Pairs of GPUs share a switch with a pair of HCAs; the last two are far from all."""
+    return "PXB" if gpu // 2 == nic // 2 else "SYS"
+
+
+def on_h200(gpu: int, nic: int) -> str:
+    """An HCA beside each GPU; the bond hangs at the first socket."""
+    if nic == gpu:
+        return "PIX"
+    socket_of_nic = 0 if nic in (0, 1, 2, 3, 8) else 1
+    return "NODE" if socket_of_nic == gpu // 4 else "SYS"
+
+
+A100_NICS = [f"mlx5_{i}" for i in range(10)]
+H200_NICS = ["mlx5_0", *(f"mlx5_{i}" for i in range(3, 10)), "mlx5_bond_0"]
+
+
+def hca_line(name: str, state: str = "4: ACTIVE", layer="InfiniBand", rate="400 Gb/sec (4X NDR)"):
+    return f"{name}|1|{state}|{layer}|{rate}|"
+
+
+def h200(**changes: str) -> str:
+    """A whole survey; `changes` replace sections."""
+    sections: dict[str, str] = {
+        "gpus": "\n".join(gpu_line(i) for i in range(8)),
+        "processes": "",
+        "topology": matrix(18, H200_NICS, on_h200),
+        "nvlink": nvlink({i: 18 for i in range(8)}),
+        "hcas": "\n".join(
+            [
+                *(hca_line(name) for name in H200_NICS[:-1]),
+                hca_line("mlx5_bond_0", layer="Ethernet", rate="100 Gb/sec (4X EDR)"),
+            ]
+        ),
+        "addresses": addresses(1),
+        "route": "default via 10.1.0.1 dev bond0 proto static",
+        "modules": "nvidia_peermem",
+        "shm": "tmpfs 1056575324 0 1056575324 0% /dev/shm",
+        "memlock": "unlimited",
+        "nofile": "1048576",
+        "end": "",
+    }
+    return text_of(sections | changes)
+
+
+def addresses(host: int) -> str:
+    """What ip -o -4 addr prints on a host of a cluster."""
+    devices = {
+        "lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "ens9": f"192.168.{host}.2/24",
+        "bond0": f"10.1.0.{host}/16",
+    }  # fmt: skip
+    return "\n".join(
+        ADDRESS.format(i, name, address, name) for i, (name, address) in enumerate(devices.items())
+    )
+
+
+def nvlink(live: Mapping[int, int]) -> str:
+    """What nvidia-smi nvlink --status prints."""
+    lines = []
+    for gpu, count in live.items():
+        lines.append(f"GPU {gpu}: NVIDIA H200 (UUID: {UUID.format(gpu)})")
+        lines += [
+            f"\t Link {link}: {'26.562 GB/s' if link < count else '<inactive>'}"
+            for link in range(18)
+        ]
+    return "\n".join(lines)
+
+
+def text_of(sections: Mapping[str, str]) -> str:
+    """The script's output."""
+    return "".join(f"== {name}\n{text}\n" for name, text in sections.items())

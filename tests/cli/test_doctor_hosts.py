@@ -1,0 +1,113 @@
+"""`doctor --hosts`, with a stand-in for ssh that answers as hosts of a cluster would."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.cli.doctor.hosts import Reach, check_hosts, hosts_in
+from megatron_burst.cli.doctor.record import Status
+from megatron_burst.cli.doctor.survey import Answer
+from megatron_burst.cli.main import app
+from megatron_burst.errors import BurstError
+from tests.cli.surveys import UUID, addresses, gpu_line, h200
+
+FAKE_SSH = """
+import sys, time
+host, command = sys.argv[1:]
+assert command.startswith("sh -c ") and "nvidia-smi topo -m" in command
+if host == "down":
+    sys.exit("ssh: connect to host down port 22: Connection refused")
+if host == "hung":
+    time.sleep(60)
+print("Welcome to " + host)
+print(open({folder!r} + "/" + host).read())
+"""
+BUSY = {
+    "gpus": "\n".join(gpu_line(i) for i in range(8)),
+    "processes": f"{UUID.format(3)}, 17, 90000",
+    "addresses": addresses(2),
+}
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    """The command that stands in for ssh; hosts a and b answer."""
+    (tmp_path / "a").write_text(h200())
+    (tmp_path / "b").write_text(h200(**BUSY))
+    script = tmp_path / "fake_ssh.py"
+    script.write_text(FAKE_SSH.format(folder=str(tmp_path)))
+    return f"{sys.executable} {script}"
+
+
+def doctor(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_hosts_are_asked_and_one_is_down_and_one_hangs(ssh):
+    done = doctor("--hosts", "a,b,down,hung", "--ssh", ssh, "--timeout-s", "5", "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.output)
+    found = {(c["name"], c["where"]): (c["status"], c["what"]) for c in report["checks"]}
+    assert found["reachable", "a"][0] == "ok"
+    assert found["reachable", "down"] == (
+        "fail", "no answer: ssh: connect to host down port 22: Connection refused",
+    )  # fmt: skip
+    assert found["reachable", "hung"] == ("fail", "no answer: no answer within 5 s")
+    assert found["free", "a"] == ("ok", "8 of 8 GPUs are free")
+    assert found["free", "b"] == ("warn", "7 of 8 GPUs are free: [0, 1, 2, 4, 5, 6, 7]")
+    assert "export NCCL_SOCKET_IFNAME==bond0" in report["environment"]
+    assert "--nnodes 2 --nproc-per-node 7" in report["environment"][-1]
+    assert "--master-addr 10.1.0.1" in report["environment"][-1]
+
+
+def test_tables_and_the_block_to_paste(ssh):
+    done = doctor("--hosts", "a", "--ssh", ssh)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert "export NCCL_IB_HCA==" + ",".join(f"mlx5_{i}:1" for i in (0, *range(3, 10))) in lines
+    assert "a run would start" in lines[-1]
+
+
+def test_hosts_that_differ_and_share_no_network():
+    texts = {
+        "a": h200(),
+        "b": h200(),
+        "c": h200(gpus="\n".join(gpu_line(i, max="1755") for i in range(4)), addresses=""),
+    }
+    asked = []
+
+    def run(command, timeout_s):
+        asked.append(command)
+        return Answer(0, texts[command[-2]])
+
+    report = check_hosts(["a", "b", "c"], Reach(run, "ssh -p 2222", 3.0))
+    assert sorted(command[-2] for command in asked) == ["a", "b", "c"]
+    assert all(command[:3] == ["ssh", "-p", "2222"] for command in asked)
+    found = {check.name: check for check in report.checks}
+    assert found["alike"].status is Status.WARN
+    assert found["alike"].what.startswith("c: 4 x NVIDIA H200, at most 1755 MHz")
+    assert found["network"].status is Status.WARN
+    assert not report.breaks
+
+
+def test_nobody_answers():
+    report = check_hosts(
+        ["a"], Reach(lambda command, timeout_s: Answer(255, "", "Permission denied"))
+    )
+    assert [check.status for check in report.checks] == [Status.FAIL] and not report.environment
+
+
+@pytest.mark.parametrize("text", ["a,,b", "a,a", "-oProxyCommand=x", "a b", "a;reboot"])
+def test_names_that_are_none_are_refused(text):
+    with pytest.raises(BurstError, match="--hosts must list host names, each once"):
+        hosts_in(text)
+    done = doctor(f"--hosts={text}")
+    assert done.exit_code == 1 and "error: doctor: --hosts" in done.output
+
+
+def test_the_default_is_ssh_that_asks_for_no_password():
+    from megatron_burst.cli.doctor.hosts import SSH
+
+    assert "BatchMode=yes" in SSH and "ConnectTimeout" in SSH

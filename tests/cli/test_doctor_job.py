@@ -1,0 +1,180 @@
+"""The doctor inside a job, on CPU processes: hosts that are missing, ranks that are slow, odd or
+stuck. Catches a doctor that hangs with its patient, or sees no harm."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from tests.ranks import _PRELOAD, preload
+
+preload("megatron_burst.cli.doctor.job", "megatron_burst.cli.main", "megatron_burst.mcore.seams")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def torchrun(rank, world, port, host, local_size=2):
+    """What torchrun would set, on a host of that name."""
+    return {
+        "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local_size,
+        "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "NCCL_HOSTID": host,
+    }  # fmt: skip
+
+
+def healthy():
+    pass
+
+
+def slow():
+    """This rank is late in every transfer."""
+    import torch.distributed as dist
+
+    post = dist.batch_isend_irecv
+
+    def late(operations):
+        time.sleep(0.4)
+        return post(operations)
+
+    dist.batch_isend_irecv = late
+
+
+def stuck():
+    """This rank never starts a transfer."""
+    import torch.distributed as dist
+
+    dist.batch_isend_irecv = lambda operations: time.sleep(600)
+
+
+def odd():
+    """This rank has another torch."""
+    from megatron_burst.cli.doctor import job
+
+    real = job.versions
+    job.versions = lambda: real() | {"torch": "2.10.0"}
+
+
+def enter(folder, environment, tamper, arguments):
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    rank = environment.get("RANK", environment.get("SLURM_PROCID"))
+    with (
+        open(Path(folder) / f"out{rank}", "w") as out,
+        open(Path(folder) / f"err{rank}", "w") as err,
+    ):
+        sys.stdout, sys.stderr = out, err
+        from megatron_burst.cli.main import app
+
+        tamper()
+        app(["doctor", *arguments])
+
+
+def doctor(folder, environments, *arguments, tamper=None, within_s=60):
+    """Exit codes and outputs of the processes; `tamper` by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    processes = []
+    for rank, environment in environments.items():
+        work = (str(folder), environment, (tamper or {}).get(rank, healthy), arguments)
+        processes.append(context.Process(target=enter, args=work, daemon=True))
+        processes[-1].start()
+    deadline = time.monotonic() + within_s
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = {r: p.exitcode for r, p in zip(environments, processes, strict=True)}
+    finally:
+        for process in processes:
+            process.kill()
+    read = {rank: (folder / f"out{rank}").read_text() for rank in environments}
+    return codes, read, {rank: (folder / f"err{rank}").read_text() for rank in environments}
+
+
+def checks_of(text):
+    return {(c["name"], c["status"]): c for c in json.loads(text)["checks"]}
+
+
+def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
+    port = free_port()
+    ranks = {rank: torchrun(rank, 4, port, "ab"[rank // 2]) for rank in range(4)}
+    options = ("--json", "--timeout-s", "30", "--cp", "2", "--tp", "2")
+    codes, out, err = doctor(tmp_path, ranks, *options, tamper={3: slow})
+    assert set(codes.values()) == {0}, err
+    assert [out[rank] for rank in (1, 2, 3)] == ["", "", ""]
+    found = checks_of(out[0])
+    assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
+    assert found["reachable", "ok"]["what"] == "all 2 hosts reach each other by TCP"
+    assert found["groups", "ok"]["what"] == "2 x 2 hosts x 1 rank"
+    assert found["seams", "ok"]["where"] == "all 2 hosts"
+    links = {(x["kind"], x["source"], x["dest"]): x for x in json.loads(out[0])["links"]}
+    assert set(links) == {
+        ("intra", 0, 1), ("intra", 1, 0), ("intra", 2, 3), ("intra", 3, 2),
+        ("inter", 0, 2), ("inter", 2, 0), ("inter", 1, 3), ("inter", 3, 1),
+    }  # fmt: skip
+    for kind in ("intra", "inter"):
+        assert "rank 3 on b" in found[f"{kind} links", "warn"]["what"]
+    assert links["intra", 2, 3]["hosts"] == ["b", "b"]
+    assert links["intra", 2, 3]["gb_per_s"] < 2**20 / 0.4 / 1e9
+
+
+def test_a_missing_host_is_named_and_the_others_are_measured(tmp_path):
+    port = free_port()
+    ranks = {rank: torchrun(rank, 6, port, "ab"[rank // 2]) for rank in (0, 1, 2, 3)}
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "15", "--cp", "6")
+    assert set(codes.values()) == {1}, err
+    found = checks_of(out[0])
+    missing = found["attendance", "fail"]
+    assert missing["what"] == "ranks [4, 5] of 6 did not come within 15 s"
+    assert missing["where"] == "node 2" and f"127.0.0.1:{port}" in missing["change"]
+    assert ("groups", "skip") in found
+    assert len(json.loads(out[0])["links"]) == 8 and json.loads(out[0])["breaks"]
+
+
+def test_a_stuck_rank_is_named_instead_of_waited_for(tmp_path):
+    port = free_port()
+    ranks = {rank: torchrun(rank, 3, port, "a", local_size=3) for rank in range(3)}
+    start = time.monotonic()
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "6", tamper={1: stuck})
+    assert set(codes.values()) == {1}, err
+    assert time.monotonic() - start < 60
+    late = checks_of(out[0])["time-out", "fail"]
+    assert "did not finish the shift over intra links within 6 s" in late["what"]
+    assert late["where"] in ("ranks [0, 1, 2]", "ranks [1]", "ranks [0, 1]", "ranks [1, 2]")
+
+
+def test_a_host_with_another_torch_breaks_a_run(tmp_path):
+    port = free_port()
+    ranks = {rank: torchrun(rank, 3, port, "abc"[rank], local_size=1) for rank in range(3)}
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "20", tamper={2: odd})
+    assert set(codes.values()) == {1}, err
+    alike = checks_of(out[0])["alike", "fail"]
+    assert alike["what"].startswith("torch differs: c has 2.10.0; the others ")
+    assert alike["where"] == "c" and alike["change"] == "install the same torch on all hosts"
+
+
+def test_under_srun_ranks_find_each_other_by_slurms_variables(tmp_path):
+    port = free_port()
+    ranks = {
+        rank: {
+            "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": 2, "SLURM_LOCALID": rank,
+            "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_JOB_ID": 17, "MASTER_PORT": port,
+        }
+        for rank in range(2)
+    }  # fmt: skip
+    codes, out, err = doctor(tmp_path, ranks, "--timeout-s", "20")
+    assert set(codes.values()) == {0}, err
+    assert "all 2 ranks are there" in out[0] and "a run would start" in out[0] and not out[1]
+
+
+def test_a_rank_without_a_store_says_so_in_a_sentence(tmp_path):
+    ranks = {1: torchrun(1, 2, free_port(), "a")}
+    codes, _, err = doctor(tmp_path, ranks, "--timeout-s", "1")
+    assert codes == {1: 1}
+    assert "error: doctor: every rank must reach the store of rank 0" in err[1]
+    assert "MASTER_ADDR" in err[1]

@@ -1,0 +1,124 @@
+"""What counts as one host: names, boots, overrides, NVLink domains. Catches racks that are split
+into hosts, containers of one name that are thrown together, and given groups that cross hosts."""
+
+import ctypes
+
+import pytest
+import torch.distributed as dist
+
+from megatron_burst import config
+from megatron_burst.comm.fabric import _FabricInfo, fabric_of
+from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.hosts import Home, nvlink_domains, topology_of_homes
+from megatron_burst.config import BurstConfig, host_name, local_rank, spans_hosts
+from tests.ranks import run_ranks
+
+RACK = "8c7b1a2f"
+
+
+def test_a_rack_of_nvlink_is_one_host_and_single_hosts_keep_their_names():
+    rack = [Home(f"tray{i // 4}", f"{RACK}.1", i % 4) for i in range(8)]
+    assert str(topology_of_homes(rack)) == "1 host x 8 ranks"
+    two = [*rack, *(Home(f"other{i // 4}", f"{RACK}.2", i % 4) for i in range(8))]
+    assert str(topology_of_homes(two)) == "2 hosts x 8 ranks"
+    assert topology_of_homes(two).grid == (tuple(range(8)), tuple(range(8, 16)))
+    alone = [Home("a", f"{RACK}.3", 0), Home("b", None, 0)]
+    assert nvlink_domains(alone) == ["a", "b"]
+
+
+def test_rows_follow_places_so_that_rings_between_hosts_keep_to_a_rail():
+    homes = [Home("a", None, 1), Home("b", None, 0), Home("b", None, 1), Home("a", None, 0)]
+    assert topology_of_homes(homes).grid == ((3, 0), (1, 2))
+
+
+class FakeNvml:
+    """Answers as the driver's library does, for one GPU."""
+
+    def __init__(self, cluster: bytes, clique: int, state: int, status: int = 0, version: int = 2):
+        self.fields = cluster, clique, state, status
+        self.asked, self.version, self.open = [], version, 0
+
+    def nvmlInit_v2(self):
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self):
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, device):
+        self.asked.append(uuid.decode())
+        return 0
+
+    def nvmlDeviceGetGpuFabricInfoV(self, device, pointer):
+        info = ctypes.cast(pointer, ctypes.POINTER(_FabricInfo)).contents
+        assert info.version == ctypes.sizeof(_FabricInfo) | self.version << 24
+        cluster, info.clique_id, info.state, info.status = self.fields
+        info.cluster_uuid[:] = list(cluster)
+        return 0
+
+
+@pytest.mark.parametrize(
+    "nvml, domain",
+    [
+        (FakeNvml(bytes(range(16)), 7, state=3), bytes(range(16)).hex() + ".7"),
+        (FakeNvml(bytes(16), 0, state=3), None),  # an HGX H100 host: zeros
+        (FakeNvml(bytes(range(16)), 7, state=2), None),  # still in progress
+        (FakeNvml(bytes(range(16)), 7, state=3, status=1), None),
+    ],
+)
+def test_the_fabric_of_a_gpu(nvml, domain):
+    assert fabric_of("1234", lambda: nvml) == domain
+    assert nvml.asked == ["GPU-1234"] and nvml.open == 0
+
+
+def test_no_driver_and_an_old_one_have_no_fabric():
+    def missing():
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    class Old:
+        nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid, device: 0)
+
+    assert fabric_of("1234", missing) is None
+    assert fabric_of("1234", Old) is None
+
+
+def test_a_host_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_path):
+    for name in ("NCCL_HOSTID", "GROUP_RANK", "SLURM_NODEID", "NCCL_MNNVL_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "node")
+    assert host_name().startswith("node ") and len(host_name()) > len("node ") + 30
+    assert spans_hosts()
+
+    def unreadable(self):
+        raise OSError
+
+    monkeypatch.setattr(config.Path, "read_text", unreadable)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_name() == "node node 2"
+    monkeypatch.setenv("SLURM_NODEID", "5")
+    assert host_name() == "node node 5"
+    monkeypatch.setenv("NCCL_HOSTID", "x")
+    assert host_name() == "x" and not spans_hosts()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_rank() == 3
+
+
+def across_hosts(rank):
+    import os
+
+    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # hosts in turns; given rows are contiguous
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    with pytest.warns(UserWarning, match=r"inner rings should stay inside.*got cp ranks \[0, 1\]"):
+        given = communicator_of(
+            dist.group.WORLD, BurstConfig(), [rows[rank // 2], columns[rank % 2]]
+        )
+    own = communicator_of(dist.group.WORLD, BurstConfig())
+    return given.topology.grid, own.topology.grid
+
+
+def test_given_rows_across_hosts_are_kept_with_a_warning_and_own_ones_follow_the_hosts():
+    assert run_ranks(across_hosts, 4) == [(((0, 1), (2, 3)), ((0, 2), (1, 3)))] * 4

@@ -1,0 +1,117 @@
+"""Simulated clusters: the topology of every context-parallel group of a run.
+
+Catches rings that leave a host needlessly, rails that cross, groups that lose a rank, and a warning
+whose figures are not those of the schedules.
+"""
+
+import warnings
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.cluster import Sizes, cp_groups
+from megatron_burst.plan.cost import AttentionShape, link_bytes
+from megatron_burst.plan.flat import flat_cost
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.topology import Link, topology_of
+
+
+def inter_bytes(topology, cp_rank):
+    shape = AttentionShape(1, 1024, 1, 1, 128, 128, itemsize=2, stat_bytes=4, grad_bytes=4)
+    options = {"layout": Layout.ZIGZAG, "mask": Mask.CAUSAL, "tokens": 1024}
+    return sum(
+        link_bytes(ring_schedule(topology, cp_rank, direction=d, **options), shape)[Link.INTER]
+        for d in Direction
+    )
+
+
+@st.composite
+def even_clusters(draw):
+    """Hosts and places of global ranks, and sizes with TP inside a host; ranks may be shuffled by
+    whole TP groups, as launchers do that fill hosts in turns."""
+    tp, intra, inter = (draw(st.integers(1, n)) for n in (3, 3, 4))
+    copies = draw(st.integers(1, 3))  # other CP groups: data or pipeline parallel
+    gpus = tp * intra
+    seats = [(host, slot) for host in range(inter) for slot in range(intra)]
+    blocks = []
+    for copy in range(copies):
+        blocks += [((copy, host), slot) for host, slot in draw(st.permutations(seats))]
+    hosts = [host for host, _ in blocks for _ in range(tp)]
+    places = [slot * tp + place for _, slot in blocks for place in range(tp)]
+    pp = copies if draw(st.booleans()) else 1
+    return hosts, places, Sizes(tp, intra * inter, pp), (inter, intra, gpus)
+
+
+@given(even_clusters())
+def test_every_group_of_an_even_cluster_nests_on_its_hosts_and_rails(cluster):
+    hosts, places, sizes, (inter, intra, _) = cluster
+    groups = cp_groups(hosts, sizes, places)
+    assert sorted(rank for group in groups for rank in group.ranks) == list(range(len(hosts)))
+    for group in groups:
+        strides = {b - a for a, b in zip(group.ranks, group.ranks[1:], strict=False)}
+        assert strides <= {sizes.tp}
+        topology = group.topology
+        assert (topology.inter_size, topology.intra_size) == (inter, intra)
+        for row in topology.grid:
+            assert len({hosts[group.ranks[rank]] for rank in row}) == 1
+        for column in zip(*topology.grid, strict=True):  # one rail of the network
+            assert len({places[group.ranks[rank]] for rank in column}) == 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_any_placement_makes_rings_that_cross_hosts_as_seldom_as_can_be(hosts):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        topology = topology_of(hosts)
+    assert sorted(rank for row in topology.grid for rank in row) == list(range(len(hosts)))
+    counts = Counter(hosts)
+    even = len(set(counts.values())) == 1
+    assert topology.inter_size == (len(counts) if even else 1)
+    if not even:
+        ring = topology.grid[0]
+        crossings = sum(
+            hosts[a] != hosts[b] for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+        )
+        assert crossings == len(counts)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=4).filter(lambda sizes: len(set(sizes)) > 1)
+)
+def test_the_cost_of_a_flat_ring_is_that_of_its_busiest_rank(sizes):
+    hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
+    with pytest.warns(UserWarning, match=r"its busiest rank sends .* MiB between hosts"):
+        topology = topology_of(hosts)
+    cost = flat_cost(topology)
+    assert cost.flat == max(inter_bytes(topology, rank) for rank in range(len(hosts)))
+    # by hand: each hop is K and V (bf16) and dK and dV (fp32) of 1024 tokens: P - 1 of each and a
+    # forward pass, against N - 1
+    hop = 1024 * 256 * (2 + 2 + 4)
+    assert cost.flat == (len(hosts) - 1) * hop
+    assert cost.nested == (len(sizes) - 1) * hop
+    assert f"{cost.flat / 2**20:.3g} MiB between hosts" in str(cost)
+
+
+def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
+    groups = cp_groups("aaaabbbb" * 2, Sizes(tp=2, cp=4, pp=2))
+    assert [group.ranks for group in groups] == [
+        (0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15),
+    ]  # fmt: skip
+    assert {str(group.topology) for group in groups} == {"2 hosts x 2 ranks"}
+
+
+def test_tensor_parallelism_that_fills_a_host_leaves_one_rank_a_host():
+    (group, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3))
+    assert group.topology.grid == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(tp=3), Sizes(cp=16), Sizes(tp=0), Sizes(2, 2, 4)])
+def test_sizes_that_do_not_divide_are_refused(sizes):
+    with pytest.raises(BurstError, match="must divide the number of ranks.*and 8 ranks"):
+        cp_groups("aaaabbbb", sizes)

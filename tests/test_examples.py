@@ -1,0 +1,97 @@
+"""Launch scripts: they parse, and every flag in them exists. Catches flags that were renamed."""
+
+import re
+import shlex
+import subprocess
+import tomllib
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
+
+from megatron_burst.cli.main import app
+from megatron_burst.mcore.arguments import with_flags
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
+MODEL = EXAMPLES / "torchrun" / "llama3_8b.sh"
+
+
+def flags_in(text):
+    return set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", text))
+
+
+def code_of(path):
+    return "\n".join(x for x in path.read_text().splitlines() if not x.lstrip().startswith("#"))
+
+
+def options(parser):
+    return set(parser._option_string_actions)
+
+
+def megatrons_parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    return with_flags(add_megatron_arguments)(ArgumentParser(conflict_handler="resolve"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(path):
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def expanded(**variables):
+    """The flags that the scripts pass on, as bash expands them."""
+    command = f"source {shlex.quote(str(MODEL))}; printf '%s\\n' \"${{ALL_FLAGS[@]}}\""
+    done = subprocess.run(
+        ["bash", "-euc", command], env={"PATH": "/usr/bin:/bin"} | variables,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"PLAN": "plan.json"}, {"DATA_PATH": "data", "TOKENIZER": "tokenizer"}]
+)
+def test_megatron_and_burst_take_the_flags(variables):
+    args = megatrons_parser().parse_args(expanded(**variables))
+    assert args.context_parallel_impl == "burst" and args.seq_length == 2**20
+    assert (args.burst_plan is None) == ("PLAN" not in variables)
+
+
+def test_the_check_above_can_fail(capsys):
+    with pytest.raises(SystemExit):
+        megatrons_parser().parse_args([*expanded(), "--burst-plann", "x"])
+    assert "--burst-plann" in capsys.readouterr().err
+
+
+def test_flags_of_the_launchers_exist():
+    doctor = {o for p in get_command(app).commands["doctor"].params for o in p.opts}
+    srun = {"--ntasks", "--ntasks-per-node", "--kill-on-bad-exit"}
+    for path in SCRIPTS:
+        if path == MODEL:
+            continue
+        known = options(get_args_parser()) | doctor | (srun if path.suffix == ".sbatch" else set())
+        assert flags_in(code_of(path)) and flags_in(code_of(path)) <= known, path
+
+
+def test_the_image_has_the_versions_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {*project["dependencies"], *project["optional-dependencies"]["flash-attn"]}
+    text = (EXAMPLES / "docker" / "Dockerfile").read_text()
+    named = set(
+        re.findall(r"[\w\[\]-]+==[\w.]+", "\n".join(x for x in text.splitlines() if x[:1] != "#"))
+    )
+    assert len(named) > 5 and named <= pins
+    assert re.search(r"^ARG BASE_IMAGE\nFROM \$\{BASE_IMAGE\}$", text, re.MULTILINE)
+
+
+def test_files_that_scripts_name_are_there():
+    for path in SCRIPTS:
+        for name in re.findall(r'source "\$here/([^"]+)"', path.read_text()):
+            base = EXAMPLES if path.suffix == ".sbatch" else path.parent
+            assert (base / name).exists(), (path, name)
