@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.slots import Parcels, Slots
 from megatron_burst.plan.schedule import HOME, Cargo, Hop, Schedule
 
@@ -100,6 +101,8 @@ class Carrier(Protocol):
     def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer: ...
 
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots: ...
+
+    def beside(self, device: torch.device) -> Aside: ...
 
 
 class Flight:

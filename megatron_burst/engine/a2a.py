@@ -33,7 +33,7 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         there.post(index + 1)
         whole_out, whole_lse = back.results(index)
         _, statistics = call.backend.forward(
-            queries, keys, values, call.scale, schedule.mask is Mask.CAUSAL,
+            queries, keys, values, call.scale, schedule.tiles[0][0].mask is Mask.CAUSAL,
             into=(whole_out, _new_statistics(whole_lse)),
         )  # fmt: skip
         whole_lse.copy_(statistics.transpose(1, 2).unsqueeze(-1))
@@ -72,7 +72,7 @@ def a2a_backward(
             queries, douts, _as_statistics(lses), delta, None if takes_delta else lasts
         )
         call.backend.backward(
-            side, keys, values, call.scale, schedule.mask is Mask.CAUSAL,
+            side, keys, values, call.scale, schedule.tiles[0][0].mask is Mask.CAUSAL,
             into=tuple(back.results(index)), deterministic=call.deterministic,
         )  # fmt: skip
         back.collect()

@@ -1,16 +1,22 @@
 """Runs a gather schedule: keys arrive a few heads ahead of the tiles that need them."""
 
-from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.hop import Segment
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gathered import GatheredKeys, KeyGrads
+from megatron_burst.engine.relayed import LocalSums, TravellingSums, Visitors
+from megatron_burst.engine.visiting import QuerySides
 from megatron_burst.kernels.backends import QuerySide
-from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
-from megatron_burst.plan.gather import Round
+from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, row_delta
+from megatron_burst.plan.gather import GatherSchedule, GatherStep
 from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.pieces import Piece
+from megatron_burst.plan.schedule import Circulate
 
 
 def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,46 +34,111 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     schedule = call.forward
     out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
-    keys = GatheredKeys(call, schedule, k, v)
-    keys.post(0)
-    for index, round_ in enumerate(schedule.rounds):
-        heads = _query_heads(round_, q, k)
-        outputs = _Outputs(call, round_, q[:, :, heads], out[:, :, heads], lse[:, heads])
-        own = tuple(x[:, :, round_.heads.slice] for x in (k, v))
-        for tile in round_.before:
+    keys = _Keys(call, schedule, k, v)
+    keys.prepare(0)
+    for index, step in enumerate(schedule.steps):
+        heads = _query_heads(step, q, k)
+        if schedule.relay.is_first(index):
+            tiles = schedule.tiles_of_round(index)
+            outputs = _Outputs(call, tiles, q[:, :, heads], out[:, :, heads], lse[:, heads])
+        own = tuple(x[:, :, step.heads.slice] for x in (k, v))
+        for tile in step.before:
             outputs.compute(tile, *own)
         gathered = keys.land(index)
-        keys.post(index + 1)
-        for tile in round_.tiles:
+        keys.prepare(index + 1)
+        for tile in step.tiles:
             outputs.compute(tile, *gathered)
-        outputs.merge()
+        if schedule.relay.is_last(index):
+            outputs.merge(step.queries)
+    keys.finish()
     return out, lse
+
+
+class _Keys:
+    """Gathered keys, of visitors too if these are keys; prepared beside the kernels."""
+
+    def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
+        self._carrier, self._schedule, self._own = call.carrier, schedule, (k, v)
+        self._gathered = GatheredKeys(call, schedule, k, v)
+        self._visitors = None
+        self._last: tuple[Tensor, Tensor] | None = None
+        if schedule.circulate is Circulate.KV:
+            dims = k.shape[-1] + v.shape[-1]
+            segments = [
+                [Segment((k.shape[1], k.shape[0], len(heads), dims), k.dtype)]
+                for heads in schedule.rounds
+            ]
+            self._visitors = Visitors(call, schedule.relay, segments, self._pack, k.device)
+
+    def _pack(self, round_: int, piece: tuple[Tensor, ...]) -> None:
+        heads, start = self._schedule.rounds[round_].slice, 0
+        for own in self._own:
+            stop = start + own.shape[-1]
+            piece[0][..., start:stop].transpose(0, 1).copy_(own[:, :, heads])
+            start = stop
+
+    def _begins(self, index: int) -> bool:
+        steps = self._schedule.steps
+        return index == 0 or steps[index].gather != steps[index - 1].gather
+
+    def prepare(self, index: int) -> None:
+        """Let the visitor of a step come and gather its keys, if there is such a step."""
+        if index >= len(self._schedule.steps):
+            return
+        with self._carrier.beside(self._own[0].device):
+            visitor = None
+            if self._visitors:
+                self._visitors.prepare(index)
+                visitor = self._visitors.views(index)
+            if self._begins(index):
+                self._gathered.post(self._schedule.steps[index].gather, visitor)
+
+    def land(self, index: int) -> tuple[Tensor, Tensor]:
+        """k [b, s, heads, d_qk] and v [b, s, heads, d_v] of a step."""
+        if self._begins(index):
+            self._last = self._gathered.land(self._schedule.steps[index].gather)
+        return self._last
+
+    def finish(self) -> None:
+        """Let the current stream wait for all that was done beside it."""
+        with self._carrier.beside(self._own[0].device) as aside:
+            pass
+        aside.wait()
 
 
 class _Outputs:
     """Results of a round: written where they belong, or merged there if rows have several."""
 
-    def __init__(self, call: Call, round_: Round, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(
+        self, call: Call, tiles: Sequence[Tile], q: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
         self._call, self._q, self._out, self._lse = call, q, out, lse
-        self._tiles_of = Counter(tile.q for tile in (*round_.before, *round_.tiles))
-        self._parts: dict[Span, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._tiles = tiles
+        self._parts: list[tuple[Tile, Tensor, Tensor]] = []
 
     def compute(self, tile: Tile, k: Tensor, v: Tensor) -> None:
         """Compute a tile over keys [b, rows, heads, d]."""
         rows, keys = tile.q.slice, tile.kv.slice
-        alone = self._tiles_of[tile.q] == 1
+        alone = _is_alone(tile, self._tiles)
         part = self._call.backend.forward(
             self._q[:, rows], k[:, keys], v[:, keys], self._call.scale,
             tile.mask is Mask.CAUSAL,
             into=(self._out[:, rows], self._lse[:, :, rows]) if alone else None,
         )  # fmt: skip
         if not alone:
-            self._parts[tile.q].append(part)
+            self._parts.append((tile, *part))
 
-    def merge(self) -> None:
+    def merge(self, pieces: Sequence[Piece]) -> None:
         """Merge what rows have of several tiles."""
-        for span, parts in self._parts.items():
-            merge_parts(self._out[:, span.slice], self._lse[:, :, span.slice], parts)
+        for piece in pieces:
+            parts = []
+            for tile, out, lse in self._parts:
+                if tile.q.holds(piece.rows):
+                    rows = piece.rows.moved(-tile.q.start).slice
+                    parts.append((out[:, rows], lse[:, :, rows]))
+            if parts:
+                rows = piece.rows.slice
+                merge_parts(self._out[:, rows], self._lse[:, :, rows], parts)
 
 
 def gather_backward(
@@ -86,36 +157,85 @@ def gather_backward(
     """
     schedule = call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
-    keys, home = GatheredKeys(call, schedule, k, v), KeyGrads(call, schedule, dk, dv)
-    side = QuerySide(q, dout, lse, None, out)
-    keys.post(0)
-    for index, round_ in enumerate(schedule.rounds):
-        heads = _query_heads(round_, q, k)
-        tiles = _BackwardTiles(call, round_, side.rows(slice(None), heads), dq[:, :, heads])
-        own = tuple(x[:, :, round_.heads.slice] for x in (k, v))
-        own_grads = [(tile, tiles.compute(tile, *own)) for tile in round_.before]
+    keys, shares = _Keys(call, schedule, k, v), KeyGrads(call, schedule, k, v)
+    sides = _sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
+    of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
+    sides.prepare(0)
+    keys.prepare(0)
+    for index, step in enumerate(schedule.steps):
+        direct = dq[:, :, _query_heads(step, q, k)] if schedule.topology.inter_size == 1 else None
+        tiles = _BackwardTiles(call, step, sides.side(index), direct)
+        own = tuple(x[:, :, step.heads.slice] for x in (k, v))
+        own_grads = [(tile, tiles.compute(tile, *own)) for tile in step.before]
         gathered = keys.land(index)
-        keys.post(index + 1)
-        for tile, share in zip(round_.tiles, home.shares(index), strict=True):
-            tiles.compute(tile, *gathered, into=home.split(share))
-        home.sum_posted()
-        home.post(index)
-        own_grads += [(tile, tiles.compute(tile, *own)) for tile in round_.after]
+        sides.prepare(index + 1)
+        keys.prepare(index + 1)
+        for tile, share in zip(step.tiles, shares.shares(index), strict=True):
+            tiles.compute(tile, *gathered, into=shares.split(share))
+        if index:
+            of_keys.add(index - 1, shares.collect(index - 1))
+        shares.post(index)
+        own_grads += [(tile, tiles.compute(tile, *own)) for tile in step.after]
         for tile, grads in own_grads:
-            home.add_own(tile, *grads)
-        tiles.sum()
-    home.sum_posted()
+            shares.add_own(tile, *grads)
+        of_queries.add(index, tiles.sums())
+    of_keys.add(len(schedule.steps) - 1, shares.collect(len(schedule.steps) - 1))
+    for sums in (of_queries, of_keys):
+        sums.finish()
+    keys.finish()
     return dq, dk, dv
 
 
-class _BackwardTiles:
-    """Computes the tiles of a round; sums dq of rows that have several."""
+def _sides(call: Call, schedule: GatherSchedule, whole: QuerySide, heads_kv: int) -> QuerySides:
+    """Query sides of each step, from that of all heads."""
+    batch, rows, heads_q, dim_qk = whole.q.shape
+    group = heads_q // heads_kv
+    if schedule.circulate is Circulate.Q:
+        whole = replace(whole, delta=row_delta(whole.dout, whole.out))
 
-    def __init__(self, call: Call, round_: Round, side: QuerySide, dq: Tensor) -> None:
-        self._call, self._side, self._dq = call, side, dq
-        every = (*round_.before, *round_.tiles, *round_.after)
-        self._tiles_of = Counter(tile.q for tile in every)
-        self._parts: dict[Span, list[Tensor]] = defaultdict(list)
+    def own(round_: int) -> QuerySide:
+        heads = schedule.rounds[round_]
+        return whole.rows(slice(None), slice(heads.start * group, heads.stop * group))
+
+    dims = dim_qk, whole.dout.shape[-1]
+    shapes = [(batch, rows, len(heads) * group, *dims) for heads in schedule.rounds]
+    return QuerySides(call, schedule.relay, own, shapes, whole.q)
+
+
+def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, Tensor]) -> list:
+    """Sums of dq, and of dk and dv: those of what circulates travel home."""
+
+    def of_queries(round_: int) -> tuple[Tensor, ...]:
+        group = dq.shape[2] // dkv[0].shape[2]
+        heads = schedule.rounds[round_]
+        return (dq[:, :, heads.start * group : heads.stop * group],)
+
+    def of_keys(round_: int) -> tuple[Tensor, ...]:
+        return tuple(x[:, :, schedule.rounds[round_].slice] for x in dkv)
+
+    kinds = [LocalSums, TravellingSums]
+    if schedule.circulate is Circulate.Q:
+        kinds.reverse()
+    return [
+        kind(call, schedule.relay, targets, len(schedule.rounds))
+        for kind, targets in zip(kinds, (of_queries, of_keys), strict=True)
+    ]
+
+
+class _BackwardTiles:
+    """Computes the tiles of a step; dq of rows that have one tile only is written in place.
+
+    Args:
+        call: the call.
+        step: whose tiles.
+        side: its queries.
+        dq: where dq goes if nothing else is added to it; None: it is.
+    """
+
+    def __init__(self, call: Call, step: GatherStep, side: QuerySide, dq: Tensor | None) -> None:
+        self._call, self._step, self._side, self._dq = call, step, side, dq
+        self._parts: list[tuple[Tile, Tensor]] = []
+        self._written: list[Span] = []
 
     def compute(
         self, tile: Tile, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None = None
@@ -124,27 +244,49 @@ class _BackwardTiles:
         side, rows = self._side.rows(tile.q.slice), tile.q.slice
         k, v = k[:, tile.kv.slice], v[:, tile.kv.slice]
         dtype = accumulate_dtype(k.dtype) if self._call.backend.capability.wide_grads else k.dtype
-        alone = self._tiles_of[tile.q] == 1
+        alone = self._dq is not None and _is_alone(tile, self._step.every_tile)
         dq = self._dq[:, rows] if alone else torch.empty_like(side.q, dtype=dtype)
         dk, dv = into or (torch.empty_like(x, dtype=dtype) for x in (k, v))
         self._call.backend.backward(
             side, k, v, self._call.scale, tile.mask is Mask.CAUSAL,
             into=(dq, dk, dv), deterministic=self._call.deterministic,
         )  # fmt: skip
-        if not alone:
-            self._parts[tile.q].append(dq)
+        if alone:
+            self._written.append(tile.q)
+        else:
+            self._parts.append((tile, dq))
         return dk, dv
 
-    def sum(self) -> None:
-        """Add up dq of rows that have several tiles."""
-        for span, parts in self._parts.items():
-            sum_parts(self._dq[:, span.slice], parts)
+    def sums(self) -> list:
+        """What is to be summed, for each piece of the queries that is not complete."""
+        return [
+            (
+                piece.rows,
+                [
+                    [
+                        dq[:, piece.rows.moved(-tile.q.start).slice]
+                        for tile, dq in self._parts
+                        if tile.q.holds(piece.rows)
+                    ]
+                ],
+            )
+            for piece in self._step.queries
+            if not any(span.holds(piece.rows) for span in self._written)
+        ]
 
 
-def _query_heads(round_: Round, q: Tensor, k: Tensor) -> slice:
-    """The query heads that belong to a round's key heads."""
+def _is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
+    """Whether no other of the tiles has any of its query rows."""
+    return not any(
+        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
+        for other in tiles
+    )
+
+
+def _query_heads(step: GatherStep, q: Tensor, k: Tensor) -> slice:
+    """The query heads that belong to a step's key heads."""
     group = q.shape[2] // k.shape[2]
-    return slice(round_.heads.start * group, round_.heads.stop * group)
+    return slice(step.heads.start * group, step.heads.stop * group)
 
 
 def _empty_rows_like(x: Tensor, dim: int) -> Tensor:

@@ -13,6 +13,7 @@ from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
+    Choice,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
@@ -24,6 +25,9 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
+
+
+_PLANS = {"ring": ring_schedule, "gather": gather_schedule, "a2a": a2a_schedule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +60,29 @@ def set_up(
     backend, backend_choice = choose_backend(
         problem_of(q, k, v, config.deterministic), config.backend
     )
-    intra = choose_intra(carrier.topology, pattern.layout, q.device.type, config.intra)
-    if intra.value == "gather":
-        heads = choose_heads_per_round(shape, carrier.topology.cp_size, config.heads_per_round)
-        chosen = f"{heads} of {shape.heads_kv} key heads a round; {carrier.transfer}"
-        schedule = partial(
-            gather_schedule,
-            carrier.cp_rank,
-            carrier.topology.cp_size,
-            heads_kv=shape.heads_kv,
-            heads_per_round=heads,
-            rectangular_causal=backend.capability.rectangular_causal,
-        )
-        backward = schedule
-    elif intra.value == "a2a":
-        heads = choose_heads_per_exchange(shape, carrier.topology.cp_size, config.heads_per_round)
-        chosen = f"{heads} key heads of a rank a round; {carrier.transfer}"
-        schedule = backward = partial(
-            a2a_schedule,
-            carrier.cp_rank,
-            carrier.topology.cp_size,
-            heads_kv=shape.heads_kv,
-            heads_per_round=heads,
-        )
-    else:
+    topology = carrier.topology
+    intra = choose_intra(topology, pattern.layout, q.device.type, config.intra)
+    chosen = []
+    if intra.value == "ring" or topology.inter_size > 1:
         circulate = choose_circulate(shape, config.circulate)
-        chosen = f"circulate {circulate}"
-        schedule = partial(ring_schedule, carrier.topology, carrier.cp_rank)
-        backward = partial(schedule, circulate=Circulate(circulate.value))
+        chosen.append(f"circulate {circulate}")
+    else:
+        circulate = Choice(Circulate.KV, "one host")
+    options: dict[str, object] = {}
+    if intra.value == "gather":
+        heads = choose_heads_per_round(shape, topology, config.heads_per_round)
+        chosen += [f"{heads} of {shape.heads_kv} key heads a round", f"{carrier.transfer}"]
+        options = {
+            "heads_kv": shape.heads_kv,
+            "heads_per_round": heads,
+            "rectangular_causal": backend.capability.rectangular_causal,
+        }
+    elif intra.value == "a2a":
+        heads = choose_heads_per_exchange(shape, topology, config.heads_per_round)
+        chosen += [f"{heads} key heads of a rank a round", f"{carrier.transfer}"]
+        options = {"heads_kv": shape.heads_kv, "heads_per_round": heads}
+    schedule = partial(_PLANS[intra.value], topology, carrier.cp_rank, **options)
+    backward = partial(schedule, circulate=Circulate(circulate.value))
     rows = {"layout": pattern.layout, "mask": pattern.mask, "tokens": shape.tokens}
     call = Call(
         forward=schedule(direction=Direction.FORWARD, **rows),
@@ -94,7 +93,8 @@ def set_up(
         grad_dtype=grad_dtype,
         deterministic=config.deterministic,
     )
-    return call, f"{carrier.topology}; {intra}; {chosen}; backend {backend_choice}"
+    words = [f"{topology}", f"{intra}", *chosen, f"backend {backend_choice}"]
+    return call, "; ".join(words)
 
 
 def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:

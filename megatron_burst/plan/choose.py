@@ -10,6 +10,7 @@ from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
+_PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
 
@@ -59,11 +60,11 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
     Raises:
         BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
     """
-    hosts = len(set(topology.host_of))
     cannot = None
-    if hosts > 1:
+    if topology.spans_hosts:
         cannot = (
-            f"all ranks must share a host, because keys or heads travel over NVLink; got {hosts}"
+            "a row of ranks must share a host, because keys or heads travel over NVLink; got "
+            f"{topology}"
         )
     elif layout is Layout.STRIPED:
         cannot = "the layout must not be striped, because whole sequences lie in order; got striped"
@@ -78,7 +79,7 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
         return Choice("ring", "one rank" if topology.cp_size == 1 else "gathering cannot do it")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
-    return Choice("gather", "one host: few long kernel calls, no merging")
+    return Choice("gather", "few long kernel calls, merged once")
 
 
 def choose_transfer(
@@ -99,10 +100,15 @@ def choose_transfer(
         return Choice("send", "asked for")
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
-    elif (hosts := len(set(topology.host_of))) > 1:
-        cannot = f"all ranks must share a host, because they read each other's memory; got {hosts}"
+    elif topology.spans_hosts:
+        cannot = (
+            "the ranks that gather must share a host, because they read each other's memory; got "
+            f"{topology}"
+        )
+    elif topology.intra_size == 1:
+        cannot = "a rank must share its host with another, because it reads the other's memory"
     else:
-        reason = try_out() if topology.cp_size > 1 else None
+        reason = try_out()
         cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
     if cannot and asked == "pull":
         raise BurstError(
@@ -114,12 +120,16 @@ def choose_transfer(
     return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
 
 
-def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+def choose_heads_per_round(shape: AttentionShape, topology: Topology, asked: int | None) -> int:
     """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+
+    On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
+    from another host and the last gradient that goes home are hidden by one step only, and the
+    more rounds there are, the smaller they are.
 
     Args:
         shape: sizes of the call on one rank.
-        cp_size: size of the context-parallel group.
+        topology: of the group; ranks of a row gather.
         asked: by the user; None lets the rule decide.
 
     Raises:
@@ -132,25 +142,31 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
         )
     if asked is not None:
         return asked
-    head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
-    in_bytes = _ROUND_BYTES // (head_bytes * shape.itemsize)
+    row = shape.batch * shape.tokens * topology.intra_size
+    in_bytes = _ROUND_BYTES // (row * (shape.dim_qk + shape.dim_v) * shape.itemsize)
+    if topology.inter_size > 1:
+        in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
     to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
     return min(shape.heads_kv, max(1, in_bytes, to_fill))
 
 
-def choose_heads_per_exchange(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+def choose_heads_per_exchange(shape: AttentionShape, topology: Topology, asked: int | None) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
 
     Args:
         shape: sizes of the call on one rank.
-        cp_size: size of the context-parallel group.
+        topology: of the group; ranks of a row exchange.
         asked: by the user; None lets the rule decide.
     """
+    ranks = topology.intra_size
     group = shape.heads_q // shape.heads_kv
-    a_head = shape.batch * shape.tokens * cp_size * (group + 1) * (shape.dim_qk + shape.dim_v)
-    most = max(1, shape.heads_kv // cp_size)
-    return min(most, asked or max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize)))
+    a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
+    most = max(1, shape.heads_kv // ranks)
+    in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
+    if topology.inter_size > 1:
+        in_bytes = min(in_bytes, -(-most // _PIECES))
+    return min(most, asked or in_bytes)
 
 
 def _size(num_bytes: int) -> str:
