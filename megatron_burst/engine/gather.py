@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.hop import Segment
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gathered import GatheredKeys, KeyGrads
-from megatron_burst.engine.relayed import LocalSums, TravellingSums, Visitors
-from megatron_burst.engine.visiting import QuerySides
+from megatron_burst.engine.relayed import LocalSums, Sum, TravellingSums
+from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, row_delta
 from megatron_burst.plan.gather import GatherSchedule, GatherStep
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece
+from megatron_burst.plan.mask import Mask, Span, Tile, cut
 from megatron_burst.plan.schedule import Circulate
 
 
@@ -49,7 +48,7 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         for tile in step.tiles:
             outputs.compute(tile, *gathered)
         if schedule.relay.is_last(index):
-            outputs.merge(step.queries)
+            outputs.merge()
     keys.finish()
     return out, lse
 
@@ -58,24 +57,20 @@ class _Keys:
     """Gathered keys, of visitors too if these are keys; prepared beside the kernels."""
 
     def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
-        self._carrier, self._schedule, self._own = call.carrier, schedule, (k, v)
+        self._schedule = schedule
         self._gathered = GatheredKeys(call, schedule, k, v)
         self._visitors = None
         self._last: tuple[Tensor, Tensor] | None = None
         if schedule.circulate is Circulate.KV:
-            dims = k.shape[-1] + v.shape[-1]
-            segments = [
-                [Segment((k.shape[1], k.shape[0], len(heads), dims), k.dtype)]
-                for heads in schedule.rounds
-            ]
-            self._visitors = Visitors(call, schedule.relay, segments, self._pack, k.device)
+            batch, rows, _, dim_qk = k.shape
+            shapes = [(batch, rows, len(heads), dim_qk, v.shape[-1]) for heads in schedule.rounds]
 
-    def _pack(self, round_: int, piece: tuple[Tensor, ...]) -> None:
-        heads, start = self._schedule.rounds[round_].slice, 0
-        for own in self._own:
-            stop = start + own.shape[-1]
-            piece[0][..., start:stop].transpose(0, 1).copy_(own[:, :, heads])
-            start = stop
+            def own(round_: int) -> tuple[Tensor, Tensor]:
+                heads = schedule.rounds[round_].slice
+                return k[:, :, heads], v[:, :, heads]
+
+            self._visitors = KeyVisitors(call, schedule.relay, own, shapes, k)
+        self._guests = Guests(call, schedule.relay, self._visitors, k.device)
 
     def _begins(self, index: int) -> bool:
         steps = self._schedule.steps
@@ -83,15 +78,12 @@ class _Keys:
 
     def prepare(self, index: int) -> None:
         """Let the visitor of a step come and gather its keys, if there is such a step."""
-        if index >= len(self._schedule.steps):
-            return
-        with self._carrier.beside(self._own[0].device):
-            visitor = None
-            if self._visitors:
-                self._visitors.prepare(index)
-                visitor = self._visitors.views(index)
-            if self._begins(index):
-                self._gathered.post(self._schedule.steps[index].gather, visitor)
+        self._guests.prepare(index, partial(self._gather, index))
+
+    def _gather(self, index: int) -> None:
+        if self._begins(index):
+            visitor = self._visitors and self._visitors.views(index)
+            self._gathered.post(self._schedule.steps[index].gather, visitor)
 
     def land(self, index: int) -> tuple[Tensor, Tensor]:
         """k [b, s, heads, d_qk] and v [b, s, heads, d_v] of a step."""
@@ -101,9 +93,7 @@ class _Keys:
 
     def finish(self) -> None:
         """Let the current stream wait for all that was done beside it."""
-        with self._carrier.beside(self._own[0].device) as aside:
-            pass
-        aside.wait()
+        self._guests.finish()
 
 
 class _Outputs:
@@ -128,16 +118,16 @@ class _Outputs:
         if not alone:
             self._parts.append((tile, *part))
 
-    def merge(self, pieces: Sequence[Piece]) -> None:
+    def merge(self) -> None:
         """Merge what rows have of several tiles."""
-        for piece in pieces:
+        for span in cut((tile.q for tile in self._tiles), self._q.shape[1]):
             parts = []
             for tile, out, lse in self._parts:
-                if tile.q.holds(piece.rows):
-                    rows = piece.rows.moved(-tile.q.start).slice
+                if tile.q.holds(span):
+                    rows = span.moved(-tile.q.start).slice
                     parts.append((out[:, rows], lse[:, :, rows]))
             if parts:
-                rows = piece.rows.slice
+                rows = span.slice
                 merge_parts(self._out[:, rows], self._lse[:, :, rows], parts)
 
 
@@ -158,13 +148,13 @@ def gather_backward(
     schedule = call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
     keys, shares = _Keys(call, schedule, k, v), KeyGrads(call, schedule, k, v)
-    sides = _sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
+    sides = _Sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
     of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
     sides.prepare(0)
     keys.prepare(0)
     for index, step in enumerate(schedule.steps):
         direct = dq[:, :, _query_heads(step, q, k)] if schedule.topology.inter_size == 1 else None
-        tiles = _BackwardTiles(call, step, sides.side(index), direct)
+        tiles = _BackwardTiles(call, step, sides.of(index), direct)
         own = tuple(x[:, :, step.heads.slice] for x in (k, v))
         own_grads = [(tile, tiles.compute(tile, *own)) for tile in step.before]
         gathered = keys.land(index)
@@ -186,27 +176,46 @@ def gather_backward(
     return dq, dk, dv
 
 
-def _sides(call: Call, schedule: GatherSchedule, whole: QuerySide, heads_kv: int) -> QuerySides:
-    """Query sides of each step, from that of all heads."""
-    batch, rows, heads_q, dim_qk = whole.q.shape
-    group = heads_q // heads_kv
-    if schedule.circulate is Circulate.Q:
-        whole = replace(whole, delta=row_delta(whole.dout, whole.out))
+class _Sides:
+    """The query side of each step, of visitors too if queries circulate."""
 
-    def own(round_: int) -> QuerySide:
-        heads = schedule.rounds[round_]
-        return whole.rows(slice(None), slice(heads.start * group, heads.stop * group))
+    def __init__(
+        self, call: Call, schedule: GatherSchedule, whole: QuerySide, heads_kv: int
+    ) -> None:
+        self._schedule, self._visitors = schedule, None
+        batch, rows, heads_q, dim_qk = whole.q.shape
+        self._group = heads_q // heads_kv
+        if schedule.circulate is Circulate.Q:
+            whole = replace(whole, delta=row_delta(whole.dout, whole.out))
+            dims = dim_qk, whole.dout.shape[-1]
+            shapes = [(batch, rows, len(heads) * self._group, *dims) for heads in schedule.rounds]
+            self._visitors = QueryVisitors(call, schedule.relay, self._own, shapes, whole.q)
+        self._whole = whole
+        self._guests = Guests(call, schedule.relay, self._visitors, whole.q.device)
 
-    dims = dim_qk, whole.dout.shape[-1]
-    shapes = [(batch, rows, len(heads) * group, *dims) for heads in schedule.rounds]
-    return QuerySides(call, schedule.relay, own, shapes, whole.q)
+    def _own(self, round_: int) -> QuerySide:
+        heads = self._schedule.rounds[round_]
+        return self._whole.rows(
+            slice(None), slice(heads.start * self._group, heads.stop * self._group)
+        )
+
+    def prepare(self, index: int) -> None:
+        """Let the visitor of a step come, if there is such a step."""
+        if self._visitors:
+            self._guests.prepare(index)
+
+    def of(self, index: int) -> QuerySide:
+        """The side of a step."""
+        if self._visitors and self._guests.await_visitor(index):
+            return self._visitors.side(index)
+        return self._own(self._schedule.relay.legs[index].round)
 
 
 def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, Tensor]) -> list:
     """Sums of dq, and of dk and dv: those of what circulates travel home."""
+    group = dq.shape[2] // dkv[0].shape[2]
 
     def of_queries(round_: int) -> tuple[Tensor, ...]:
-        group = dq.shape[2] // dkv[0].shape[2]
         heads = schedule.rounds[round_]
         return (dq[:, :, heads.start * group : heads.stop * group],)
 
@@ -216,10 +225,12 @@ def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, T
     kinds = [LocalSums, TravellingSums]
     if schedule.circulate is Circulate.Q:
         kinds.reverse()
-    return [
-        kind(call, schedule.relay, targets, len(schedule.rounds))
-        for kind, targets in zip(kinds, (of_queries, of_keys), strict=True)
-    ]
+    made = []
+    for kind, targets in zip(kinds, (of_queries, of_keys), strict=True):
+        rounds = range(len(schedule.rounds))
+        shapes = [[tuple(x.shape) for x in targets(round_)] for round_ in rounds]
+        made.append(kind(call, schedule.relay, targets, shapes, dq.device))
+    return made
 
 
 class _BackwardTiles:
@@ -257,21 +268,22 @@ class _BackwardTiles:
             self._parts.append((tile, dq))
         return dk, dv
 
-    def sums(self) -> list:
-        """What is to be summed, for each piece of the queries that is not complete."""
+    def sums(self) -> list[Sum]:
+        """What is to be summed, for all query rows that are not complete."""
+        tiles = (tile.q for tile in self._step.every_tile)
         return [
             (
-                piece.rows,
+                span,
                 [
                     [
-                        dq[:, piece.rows.moved(-tile.q.start).slice]
+                        dq[:, span.moved(-tile.q.start).slice]
                         for tile, dq in self._parts
-                        if tile.q.holds(piece.rows)
+                        if tile.q.holds(span)
                     ]
                 ],
             )
-            for piece in self._step.queries
-            if not any(span.holds(piece.rows) for span in self._written)
+            for span in cut(tiles, self._side.q.shape[1])
+            if not any(written.holds(span) for written in self._written)
         ]
 
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes, view_as
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.relayed import Sum
 from megatron_burst.plan.gather import GatherSchedule, Leaf
 from megatron_burst.plan.mask import Tile
 from megatron_burst.plan.pieces import Piece
@@ -139,7 +140,7 @@ class KeyGrads:
         staging = view_as(self._staging, self._shape(index, sum(lengths)), self._dtype)
         return list(zip(arrivals, staging.split(lengths) if lengths else (), strict=True))
 
-    def collect(self, index: int) -> list:
+    def collect(self, index: int) -> list[Sum]:
         """Wait for the shares that were posted; what is to be summed, for each piece held here."""
         self._under_way.wait()
         staged, found = self._staged(index), []

@@ -13,6 +13,8 @@ from megatron_burst.plan.mask import Span
 from megatron_burst.plan.relay import Homecoming, Relay
 from megatron_burst.plan.schedule import HOME, Cargo, Hop
 
+Targets = Callable[[int], Sequence[Tensor]]  # of a round, [b, rows, heads, d] each
+SumShape = tuple[int, int, int, int]  # batch, rows, heads, d
 Sum = tuple[Span, Sequence[Sequence[Tensor]]]  # rows, and for each tensor the parts to be added
 
 
@@ -65,9 +67,12 @@ class Visitors:
         self._relay, self._pack, self._mine = relay, pack, call.carrier.cp_rank
         self._hops = _Hops(call, Cargo.READ, relay.read_slots, segments, device)
 
-    def prepare(self, index: int) -> None:
-        """Wait for the piece of a step; send on what is to go on."""
+    def land(self, index: int) -> None:
+        """Let the current stream wait for the piece of a step."""
         self._hops.land(index)
+
+    def pass_on(self, index: int) -> None:
+        """Send on what is to go on in a step."""
         for hop in self._relay.legs[index].reads:
             if hop.sends == self._mine:
                 self._pack(hop.round, self._hops.views(hop.from_slot, hop.round))
@@ -86,15 +91,20 @@ class TravellingSums:
         call: the call.
         relay: of the backward pass.
         targets: where the rank's own gradients go, for each round: [b, rows, heads, d] each.
-        rounds: how many there are.
+        shapes: [b, rows, heads, d] of each target of each round.
+        device: of the buffers.
     """
 
     def __init__(
-        self, call: Call, relay: Relay, targets: Callable[[int], tuple[Tensor, ...]], rounds: int
+        self,
+        call: Call,
+        relay: Relay,
+        targets: Targets,
+        shapes: Sequence[Sequence[SumShape]],
+        device: torch.device,
     ) -> None:
         self._relay, self._targets = relay, targets
-        segments = _segments(targets, rounds, call.grad_dtype)
-        device = targets(0)[0].device
+        segments = _segments(shapes, call.grad_dtype)
         self._hops = _Hops(call, Cargo.GRAD, relay.grad_slots, segments, device)
 
     def _views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
@@ -137,18 +147,22 @@ class LocalSums:
         call: the call.
         relay: of the backward pass.
         targets: where they go, for each round: [b, rows, heads, d] each.
-        rounds: how many there are.
+        shapes: [b, rows, heads, d] of each target of each round.
+        device: of the buffers.
     """
 
     def __init__(
-        self, call: Call, relay: Relay, targets: Callable[[int], tuple[Tensor, ...]], rounds: int
+        self,
+        call: Call,
+        relay: Relay,
+        targets: Targets,
+        shapes: Sequence[Sequence[SumShape]],
+        device: torch.device,
     ) -> None:
         self._relay, self._targets = relay, targets
-        self._dtype = accumulate_dtype(targets(0)[0].dtype)
-        self._segments = _segments(targets, rounds, self._dtype)
+        self._segments = _segments(shapes, accumulate_dtype(call.grad_dtype))
         sizes = [sum(segment.num_bytes for segment in of_round) for of_round in self._segments]
-        count = int(len(relay.legs) > rounds)
-        device = targets(0)[0].device
+        count = int(len(relay.legs) > len(shapes))
         self._flat = call.carrier.buffers("local sums", count, max(sizes), device)
 
     def _totals(self, round_: int) -> tuple[Tensor, ...]:
@@ -183,11 +197,9 @@ def add_up(total: Tensor, parts: Sequence[Tensor], fresh: bool) -> None:
         total.zero_()
 
 
-def _segments(
-    targets: Callable[[int], tuple[Tensor, ...]], rounds: int, dtype: torch.dtype
-) -> list[list[Segment]]:
-    """Of sums like [b, rows, heads, d] each, in every round; with rows outermost in memory."""
+def _segments(shapes: Sequence[Sequence[SumShape]], dtype: torch.dtype) -> list[list[Segment]]:
+    """Of the sums of every round, with rows outermost in memory."""
     return [
-        [Segment(tuple(x.transpose(0, 1).shape), dtype) for x in targets(round_)]
-        for round_ in range(rounds)
+        [Segment((rows, batch, heads, dim), dtype) for batch, rows, heads, dim in of_round]
+        for of_round in shapes
     ]

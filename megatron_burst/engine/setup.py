@@ -26,7 +26,6 @@ from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
 
-
 _PLANS = {"ring": ring_schedule, "gather": gather_schedule, "a2a": a2a_schedule}
 
 
