@@ -135,6 +135,7 @@ def test_any_case_is_exact(case):
     assert_exact(topology, tensors, **options)
 
 
+EXCHANGING_HOSTS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (4, 2)]
 GATHERING_HOSTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2), (4, 2), (2, 4)]
 
 
@@ -181,27 +182,28 @@ def test_any_gathering_case_is_exact(case):
 
 @st.composite
 def a2a_cases(draw):
-    size = draw(st.sampled_from([1, 2, 3, 4]))
+    hosts, ranks = draw(st.sampled_from(EXCHANGING_HOSTS))
     per_rank, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
-    heads = (size * per_rank * group, size * per_rank)
+    heads = (ranks * per_rank * group, ranks * per_rank)
     seed, dims = draw(st.integers(0, 9)), draw(st.sampled_from([(4, 4), (6, 3), (2, 5)]))
     options = {
         "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         "mask": draw(st.sampled_from(list(Mask))),
-        "schedules": partial(a2a_schedules, heads=(heads[1], draw(st.integers(1, per_rank)))),
+        "schedules": partial(
+            a2a_schedules,
+            heads=(heads[1], draw(st.integers(1, per_rank))),
+            circulate=draw(st.sampled_from(list(Circulate))),
+        ),
         "backend": draw(st.sampled_from(["reference", "torch-cpu"])),
         "scale": 0.5,
         "seed": seed,
         "pulls": draw(st.booleans()),
     }
-    return (
-        pretend_hosts(size, 1),
-        problem(size, 2 * draw(st.integers(1, 3)), heads, dims, seed),
-        options,
-    )
+    tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, dims, seed)
+    return draw(scattered(hosts, ranks)), tensors, options
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(a2a_cases())
 def test_any_exchange_of_heads_is_exact(case):
     """Catches heads or rows dealt to the wrong rank, results that come home too early or late."""
