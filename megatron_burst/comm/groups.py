@@ -204,6 +204,7 @@ def communicator_of(
     group: dist.ProcessGroup,
     config: BurstConfig,
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+    flat: bool = False,
 ) -> Communicator:
     """The communicator of a context-parallel group; made at first use by all its ranks together.
 
@@ -212,17 +213,22 @@ def communicator_of(
         config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
             `transfer`, `nccl_ctas` and `overlap` say how data are carried.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
+        flat: treat all ranks as one row, whatever their hosts.
 
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
     made = _COMMUNICATORS.setdefault(group, {})
     carried = (config.hosts, config.transfer, config.nccl_ctas, config.overlap)
-    key = (*carried, tuple(hcp_groups or ()))
+    key = (*carried, flat, tuple(hcp_groups or ()))
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board, hcp_groups)
-        made[key] = Communicator(group, topology, board, config, hcp_groups)
+        made[key] = (
+            Communicator(group, topology.flat(), board, config)
+            if flat
+            else Communicator(group, topology, board, config, hcp_groups)
+        )
     return made[key]

@@ -76,9 +76,13 @@ class Transfer:
         self._works, self._timeout_s, self._explain = works, timeout_s, explain
 
     def wait(self) -> None:
-        """Let the current stream (on CPU: this thread) wait until both have happened."""
+        """Let the current stream (on CPU: this thread) wait until both have happened.
+
+        Once: gloo waits for ever for what was waited for before.
+        """
+        works, self._works = self._works, ()
         try:
-            for work in self._works:
+            for work in works:
                 if self._timeout_s is None:
                     work.wait()
                 else:

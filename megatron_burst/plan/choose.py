@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cost import AttentionShape, hop_bytes
+from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
+_EXCHANGE_IF = 0.8
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
@@ -48,7 +49,9 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
     return Choice(min(cost, key=cost.get), figures)
 
 
-def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) -> Choice:
+def choose_intra(
+    topology: Topology, layout: Layout, device: str, asked: str, inter: str = "ring"
+) -> Choice:
     """How queries and keys come together inside a host: "ring", "gather" or "a2a".
 
     Args:
@@ -56,12 +59,17 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
         layout: how tokens are dealt out.
         device: torch device type.
         asked: "auto", "ring", "gather" or "a2a".
+        inter: how it goes between hosts; "a2a" and "flat" run the same over all ranks.
 
     Raises:
         BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
     """
+    if inter == "flat":
+        return Choice("ring", "one ring over all ranks")
+    if inter == "a2a":
+        asked = "a2a"
     cannot = None
-    if topology.spans_hosts:
+    if topology.spans_hosts and inter != "a2a":
         cannot = (
             "a row of ranks must share a host, because keys or heads travel over NVLink; got "
             f"{topology}"
@@ -74,12 +82,43 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
             f"burst attention: to {what}, {cannot}; pass --burst-intra ring (intra='ring') or auto"
         )
     if asked != "auto":
-        return Choice(asked, "asked for")
+        return Choice(asked, "over all ranks" if inter == "a2a" else "asked for")
     if cannot or topology.cp_size == 1:
         return Choice("ring", "one rank" if topology.cp_size == 1 else "gathering cannot do it")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     return Choice("gather", "few long kernel calls, merged once")
+
+
+def choose_inter(
+    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: tuple[str, str]
+) -> Choice:
+    """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
+
+    The exchange must save a fifth of the ring's bytes: nothing hides its first round there and the
+    last one back, while a ring begins and ends with work on the host's own shards.
+
+    Args:
+        shape: sizes of the call on one rank.
+        topology: of the group.
+        layout: how tokens are dealt out.
+        device: torch device type.
+        asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+    """
+    inter, intra = asked
+    if inter != "auto":
+        return Choice(inter, "asked for")
+    if topology.inter_size == 1:
+        return Choice("ring", "one row of ranks")
+    if intra != "auto":
+        return Choice("ring", f"intra={intra} was asked for")
+    if device == "cpu" or layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
+        why = "no GPUs, or a layout or number of heads that cannot be exchanged over all ranks"
+        return Choice("ring", why)
+    ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
+    exchange = exchange_bytes(shape, topology)
+    figures = f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}"
+    return Choice("a2a" if exchange < _EXCHANGE_IF * ring else "ring", figures)
 
 
 def choose_transfer(
@@ -120,7 +159,9 @@ def choose_transfer(
     return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
 
 
-def choose_heads_per_round(shape: AttentionShape, topology: Topology, asked: int | None) -> int:
+def choose_heads_per_round(
+    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+) -> int:
     """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
 
     On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
@@ -131,6 +172,7 @@ def choose_heads_per_round(shape: AttentionShape, topology: Topology, asked: int
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
         asked: by the user; None lets the rule decide.
+        pieces: whether there may be several rounds.
 
     Raises:
         BurstError: if more heads were asked for than there are.
@@ -140,8 +182,8 @@ def choose_heads_per_round(shape: AttentionShape, topology: Topology, asked: int
             "burst attention: heads_per_round must not exceed the key heads of a rank, because a "
             f"round gathers some of them; got {asked} of {shape.heads_kv}; leave it out"
         )
-    if asked is not None:
-        return asked
+    if asked is not None or not pieces:
+        return asked or shape.heads_kv
     row = shape.batch * shape.tokens * topology.intra_size
     in_bytes = _ROUND_BYTES // (row * (shape.dim_qk + shape.dim_v) * shape.itemsize)
     if topology.inter_size > 1:
@@ -151,18 +193,23 @@ def choose_heads_per_round(shape: AttentionShape, topology: Topology, asked: int
     return min(shape.heads_kv, max(1, in_bytes, to_fill))
 
 
-def choose_heads_per_exchange(shape: AttentionShape, topology: Topology, asked: int | None) -> int:
+def choose_heads_per_exchange(
+    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row exchange.
         asked: by the user; None lets the rule decide.
+        pieces: whether there may be several rounds.
     """
     ranks = topology.intra_size
     group = shape.heads_q // shape.heads_kv
     a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
     most = max(1, shape.heads_kv // ranks)
+    if not pieces:
+        return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
     if topology.inter_size > 1:
         in_bytes = min(in_bytes, -(-most // _PIECES))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.topology import Link, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,29 @@ def relay_bytes(schedule: GatherSchedule | A2ASchedule, shape: AttentionShape) -
         per_hop[hop.cargo] * len(schedule.rounds[hop.round]) // shape.heads_kv
         for hop in schedule.relay.hops
     )
+
+
+def exchange_bytes(shape: AttentionShape, topology: Topology) -> int:
+    """Bytes that a rank sends to other hosts in both passes if all ranks exchange heads.
+
+    Forward: Q, K, V there; the output and lse back. Backward: Q, K, V, dO, lse and delta there; dQ,
+    dK, dV back. Of each 1 - 1/N goes to other hosts.
+    """
+    both_dims = shape.dim_qk + shape.dim_v
+    of_queries = shape.rows_q * (both_dims * shape.itemsize + shape.stat_bytes)
+    of_keys = shape.rows_kv * both_dims * shape.itemsize
+    forward = of_queries + of_keys
+    backward = of_queries + of_keys + shape.rows_q * shape.stat_bytes
+    grads = shape.rows_q * shape.dim_qk + shape.rows_kv * both_dims
+    every = forward + backward + grads * shape.itemsize
+    return every - every // topology.inter_size
+
+
+def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate) -> int:
+    """Bytes that a rank sends to other hosts in both passes of a ring between hosts."""
+    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV)
+    backward = hop_bytes(shape, Direction.BACKWARD, circulate)
+    return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
 def flops(schedule: Schedule, shape: AttentionShape) -> int:
