@@ -14,7 +14,7 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_backward, run_forward
-from megatron_burst.engine.setup import Pattern, set_up
+from megatron_burst.engine.setup import Pattern, set_up, settle_inter
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -42,14 +42,15 @@ def burst_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
 
-    Every rank passes its own rows and gets its own rows of the output. On the GPUs of one host keys
-    are gathered a few heads at a time. Elsewhere K and V travel round nested rings in forward; in
-    backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. Results are merged and
-    gradients summed in max(float32, input dtype). Under `torch.no_grad` nothing is kept. All ranks
-    of the group must call with the same shapes and options, and all of them must run backward
-    through the output if one does: each needs the others' shards. Inside a checkpoint
-    (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the first pass
-    has computed (from the second checkpoint of the process on: the first call sees to it).
+    Every rank passes its own rows and gets its own rows of the output. On GPUs keys are gathered a
+    few heads at a time inside a host; between hosts K and V travel round a ring in forward, in
+    backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. On CPUs rings nest in rings.
+    Results are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad`
+    nothing is kept. All ranks of the group must call with the same shapes and options, and all of
+    them must run backward through the output if one does: each needs the others' shards. Inside a
+    checkpoint (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the
+    first pass has computed (from the second checkpoint of the process on: the first call sees to
+    it).
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -104,11 +105,14 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     carrier = communicator_of(group, terms.config, hcp_groups)
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
-    call, choices = set_up(q, k, v, carrier, pattern, terms.config)
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, terms.config)
+    config, between = settle_inter(q, k, v, carrier.topology, pattern, terms.config)
+    if config.inter in ("a2a", "flat"):
+        carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
+    call, choices = set_up(q, k, v, carrier, pattern, config)
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
     if is_new:
         board.agree({"backend": call.backend.capability.name}, _WHO)
-        board.say_once(f"{_WHO}: {choices}{kept}")
+        board.say_once(f"{_WHO}: {between}{choices}{kept}")
     return call, keeping
 
 

@@ -17,9 +17,15 @@ class BurstConfig:
     Attributes:
         intra: how keys come together inside a host: "ring" passes shards from rank to rank,
             "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
-            gathers on GPUs of one host.
+            gathers on GPUs.
+        inter: how they come together between hosts: "ring" passes them from host to host while the
+            ranks of each host work together, "a2a" exchanges heads over all ranks, "flat" runs one
+            ring over all ranks as if there were one host, to measure what nesting brings; "auto"
+            takes the ring or the exchange, by bytes between hosts.
         heads_per_round: key heads that are gathered, or that a rank computes, at a time; None takes
             what fills the GPU within a bounded buffer.
+        pieces: go through the heads in rounds; False takes all in one, so that transfers between
+            hosts are whole shards, to measure what cutting them brings.
         circulate: what travels round the rings in backward; "auto" takes what has fewer bytes.
         backend: the attention kernel by name; "auto" takes the fastest that can do the call.
         deterministic: compute bitwise the same gradients every time.
@@ -49,7 +55,9 @@ class BurstConfig:
     """
 
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
+    inter: Literal["auto", "ring", "a2a", "flat"] = "auto"
     heads_per_round: int | None = None
+    pieces: bool = True
     circulate: Literal["auto", "kv", "q"] = "auto"
     backend: str = "auto"
     deterministic: bool = False
@@ -83,11 +91,29 @@ class BurstConfig:
                     f"burst attention: {name} must be at least 1, because nothing would move with "
                     f"none; got {value}; leave it out"
                 )
+        self._check_ways()
         self._check_keep()
         if self.timeout_s <= 0:
             raise BurstError(
                 "burst attention: timeout_s must be positive, because a rank waits that long for "
                 f"the others; got {self.timeout_s}; pass seconds"
+            )
+
+    def _check_ways(self) -> None:
+        """Refuse ways inside and between hosts that exclude each other."""
+        fits = {"a2a": ("auto", "a2a"), "flat": ("auto", "ring")}
+        allowed = fits.get(self.inter, (self.intra,))
+        if self.intra not in allowed:
+            raise BurstError(
+                f"burst attention: with inter={self.inter} intra must be {allowed[1]} or auto, "
+                "because the same runs over all ranks, whatever their hosts; got "
+                f"intra={self.intra}; leave one of them out"
+            )
+        if not self.pieces and self.heads_per_round is not None:
+            raise BurstError(
+                "burst attention: pieces=False and heads_per_round must not come together, because "
+                "the one is a round of all heads, the other of some; got heads_per_round="
+                f"{self.heads_per_round}; leave one of them out"
             )
 
     def _check_keep(self) -> None:

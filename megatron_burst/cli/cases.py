@@ -171,6 +171,10 @@ _BURST = (  # labels after "burst:"; each changes one thing of auto
     "auto", "overlap=false", "transfer=send", "heads_per_round=1", "heads_per_round=4",
     "intra=a2a", "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
 )  # fmt: skip
+_BURST_HOSTS = (  # the same on several hosts
+    "auto", "inter=flat", "intra=ring", "circulate=kv", "circulate=q", "overlap=false",
+    "pieces=false", "transfer=send", "intra=a2a", "inter=a2a",
+)  # fmt: skip
 _K = 1024
 _MHA = ((32, 32),)
 _SEEDS = (
@@ -187,5 +191,13 @@ PRESETS = {
     "ablation": Preset(
         Grid((64 * _K, 128 * _K), ((32, 8), (32, 32))).cases(),
         (*(f"burst:{label}" for label in _BURST), "ceiling"),
+    ),
+    "two-hosts": Preset(
+        Grid((64 * _K, 128 * _K, 256 * _K, 512 * _K), ((32, 32), (32, 8), (8, 2), (8, 1))).cases(),
+        PEERS,
+    ),
+    "ablation-hosts": Preset(
+        Grid((64 * _K, 128 * _K), ((32, 8), (32, 32))).cases(),
+        (*(f"burst:{label}" for label in _BURST_HOSTS), "ceiling"),
     ),
 }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
@@ -54,6 +55,7 @@ class Communicator:
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
         row, column = topology.coord(self.cp_rank)
         members = {
             Link.INTRA: topology.grid[row],
@@ -69,8 +71,10 @@ class Communicator:
             if len(ranks) > 1
         }
         device = "cuda" if self._backend == "nccl" else "cpu"
-        self._pool = SymmetricPool(group, range(group.size()), self.cp_rank, board)
-        self.transfer = choose_transfer(topology, device, config.transfer, self._pool.refusal)
+        together = self._groups.get((Link.INTRA, Cargo.READ))
+        self._pool = together and SymmetricPool(together, members[Link.INTRA], self.cp_rank, board)
+        refusal = self._pool.refusal if self._pool else lambda: None
+        self.transfer = choose_transfer(topology, device, config.transfer, refusal)
 
     def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
         """A new group of some of the ranks; only its members take part in making it."""
@@ -112,12 +116,13 @@ class Communicator:
     def release_buffers(self) -> None:
         """Give the memory of all buffers back; the next call allocates them again."""
         self._buffers.clear()
-        self._pool.release()
+        if self._pool:
+            self._pool.release()
 
     @property
     def symmetric_bytes(self) -> int:
         """Device memory that torch's caching allocator knows nothing of."""
-        return self._pool.num_bytes
+        return self._pool.num_bytes if self._pool else 0
 
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
         """Post one hop behind what the current stream has queued; returns at once."""
@@ -128,6 +133,14 @@ class Communicator:
             transfer.wait()
         return transfer
 
+    def beside(self, device: torch.device) -> Aside:
+        """Where waits, copies and posts do not hold up the current stream's kernels."""
+        if device.type != "cuda" or not self._overlap:
+            return Aside(None)
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device, priority=-1)
+        return Aside(self._sides[device])
+
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots:
         """Slots for a call of so many rounds, which this rank shares with the others of its host.
 
@@ -137,7 +150,8 @@ class Communicator:
             num_bytes: of a slot; the same on all ranks.
             device: of the buffers.
         """
-        make = self._pool.slots if self.transfer.value == "pull" else self._sent_slots
+        pulls = self._pool and self.transfer.value == "pull"
+        make = self._pool.slots if pulls else self._sent_slots
         slots = make(cargo, rounds, num_bytes, device)
         return slots if self._overlap else SerialSlots(slots)
 
@@ -190,6 +204,7 @@ def communicator_of(
     group: dist.ProcessGroup,
     config: BurstConfig,
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+    flat: bool = False,
 ) -> Communicator:
     """The communicator of a context-parallel group; made at first use by all its ranks together.
 
@@ -198,17 +213,22 @@ def communicator_of(
         config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
             `transfer`, `nccl_ctas` and `overlap` say how data are carried.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
+        flat: treat all ranks as one row, whatever their hosts.
 
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
     made = _COMMUNICATORS.setdefault(group, {})
     carried = (config.hosts, config.transfer, config.nccl_ctas, config.overlap)
-    key = (*carried, tuple(hcp_groups or ()))
+    key = (*carried, flat, tuple(hcp_groups or ()))
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board, hcp_groups)
-        made[key] = Communicator(group, topology, board, config, hcp_groups)
+        made[key] = (
+            Communicator(group, topology.flat(), board, config)
+            if flat
+            else Communicator(group, topology, board, config, hcp_groups)
+        )
     return made[key]

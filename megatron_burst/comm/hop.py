@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.slots import Parcels, Slots
 from megatron_burst.plan.schedule import HOME, Cargo, Hop, Schedule
 
@@ -75,9 +76,13 @@ class Transfer:
         self._works, self._timeout_s, self._explain = works, timeout_s, explain
 
     def wait(self) -> None:
-        """Let the current stream (on CPU: this thread) wait until both have happened."""
+        """Let the current stream (on CPU: this thread) wait until both have happened.
+
+        Once: gloo waits for ever for what was waited for before.
+        """
+        works, self._works = self._works, ()
         try:
-            for work in self._works:
+            for work in works:
                 if self._timeout_s is None:
                     work.wait()
                 else:
@@ -100,6 +105,8 @@ class Carrier(Protocol):
     def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer: ...
 
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots: ...
+
+    def beside(self, device: torch.device) -> Aside: ...
 
 
 class Flight:

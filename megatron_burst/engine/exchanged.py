@@ -45,25 +45,26 @@ class Outbound:
             return
         fields = _fields(schedule, index, self._tensors, self._num_keys)
         slot = self._slots.view(index, self._shape(fields), torch.uint8)
-        of_ranks = slot.unflatten(0, (schedule.cp_size, schedule.tokens))
+        ranks = schedule.ranks
+        of_ranks = slot.unflatten(0, (len(ranks), schedule.tokens))
         for view, tensor in zip(field_views(of_ranks, fields), self._tensors, strict=True):
             heads = _heads_of(schedule.rounds[index], tensor, self._num_keys)
-            dealt = tensor[:, :, heads].unflatten(2, (schedule.cp_size, view.shape[3]))
+            dealt = tensor[:, :, heads].unflatten(2, (len(ranks), view.shape[3]))
             view.copy_(dealt.permute(2, 1, 0, 3, 4))
         mine, tokens, whole = schedule.cp_rank, schedule.tokens, self._whole(index, fields)
         gives, takes = [], []
         for piece in schedule.pieces:
-            rows = piece.rows.moved(mine * tokens).slice
-            if piece.owner == mine:
+            rows = piece.rows.moved(ranks.index(mine) * tokens).slice
+            if piece.holder == mine:
                 whole[piece.whole.slice] = slot[rows]
             else:
-                takes.append(Take(piece.owner, rows, whole[piece.whole.slice]))
-        for peer in range(schedule.cp_size):
+                takes.append(Take(piece.holder, rows, whole[piece.whole.slice]))
+        for column, peer in enumerate(ranks):
             own = schedule.pieces if peer != mine else ()
             gives += [
-                Give(peer, piece.rows.moved(peer * tokens).slice)
+                Give(peer, piece.rows.moved(column * tokens).slice)
                 for piece in own
-                if piece.owner == mine
+                if piece.holder == mine
             ]
         self._under_way[index] = self._slots.exchange(index, slot, gives, takes)
 
@@ -93,7 +94,7 @@ class Inbound:
         self._under_way: tuple[int, UnderWay] | None = None
 
     def _fields(self, index: int) -> list[Field]:
-        part = len(self._schedule.rounds[index]) // self._schedule.cp_size
+        part = len(self._schedule.rounds[index]) // len(self._schedule.ranks)
         every = self._schedule.rounds[-1].stop
         return [
             Field(part * x.shape[2] // every, x.shape[3], dtype)
@@ -111,22 +112,24 @@ class Inbound:
 
     def _staged(self, index: int) -> Tensor:
         width = row_bytes(self._fields(index))
-        shape = self._schedule.cp_size, self._schedule.tokens, self._batch, width
+        shape = len(self._schedule.ranks), self._schedule.tokens, self._batch, width
         return self._staging[: self._schedule.num_rows * self._batch * width].view(shape)
 
     def post(self, index: int) -> None:
         """Start to bring a round's results home; those of the round before must be collected."""
         schedule, slot, staged = self._schedule, self._slot(index), self._staged(index)
         mine = schedule.cp_rank
-        own = [piece for piece in schedule.pieces if piece.owner == mine]
+        own = [piece for piece in schedule.pieces if piece.holder == mine]
         for piece in own:
-            staged[mine, piece.rows.slice] = slot[piece.whole.slice]
+            staged[schedule.ranks.index(mine), piece.rows.slice] = slot[piece.whole.slice]
         gives = [
-            Give(piece.owner, piece.whole.slice) for piece in schedule.pieces if piece.owner != mine
+            Give(piece.holder, piece.whole.slice)
+            for piece in schedule.pieces
+            if piece.holder != mine
         ]
         takes = [
-            Take(peer, piece.whole.slice, staged[peer, piece.rows.slice])
-            for peer in range(schedule.cp_size)
+            Take(peer, piece.whole.slice, staged[column, piece.rows.slice])
+            for column, peer in enumerate(schedule.ranks)
             if peer != mine
             for piece in own
         ]
@@ -143,14 +146,14 @@ class Inbound:
         views = field_views(self._staged(index), self._fields(index))
         for target, view in zip(self._targets, views, strict=True):
             heads = _heads_of(round_, target, every)
-            dealt = target[:, :, heads].unflatten(2, (self._schedule.cp_size, view.shape[3]))
+            dealt = target[:, :, heads].unflatten(2, (len(self._schedule.ranks), view.shape[3]))
             dealt.copy_(view.permute(2, 1, 0, 3, 4))
 
 
 def _fields(
     schedule: A2ASchedule, index: int, tensors: Sequence[Tensor], num_keys: int
 ) -> list[Field]:
-    part = len(schedule.rounds[index]) // schedule.cp_size
+    part = len(schedule.rounds[index]) // len(schedule.ranks)
     return [Field(part * x.shape[2] // num_keys, x.shape[3], x.dtype) for x in tensors]
 
 

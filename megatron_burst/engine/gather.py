@@ -1,16 +1,19 @@
 """Runs a gather schedule: keys arrive a few heads ahead of the tiles that need them."""
 
-from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gathered import GatheredKeys, KeyGrads
+from megatron_burst.engine.gathered_tiles import BackwardTiles, Outputs
+from megatron_burst.engine.relayed import LocalSums, TravellingSums
+from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
 from megatron_burst.kernels.backends import QuerySide
-from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
-from megatron_burst.plan.gather import Round
-from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.kernels.partial import accumulate_dtype, row_delta
+from megatron_burst.plan.gather import GatherSchedule, GatherStep
+from megatron_burst.plan.schedule import Circulate
 
 
 def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,47 +31,76 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     schedule = call.forward
     out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
-    keys = GatheredKeys(call, schedule, k, v)
-    keys.post(0)
-    for index, round_ in enumerate(schedule.rounds):
-        heads = _query_heads(round_, q, k)
-        outputs = _Outputs(call, round_, q[:, :, heads], out[:, :, heads], lse[:, heads])
-        own = tuple(x[:, :, round_.heads.slice] for x in (k, v))
-        for tile in round_.before:
+    keys = _Keys(call, schedule, k, v)
+    keys.prepare(0)
+    for index, step in enumerate(schedule.steps):
+        heads = _query_heads(step, q, k)
+        if schedule.relay.is_first(index):
+            tiles = schedule.tiles_of_round(index)
+            outputs = Outputs(call, tiles, q[:, :, heads], out[:, :, heads], lse[:, heads])
+        own = tuple(x[:, :, step.heads.slice] for x in (k, v))
+        for tile in step.before:
             outputs.compute(tile, *own)
         gathered = keys.land(index)
-        keys.post_ahead(index + 1)
-        for tile in round_.tiles:
+        keys.prepare_ahead(index + 1)
+        for tile in step.tiles:
             outputs.compute(tile, *gathered)
-        keys.post(index + 1)
-        outputs.merge()
+        keys.prepare(index + 1)
+        if schedule.relay.is_last(index):
+            outputs.merge()
+    keys.finish()
     return out, lse
 
 
-class _Outputs:
-    """Results of a round: written where they belong, or merged there if rows have several."""
+class _Keys:
+    """Gathered keys, of visitors too if these are keys; prepared beside the kernels."""
 
-    def __init__(self, call: Call, round_: Round, q: Tensor, out: Tensor, lse: Tensor) -> None:
-        self._call, self._q, self._out, self._lse = call, q, out, lse
-        self._tiles_of = Counter(tile.q for tile in (*round_.before, *round_.tiles))
-        self._parts: dict[Span, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
+        self._schedule = schedule
+        self._gathered = GatheredKeys(call, schedule, k, v)
+        self._visitors, self._prepared = None, -1
+        self._last: tuple[Tensor, Tensor] | None = None
+        if schedule.circulate is Circulate.KV:
+            batch, rows, _, dim_qk = k.shape
+            shapes = [(batch, rows, len(heads), dim_qk, v.shape[-1]) for heads in schedule.rounds]
 
-    def compute(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Compute a tile over keys [b, rows, heads, d]."""
-        rows, keys = tile.q.slice, tile.kv.slice
-        alone = self._tiles_of[tile.q] == 1
-        part = self._call.backend.forward(
-            self._q[:, rows], k[:, keys], v[:, keys], self._call.scale,
-            tile.mask is Mask.CAUSAL,
-            into=(self._out[:, rows], self._lse[:, :, rows]) if alone else None,
-        )  # fmt: skip
-        if not alone:
-            self._parts[tile.q].append(part)
+            def own(round_: int) -> tuple[Tensor, Tensor]:
+                heads = schedule.rounds[round_].slice
+                return k[:, :, heads], v[:, :, heads]
 
-    def merge(self) -> None:
-        """Merge what rows have of several tiles."""
-        for span, parts in self._parts.items():
-            merge_parts(self._out[:, span.slice], self._lse[:, :, span.slice], parts)
+            self._visitors = KeyVisitors(call, schedule.relay, own, shapes, k)
+        self._guests = Guests(call, schedule.relay, self._visitors, k.device)
+
+    def _begins(self, index: int) -> bool:
+        steps = self._schedule.steps
+        return index == 0 or steps[index].gather != steps[index - 1].gather
+
+    def prepare_ahead(self, index: int) -> None:
+        """Prepare a step while the one before is computed, if slots allow it."""
+        if not self._gathered.in_one_slot:
+            self.prepare(index)
+
+    def prepare(self, index: int) -> None:
+        """Let the visitor of a step come and gather its keys, unless there is none or it was
+        done; a single slot must have been read by then."""
+        if index > self._prepared:
+            self._prepared = index
+            self._guests.prepare(index, partial(self._gather, index))
+
+    def _gather(self, index: int) -> None:
+        if self._begins(index):
+            visitor = self._visitors and self._visitors.views(index)
+            self._gathered.post(self._schedule.steps[index].gather, visitor)
+
+    def land(self, index: int) -> tuple[Tensor, Tensor]:
+        """k [b, s, heads, d_qk] and v [b, s, heads, d_v] of a step."""
+        if self._begins(index):
+            self._last = self._gathered.land(self._schedule.steps[index].gather)
+        return self._last
+
+    def finish(self) -> None:
+        """Let the current stream wait for all that was done beside it."""
+        self._guests.finish()
 
 
 def gather_backward(
@@ -87,66 +119,99 @@ def gather_backward(
     """
     schedule = call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
-    keys, home = GatheredKeys(call, schedule, k, v), KeyGrads(call, schedule, dk, dv)
-    side = QuerySide(q, dout, lse, None, out)
-    keys.post(0)
-    for index, round_ in enumerate(schedule.rounds):
-        heads = _query_heads(round_, q, k)
-        tiles = _BackwardTiles(call, round_, side.rows(slice(None), heads), dq[:, :, heads])
-        own = tuple(x[:, :, round_.heads.slice] for x in (k, v))
-        own_grads = [(tile, tiles.compute(tile, *own)) for tile in round_.before]
+    keys, shares = _Keys(call, schedule, k, v), KeyGrads(call, schedule, k, v)
+    sides = _Sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
+    of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
+    sides.prepare(0)
+    keys.prepare(0)
+    for index, step in enumerate(schedule.steps):
+        direct = dq[:, :, _query_heads(step, q, k)] if schedule.topology.inter_size == 1 else None
+        tiles = BackwardTiles(call, step, sides.of(index), direct)
+        own = tuple(x[:, :, step.heads.slice] for x in (k, v))
+        own_grads = [(tile, tiles.compute(tile, *own)) for tile in step.before]
         gathered = keys.land(index)
-        keys.post_ahead(index + 1)
-        for tile, share in zip(round_.tiles, home.shares(index), strict=True):
-            tiles.compute(tile, *gathered, into=home.split(share))
-        keys.post(index + 1)
-        home.sum_posted()
-        home.post(index)
-        own_grads += [(tile, tiles.compute(tile, *own)) for tile in round_.after]
+        sides.prepare(index + 1)
+        keys.prepare_ahead(index + 1)
+        if index and shares.in_one_slot:
+            of_keys.add(index - 1, shares.collect(index - 1))
+        for tile, share in zip(step.tiles, shares.shares(index), strict=True):
+            tiles.compute(tile, *gathered, into=shares.split(share))
+        keys.prepare(index + 1)
+        if index and not shares.in_one_slot:
+            of_keys.add(index - 1, shares.collect(index - 1))
+        shares.post(index)
+        own_grads += [(tile, tiles.compute(tile, *own)) for tile in step.after]
         for tile, grads in own_grads:
-            home.add_own(tile, *grads)
-        tiles.sum()
-    home.sum_posted()
+            shares.add_own(tile, *grads)
+        of_queries.add(index, tiles.sums())
+    of_keys.add(len(schedule.steps) - 1, shares.collect(len(schedule.steps) - 1))
+    for sums in (of_queries, of_keys):
+        sums.finish()
+    keys.finish()
     return dq, dk, dv
 
 
-class _BackwardTiles:
-    """Computes the tiles of a round; sums dq of rows that have several."""
+class _Sides:
+    """The query side of each step, of visitors too if queries circulate."""
 
-    def __init__(self, call: Call, round_: Round, side: QuerySide, dq: Tensor) -> None:
-        self._call, self._side, self._dq = call, side, dq
-        every = (*round_.before, *round_.tiles, *round_.after)
-        self._tiles_of = Counter(tile.q for tile in every)
-        self._parts: dict[Span, list[Tensor]] = defaultdict(list)
+    def __init__(
+        self, call: Call, schedule: GatherSchedule, whole: QuerySide, heads_kv: int
+    ) -> None:
+        self._schedule, self._visitors = schedule, None
+        batch, rows, heads_q, dim_qk = whole.q.shape
+        self._group = heads_q // heads_kv
+        if schedule.circulate is Circulate.Q:
+            whole = replace(whole, delta=row_delta(whole.dout, whole.out))
+            dims = dim_qk, whole.dout.shape[-1]
+            shapes = [(batch, rows, len(heads) * self._group, *dims) for heads in schedule.rounds]
+            self._visitors = QueryVisitors(call, schedule.relay, self._own, shapes, whole.q)
+        self._whole = whole
+        self._guests = Guests(call, schedule.relay, self._visitors, whole.q.device)
 
-    def compute(
-        self, tile: Tile, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """dk and dv of a tile; written to `into` if given."""
-        side, rows = self._side.rows(tile.q.slice), tile.q.slice
-        k, v = k[:, tile.kv.slice], v[:, tile.kv.slice]
-        dtype = accumulate_dtype(k.dtype) if self._call.backend.capability.wide_grads else k.dtype
-        alone = self._tiles_of[tile.q] == 1
-        dq = self._dq[:, rows] if alone else torch.empty_like(side.q, dtype=dtype)
-        dk, dv = into or (torch.empty_like(x, dtype=dtype) for x in (k, v))
-        self._call.backend.backward(
-            side, k, v, self._call.scale, tile.mask is Mask.CAUSAL,
-            into=(dq, dk, dv), deterministic=self._call.deterministic,
-        )  # fmt: skip
-        if not alone:
-            self._parts[tile.q].append(dq)
-        return dk, dv
+    def _own(self, round_: int) -> QuerySide:
+        heads = self._schedule.rounds[round_]
+        return self._whole.rows(
+            slice(None), slice(heads.start * self._group, heads.stop * self._group)
+        )
 
-    def sum(self) -> None:
-        """Add up dq of rows that have several tiles."""
-        for span, parts in self._parts.items():
-            sum_parts(self._dq[:, span.slice], parts)
+    def prepare(self, index: int) -> None:
+        """Let the visitor of a step come, if there is such a step."""
+        if self._visitors:
+            self._guests.prepare(index)
+
+    def of(self, index: int) -> QuerySide:
+        """The side of a step."""
+        if self._visitors and self._guests.await_visitor(index):
+            return self._visitors.side(index)
+        return self._own(self._schedule.relay.legs[index].round)
 
 
-def _query_heads(round_: Round, q: Tensor, k: Tensor) -> slice:
-    """The query heads that belong to a round's key heads."""
+def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, Tensor]) -> list:
+    """Sums of dq, and of dk and dv: those of what circulates travel home."""
+    group = dq.shape[2] // dkv[0].shape[2]
+
+    def of_queries(round_: int) -> tuple[Tensor, ...]:
+        heads = schedule.rounds[round_]
+        return (dq[:, :, heads.start * group : heads.stop * group],)
+
+    def of_keys(round_: int) -> tuple[Tensor, ...]:
+        return tuple(x[:, :, schedule.rounds[round_].slice] for x in dkv)
+
+    kinds = [LocalSums, TravellingSums]
+    if schedule.circulate is Circulate.Q:
+        kinds.reverse()
+    made = []
+    for kind, targets in zip(kinds, (of_queries, of_keys), strict=True):
+        rounds = range(len(schedule.rounds))
+        shapes = [[tuple(x.shape) for x in targets(round_)] for round_ in rounds]
+        made.append(kind(call, schedule.relay, targets, shapes, dq.device))
+    return made
+
+
+def _query_heads(step: GatherStep, q: Tensor, k: Tensor) -> slice:
+    """The query heads that belong to a step's key heads."""
     group = q.shape[2] // k.shape[2]
-    return slice(round_.heads.start * group, round_.heads.stop * group)
+    return slice(step.heads.start * group, step.heads.stop * group)
 
 
 def _empty_rows_like(x: Tensor, dim: int) -> Tensor:

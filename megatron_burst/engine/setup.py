@@ -1,6 +1,6 @@
 """Decides how a call runs: schedules, kernel, wire; says why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,9 +13,11 @@ from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
+    Choice,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
+    choose_inter,
     choose_intra,
 )
 from megatron_burst.plan.cost import AttentionShape
@@ -24,6 +26,9 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.topology import Topology
+
+_PLANS = {"ring": ring_schedule, "gather": gather_schedule, "a2a": a2a_schedule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,30 @@ class Pattern:
     scale: float
 
 
+def settle_inter(
+    q: Tensor, k: Tensor, v: Tensor, topology: Topology, pattern: Pattern, config: BurstConfig
+) -> tuple[BurstConfig, str]:
+    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+
+    Args:
+        q: [b, n, h, d_qk].
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        topology: of the group, with its hosts as rows.
+        pattern: mask, layout, scale.
+        config: what the user asked for.
+    """
+    shape = attention_shape(q, k, v, _grad_dtype(q, config))
+    asked = config.inter, config.intra
+    choice = choose_inter(shape, topology, pattern.layout, q.device.type, asked)
+    several = topology.inter_size > 1
+    return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""
+
+
+def _grad_dtype(q: Tensor, config: BurstConfig) -> torch.dtype:
+    return q.dtype if config.grad_wire == "input" else accumulate_dtype(q.dtype)
+
+
 def set_up(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
 ) -> tuple[Call, str]:
@@ -44,46 +73,41 @@ def set_up(
         q: [b, n, h, d_qk].
         k: [b, n, h_kv, d_qk].
         v: [b, n, h_kv, d_v].
-        carrier: of the context-parallel group.
+        carrier: of the context-parallel group; of a flat topology for inter "a2a" and "flat".
         pattern: mask, layout, scale.
-        config: what the user asked for.
+        config: what the user asked for; its `inter` decided.
 
     Raises:
         BurstError: if the user asked for what this call cannot have.
     """
-    grad_dtype = q.dtype if config.grad_wire == "input" else accumulate_dtype(q.dtype)
+    grad_dtype = _grad_dtype(q, config)
     shape = attention_shape(q, k, v, grad_dtype)
     backend, backend_choice = choose_backend(
         problem_of(q, k, v, config.deterministic), config.backend
     )
-    intra = choose_intra(carrier.topology, pattern.layout, q.device.type, config.intra)
-    if intra.value == "gather":
-        heads = choose_heads_per_round(shape, carrier.topology.cp_size, config.heads_per_round)
-        chosen = f"{heads} of {shape.heads_kv} key heads a round; {carrier.transfer}"
-        schedule = partial(
-            gather_schedule,
-            carrier.cp_rank,
-            carrier.topology.cp_size,
-            heads_kv=shape.heads_kv,
-            heads_per_round=heads,
-            rectangular_causal=backend.capability.rectangular_causal,
-        )
-        backward = schedule
-    elif intra.value == "a2a":
-        heads = choose_heads_per_exchange(shape, carrier.topology.cp_size, config.heads_per_round)
-        chosen = f"{heads} key heads of a rank a round; {carrier.transfer}"
-        schedule = backward = partial(
-            a2a_schedule,
-            carrier.cp_rank,
-            carrier.topology.cp_size,
-            heads_kv=shape.heads_kv,
-            heads_per_round=heads,
-        )
-    else:
+    topology = carrier.topology
+    intra = choose_intra(topology, pattern.layout, q.device.type, config.intra, config.inter)
+    chosen = []
+    if intra.value == "ring" or topology.inter_size > 1:
         circulate = choose_circulate(shape, config.circulate)
-        chosen = f"circulate {circulate}"
-        schedule = partial(ring_schedule, carrier.topology, carrier.cp_rank)
-        backward = partial(schedule, circulate=Circulate(circulate.value))
+        chosen.append(f"circulate {circulate}")
+    else:
+        circulate = Choice(Circulate.KV, "one host")
+    options: dict[str, object] = {}
+    if intra.value == "gather":
+        heads = choose_heads_per_round(shape, topology, config.heads_per_round, config.pieces)
+        chosen += [f"{heads} of {shape.heads_kv} key heads a round", f"{carrier.transfer}"]
+        options = {
+            "heads_kv": shape.heads_kv,
+            "heads_per_round": heads,
+            "rectangular_causal": backend.capability.rectangular_causal,
+        }
+    elif intra.value == "a2a":
+        heads = choose_heads_per_exchange(shape, topology, config.heads_per_round, config.pieces)
+        chosen += [f"{heads} key heads of a rank a round", f"{carrier.transfer}"]
+        options = {"heads_kv": shape.heads_kv, "heads_per_round": heads}
+    schedule = partial(_PLANS[intra.value], topology, carrier.cp_rank, **options)
+    backward = partial(schedule, circulate=Circulate(circulate.value))
     rows = {"layout": pattern.layout, "mask": pattern.mask, "tokens": shape.tokens}
     call = Call(
         forward=schedule(direction=Direction.FORWARD, **rows),
@@ -94,7 +118,8 @@ def set_up(
         grad_dtype=grad_dtype,
         deterministic=config.deterministic,
     )
-    return call, f"{carrier.topology}; {intra}; {chosen}; backend {backend_choice}"
+    words = [f"{topology}", f"{intra}", *chosen, f"backend {backend_choice}"]
+    return call, "; ".join(words)
 
 
 def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cost import AttentionShape, hop_bytes
+from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
+_EXCHANGE_IF = 0.8
+_PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
 
@@ -48,7 +50,9 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
     return Choice(min(cost, key=cost.get), figures)
 
 
-def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) -> Choice:
+def choose_intra(
+    topology: Topology, layout: Layout, device: str, asked: str, inter: str = "ring"
+) -> Choice:
     """How queries and keys come together inside a host: "ring", "gather" or "a2a".
 
     Args:
@@ -56,15 +60,20 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
         layout: how tokens are dealt out.
         device: torch device type.
         asked: "auto", "ring", "gather" or "a2a".
+        inter: how it goes between hosts; "a2a" and "flat" run the same over all ranks.
 
     Raises:
         BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
     """
-    hosts = len(set(topology.host_of))
+    if inter == "flat":
+        return Choice("ring", "one ring over all ranks")
+    if inter == "a2a":
+        asked = "a2a"
     cannot = None
-    if hosts > 1:
+    if topology.spans_hosts and inter != "a2a":
         cannot = (
-            f"all ranks must share a host, because keys or heads travel over NVLink; got {hosts}"
+            "a row of ranks must share a host, because keys or heads travel over NVLink; got "
+            f"{topology}"
         )
     elif layout is Layout.STRIPED:
         cannot = "the layout must not be striped, because whole sequences lie in order; got striped"
@@ -74,12 +83,44 @@ def choose_intra(topology: Topology, layout: Layout, device: str, asked: str) ->
             f"burst attention: to {what}, {cannot}; pass --burst-intra ring (intra='ring') or auto"
         )
     if asked != "auto":
-        return Choice(asked, "asked for")
+        return Choice(asked, "over all ranks" if inter == "a2a" else "asked for")
     if cannot or topology.cp_size == 1:
         return Choice("ring", "one rank" if topology.cp_size == 1 else "gathering cannot do it")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
-    return Choice("gather", "one host: few long kernel calls, no merging")
+    return Choice("gather", "few long kernel calls, merged once")
+
+
+def choose_inter(
+    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: tuple[str, str]
+) -> Choice:
+    """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
+
+    The exchange must save a fifth of the ring's bytes: nothing hides its first round there and the
+    last one back, while a ring begins and ends with work on the host's own shards.
+
+    Args:
+        shape: sizes of the call on one rank.
+        topology: of the group.
+        layout: how tokens are dealt out.
+        device: torch device type.
+        asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+    """
+    inter, intra = asked
+    if inter != "auto":
+        return Choice(inter, "asked for")
+    if topology.inter_size == 1:
+        return Choice("ring", "one row of ranks")
+    if intra != "auto":
+        return Choice("ring", f"intra={intra} was asked for")
+    if device == "cpu":
+        return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
+    if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
+        return Choice("ring", "this layout or number of heads is not exchanged over all ranks")
+    ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
+    exchange = exchange_bytes(shape, topology)
+    figures = f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}"
+    return Choice("a2a" if exchange < _EXCHANGE_IF * ring else "ring", figures)
 
 
 def choose_transfer(
@@ -100,10 +141,15 @@ def choose_transfer(
         return Choice("send", "asked for")
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
-    elif (hosts := len(set(topology.host_of))) > 1:
-        cannot = f"all ranks must share a host, because they read each other's memory; got {hosts}"
+    elif topology.spans_hosts:
+        cannot = (
+            "the ranks that gather must share a host, because they read each other's memory; got "
+            f"{topology}"
+        )
+    elif topology.intra_size == 1:
+        cannot = "a rank must share its host with another, because it reads the other's memory"
     else:
-        reason = try_out() if topology.cp_size > 1 else None
+        reason = try_out()
         cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
     if cannot and asked == "pull":
         raise BurstError(
@@ -115,13 +161,20 @@ def choose_transfer(
     return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
 
 
-def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+def choose_heads_per_round(
+    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+) -> int:
     """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+
+    On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
+    from another host and the last gradient that goes home are hidden by one step only, and the
+    more rounds there are, the smaller they are.
 
     Args:
         shape: sizes of the call on one rank.
-        cp_size: size of the context-parallel group.
+        topology: of the group; ranks of a row gather.
         asked: by the user; None lets the rule decide.
+        pieces: whether there may be several rounds.
 
     Raises:
         BurstError: if more heads were asked for than there are.
@@ -131,30 +184,41 @@ def choose_heads_per_round(shape: AttentionShape, cp_size: int, asked: int | Non
             "burst attention: heads_per_round must not exceed the key heads of a rank, because a "
             f"round gathers some of them; got {asked} of {shape.heads_kv}; leave it out"
         )
-    if asked is not None:
-        return asked
-    head_bytes = shape.batch * shape.tokens * cp_size * (shape.dim_qk + shape.dim_v)
-    head_bytes *= shape.itemsize
-    if head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
-        return shape.heads_kv
+    if asked is not None or not pieces:
+        return asked or shape.heads_kv
+    row = shape.batch * shape.tokens * topology.intra_size
+    head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
     in_bytes = _ROUND_BYTES // head_bytes
+    if topology.inter_size > 1:
+        in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
+    elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
+        return shape.heads_kv
     chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
     to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
     return min(shape.heads_kv, max(1, in_bytes, to_fill))
 
 
-def choose_heads_per_exchange(shape: AttentionShape, cp_size: int, asked: int | None) -> int:
+def choose_heads_per_exchange(
+    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
 
     Args:
         shape: sizes of the call on one rank.
-        cp_size: size of the context-parallel group.
+        topology: of the group; ranks of a row exchange.
         asked: by the user; None lets the rule decide.
+        pieces: whether there may be several rounds.
     """
+    ranks = topology.intra_size
     group = shape.heads_q // shape.heads_kv
-    a_head = shape.batch * shape.tokens * cp_size * (group + 1) * (shape.dim_qk + shape.dim_v)
-    most = max(1, shape.heads_kv // cp_size)
-    return min(most, asked or max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize)))
+    a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
+    most = max(1, shape.heads_kv // ranks)
+    if not pieces:
+        return most
+    in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
+    if topology.inter_size > 1:
+        in_bytes = min(in_bytes, -(-most // _PIECES))
+    return min(most, asked or in_bytes)
 
 
 def _size(num_bytes: int) -> str:

@@ -3,9 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.topology import Link, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +73,62 @@ def link_bytes(schedule: Schedule, shape: AttentionShape) -> dict[Link, int]:
     return dict(sent)
 
 
-def gather_bytes(schedule: GatherSchedule, shape: AttentionShape, share_bytes: int) -> int:
-    """Bytes that a rank of a gather schedule sends.
+def gather_bytes(
+    schedule: GatherSchedule, shape: AttentionShape, share_bytes: int
+) -> dict[Link, int]:
+    """Bytes that a rank of a gather schedule sends on each link.
 
     Args:
         schedule: of the rank, for one pass.
         shape: sizes of the call.
-        share_bytes: bytes of a gradient element as it leaves; 0 in forward, where none does.
+        share_bytes: bytes of a gradient element as it leaves for another rank of the host; 0 in
+            forward, where none does.
     """
-    row = shape.batch * (shape.dim_qk + shape.dim_v)
-    sent = 0
-    for round_, reads, leaves in zip(schedule.rounds, schedule.reads, schedule.leaves, strict=True):
-        mine = [p for pieces in reads for p in pieces if p.owner == schedule.cp_rank]
-        read = sum(len(piece.rows) for piece in mine) * shape.itemsize
-        left = sum(len(leaf.rows) for leaf in leaves[schedule.cp_rank]) * share_bytes
-        sent += (read + left) * len(round_.heads) * row
-    return sent
+    row, mine = shape.batch * (shape.dim_qk + shape.dim_v), schedule.cp_rank
+    heads_of = {step.gather: len(step.heads) for step in schedule.steps}
+    sent = sum(
+        len(piece.rows) * heads_of[gather] * row * shape.itemsize
+        for gather, reads in enumerate(schedule.reads)
+        for pieces in reads.values()
+        for piece in pieces
+        if piece.holder == mine
+    )
+    for step in schedule.steps:
+        leaving = sum(len(leaf.rows) for leaf in step.leaves[mine])
+        sent += leaving * len(step.heads) * row * share_bytes
+    return {Link.INTRA: sent, Link.INTER: relay_bytes(schedule, shape)}
+
+
+def relay_bytes(schedule: GatherSchedule | A2ASchedule, shape: AttentionShape) -> int:
+    """Bytes that a rank passes to another host, a group of heads at a time."""
+    per_hop = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
+    return sum(
+        per_hop[hop.cargo] * len(schedule.rounds[hop.round]) // shape.heads_kv
+        for hop in schedule.relay.hops
+    )
+
+
+def exchange_bytes(shape: AttentionShape, topology: Topology) -> int:
+    """Bytes that a rank sends to other hosts in both passes if all ranks exchange heads.
+
+    Forward: Q, K, V there; the output and lse back. Backward: Q, K, V, dO, lse and delta there; dQ,
+    dK, dV back. Of each 1 - 1/N goes to other hosts.
+    """
+    both_dims = shape.dim_qk + shape.dim_v
+    of_queries = shape.rows_q * (both_dims * shape.itemsize + shape.stat_bytes)
+    of_keys = shape.rows_kv * both_dims * shape.itemsize
+    forward = of_queries + of_keys
+    backward = of_queries + of_keys + shape.rows_q * shape.stat_bytes
+    grads = shape.rows_q * shape.dim_qk + shape.rows_kv * both_dims
+    every = forward + backward + grads * shape.itemsize
+    return every - every // topology.inter_size
+
+
+def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate) -> int:
+    """Bytes that a rank sends to other hosts in both passes of a ring between hosts."""
+    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV)
+    backward = hop_bytes(shape, Direction.BACKWARD, circulate)
+    return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
 def exchange_widths(shape: AttentionShape) -> dict[Direction, tuple[int, int]]:

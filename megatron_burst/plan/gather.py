@@ -1,60 +1,34 @@
-"""Gathering: the keys of all ranks of a host come together, a few heads at a time.
+"""Gathering: the keys of the ranks of a host come together, a few heads at a time.
 
-A round is a group of key heads. Its keys and values lie in the order of the whole sequence, so
-whatever a rank's queries may see of them is one range of rows. While a round is computed, the next
-one's keys arrive; the gradients of its keys leave for their owners while the next one is computed.
-The first round has no round before it and, in backward, the last has none after it: there the
+A round is a group of key heads. Its keys and values lie in the order of the sequence, so whatever
+a rank's queries may see of them is one range of rows. While a step is computed, the next one's
+keys arrive; the gradients of its keys leave for the ranks that hold them while the next one is
+computed. The first step has none before it and, in backward, the last has none after it: there the
 rank's own diagonal tiles, which need nobody, are computed meanwhile.
+
+On one host a round is one step. On several, the shards of the others come by, host after host
+(`plan.relay`): keys and values, gathered inside the host in each step; or in backward queries,
+which meet keys that are gathered once a round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.layout import Layout, positions
+from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.schedule import Direction
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of one rank's shard that are neighbours in the whole sequence.
-
-    Attributes:
-        owner: cp rank that holds them.
-        rows: in the owner's shard.
-        whole: in the whole sequence.
-    """
-
-    owner: int
-    rows: Span
-    whole: Span
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One group of key heads.
-
-    Attributes:
-        heads: key heads.
-        before: tiles over the rank's own shard, computed while the keys are on their way.
-        tiles: tiles over the gathered keys: key rows are rows of the whole sequence.
-        after: tiles over the rank's own shard, computed while gradients are on their way.
-    """
-
-    heads: Span
-    before: tuple[Tile, ...]
-    tiles: tuple[Tile, ...]
-    after: tuple[Tile, ...]
+from megatron_burst.plan.pieces import Piece, host_pieces, tiles_between
+from megatron_burst.plan.relay import Relay, relay
+from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Key gradients that a rank computes for a piece of another rank.
+    """Key gradients that a rank computes for a piece that another rank holds.
 
     Attributes:
-        rows: of the gradients of the round's tiles, laid one behind the other.
+        rows: of the gradients of the step's tiles, laid one behind the other.
         piece: whose gradients they are.
     """
 
@@ -63,43 +37,78 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherStep:
+    """What a rank computes with the shards of one host, for one group of heads.
+
+    Attributes:
+        heads: key heads.
+        gather: number of the gather whose keys are used.
+        queries: the pieces of the shard whose queries are used.
+        keys: the pieces of the gathered keys.
+        before: tiles over the rank's own shard, computed while the keys are on their way.
+        tiles: tiles over the gathered keys.
+        after: tiles over the rank's own shard, computed while gradients are on their way.
+        leaves: the gradients of others' keys that every rank of the host computes.
+    """
+
+    heads: Span
+    gather: int
+    queries: tuple[Piece, ...]
+    keys: tuple[Piece, ...]
+    before: tuple[Tile, ...]
+    tiles: tuple[Tile, ...]
+    after: tuple[Tile, ...]
+    leaves: Mapping[int, tuple[Leaf, ...]]
+
+    @property
+    def every_tile(self) -> tuple[Tile, ...]:
+        return (*self.before, *self.tiles, *self.after)
+
+
+@dataclass(frozen=True, slots=True)
 class GatherSchedule:
     """What one rank does in one forward or backward pass that gathers.
 
     Attributes:
+        topology: of the group; ranks of a row gather.
         cp_rank: whose schedule it is.
-        pieces: all ranks' pieces, in the order of the whole sequence.
-        rounds: in the order in which they run.
-        reads: the other ranks' pieces that every rank needs, by round and rank.
-        leaves: the gradients of others' keys that every rank computes, by round and rank.
-        share_rows: key rows of a round's tiles together, at most on any rank.
+        circulate: what goes from host to host.
+        rounds: groups of key heads.
+        steps: in the order in which they run.
+        relay: what goes from host to host; its legs are the steps.
+        reads: the pieces that every rank of the host needs of others, by gather.
+        num_rows: of a host's shards together.
+        share_rows: key rows of a step's tiles together, at most on any rank of the host.
     """
 
+    topology: Topology
     cp_rank: int
-    pieces: tuple[Piece, ...]
-    rounds: tuple[Round, ...]
-    reads: tuple[tuple[tuple[Piece, ...], ...], ...]
-    leaves: tuple[tuple[tuple[Leaf, ...], ...], ...]
+    circulate: Circulate
+    rounds: tuple[Span, ...]
+    steps: tuple[GatherStep, ...]
+    relay: Relay
+    reads: tuple[Mapping[int, tuple[Piece, ...]], ...]
+    num_rows: int
     share_rows: int
 
     @property
-    def cp_size(self) -> int:
-        return len(self.reads[0])
+    def others(self) -> tuple[int, ...]:
+        """The other ranks of the host, beginning after this one: not all turn to the same one."""
+        row, column = self.topology.coord(self.cp_rank)
+        ranks = self.topology.grid[row]
+        return (*ranks[column + 1 :], *ranks[:column])
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the whole sequence."""
-        return self.pieces[-1].whole.stop
-
-    def pieces_of(self, owner: int) -> tuple[Piece, ...]:
-        """The pieces of one rank's shard."""
-        return tuple(piece for piece in self.pieces if piece.owner == owner)
+    def tiles_of_round(self, index: int) -> tuple[Tile, ...]:
+        """All tiles of the round that a step belongs to."""
+        round_ = self.relay.legs[index].round
+        legs = zip(self.steps, self.relay.legs, strict=True)
+        return tuple(tile for step, leg in legs if leg.round == round_ for tile in step.every_tile)
 
 
 @lru_cache(maxsize=1024)
 def gather_schedule(
+    topology: Topology,
     cp_rank: int,
-    cp_size: int,
     *,
     layout: Layout,
     mask: Mask,
@@ -108,12 +117,13 @@ def gather_schedule(
     heads_per_round: int,
     direction: Direction,
     rectangular_causal: bool,
+    circulate: Circulate = Circulate.KV,
 ) -> GatherSchedule:
-    """The schedule of one rank that gathers keys from all ranks of its group.
+    """The schedule of one rank that gathers keys from all ranks of its host.
 
     Args:
+        topology: of the group; ranks of a row gather, rows pass pieces to each other.
         cp_rank: rank in the context-parallel group.
-        cp_size: size of that group.
         layout: how tokens are dealt out; not striped, whose keys interleave.
         mask: which keys a query may see.
         tokens: rows on each rank.
@@ -121,113 +131,142 @@ def gather_schedule(
         heads_per_round: key heads of a round; the last round may have fewer.
         direction: forward or backward.
         rectangular_causal: whether the kernel does causal tiles with more keys than queries.
+        circulate: what goes from host to host; Q in backward only.
 
     Raises:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
-    pieces = pieces_of(layout, cp_size, tokens)
-    groups = [
-        Span(start, min(start + heads_per_round, heads_kv))
-        for start in range(0, heads_kv, heads_per_round)
-    ]
-    of_all = [
-        _rounds(pieces, rank, groups, mask, direction, rectangular_causal)
-        for rank in range(cp_size)
-    ]
-    tiles = [[rounds[i].tiles for rounds in of_all] for i in range(len(groups))]
-    return GatherSchedule(
-        cp_rank,
-        pieces,
-        of_all[cp_rank],
-        reads=_by_round_and_rank(tiles, partial(_needed, pieces)),
-        leaves=_by_round_and_rank(tiles, partial(_leaving, pieces)),
-        share_rows=max(sum(len(t.kv) for t in of_rank) for ranks in tiles for of_rank in ranks),
-    )
-
-
-def pieces_of(layout: Layout, cp_size: int, tokens: int) -> tuple[Piece, ...]:
-    """All ranks' pieces in the order of the whole sequence.
-
-    Raises:
-        BurstError: if the layout is striped or cannot hold that many rows.
-    """
-    if layout is Layout.STRIPED:
-        raise BurstError(
-            "burst attention: gathered keys must lie in the order of the sequence, because a "
-            "query then sees one range of them; got layout striped; pass intra='ring' "
-            "(--burst-intra ring), or deal tokens out in zigzag"
+    rounds = heads_in_rounds(heads_kv, heads_per_round)
+    legs = relay(topology, cp_rank, len(rounds), direction)
+    row, _ = topology.coord(cp_rank)
+    pieces = host_pieces(topology, row, layout, tokens)
+    tiling = _Tiling(pieces, legs, mask, direction, rectangular_causal, circulate)
+    ranks = topology.grid[row]
+    of_all = {rank: [tiling.of(rank, i) for i in range(len(legs.legs))] for rank in ranks}
+    steps, reads = [], []
+    for index, leg in enumerate(legs.legs):
+        keys = tiling.keys(index)
+        tiles = {rank: of_all[rank][index] for rank in ranks}
+        if circulate is Circulate.KV or legs.is_first(index):
+            reads.append({rank: set() for rank in ranks})
+        for rank in ranks:
+            reads[-1][rank].update(_needed(keys, rank, tiles[rank][1]))
+        leaves = {rank: _leaving(keys, rank, tiles[rank][1]) for rank in ranks}
+        steps.append(
+            GatherStep(
+                rounds[leg.round],
+                len(reads) - 1,
+                tiling.queries(cp_rank, index),
+                keys,
+                *tiles[cp_rank],
+                leaves,
+            )
         )
-    pieces = []
-    for owner in range(cp_size):
-        start = 0
-        for span in positions(layout, owner, cp_size, tokens):
-            rows = Span(start, start + len(span))
-            pieces.append(Piece(owner, rows, Span(span.start, span.stop)))
-            start = rows.stop
-    return tuple(sorted(pieces, key=lambda piece: piece.whole.start))
-
-
-def _rounds(
-    pieces: Sequence[Piece],
-    cp_rank: int,
-    groups: Sequence[Span],
-    mask: Mask,
-    direction: Direction,
-    rectangular_causal: bool,
-) -> tuple[Round, ...]:
-    own = [piece for piece in pieces if piece.owner == cp_rank]
-    if mask is Mask.FULL or len(pieces) == len(own):
-        every = Span(0, own[-1].rows.stop), Span(0, pieces[-1].whole.stop)
-        return tuple(Round(heads, (), (Tile(*every, mask),), ()) for heads in groups)
-    diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in own)
-    earlier = tuple(
-        Tile(piece.rows, Span(0, piece.whole.start), Mask.FULL)
-        for piece in own
-        if piece.whole.start
+    every = [tiles for of_rank in of_all.values() for _, tiles, _ in of_rank]
+    return GatherSchedule(
+        topology,
+        cp_rank,
+        circulate,
+        rounds,
+        tuple(steps),
+        legs,
+        reads=tuple({rank: _in_order(found) for rank, found in of.items()} for of in reads),
+        num_rows=pieces[0][-1].whole.stop,
+        share_rows=max(sum(len(tile.kv) for tile in tiles) for tiles in every),
     )
-    last = len(groups) - 1
-    rounds = []
-    for index, heads in enumerate(groups):
+
+
+def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
+    """Key heads in groups; the last may have fewer."""
+    starts = range(0, heads_kv, heads_per_round)
+    return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """The tiles of the steps of the ranks of one host.
+
+    Attributes:
+        pieces: that the host works with, by how many hosts they have come.
+    """
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    relay: Relay
+    mask: Mask
+    direction: Direction
+    rectangular_causal: bool
+    circulate: Circulate
+
+    def keys(self, index: int) -> tuple[Piece, ...]:
+        """The pieces of a step's gathered keys."""
+        away = self.relay.legs[index].distance
+        return self.pieces[0 if self.circulate is Circulate.Q else away]
+
+    def queries(self, rank: int, index: int) -> tuple[Piece, ...]:
+        """The pieces of a rank's queries in a step."""
+        away = self.relay.legs[index].distance
+        held = self.pieces[away if self.circulate is Circulate.Q else 0]
+        return tuple(piece for piece in held if piece.holder == rank)
+
+    def of(self, rank: int, index: int) -> tuple[tuple[Tile, ...], ...]:
+        """Tiles of a rank before the keys are there, over them, and after them."""
+        queries, keys = self.queries(rank, index), self.keys(index)
+        if self.relay.legs[index].distance:
+            rows = [(piece.rows, piece.position) for piece in queries]
+            return (), tiles_between(rows, keys, self.mask), ()
+        if self.mask is Mask.FULL or len(keys) == len(queries):
+            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
+            return (), (Tile(*every, self.mask),), ()
+        diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
+        last = len(self.relay.legs) - 1
         before = diagonal if index == 0 else ()
-        after = diagonal if index == last and direction is Direction.BACKWARD else ()
-        if before and after:  # one round only: half of the tiles hide each way
+        after = diagonal if index == last and self.direction is Direction.BACKWARD else ()
+        if before and after:  # one step only: half of the tiles hide each way
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
-        tiles = earlier if before or after else _all_visible(own, rectangular_causal)
-        rounds.append(Round(heads, before, tiles, after))
-    return tuple(rounds)
+        if before or after:
+            return before, _earlier(queries), after
+        return (), _all_visible(queries, self.rectangular_causal), ()
 
 
-def _by_round_and_rank(tiles: Sequence, of: Callable) -> tuple:
-    return tuple(tuple(of(rank, its) for rank, its in enumerate(ranks)) for ranks in tiles)
-
-
-def _needed(pieces: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Piece, ...]:
-    """Other ranks' pieces that a rank's tiles read: under a causal mask not all of them."""
+def _earlier(queries: Sequence[Piece]) -> tuple[Tile, ...]:
+    """Tiles over the gathered keys before each piece."""
     return tuple(
-        piece
-        for piece in pieces
-        if piece.owner != cp_rank and any(tile.kv.holds(piece.whole) for tile in tiles)
+        Tile(piece.rows, Span(0, piece.whole.start), Mask.FULL)
+        for piece in queries
+        if piece.whole.start
     )
 
 
-def _leaving(pieces: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
+def _all_visible(queries: Sequence[Piece], rectangular_causal: bool) -> tuple[Tile, ...]:
+    """Tiles of a rank's queries over all gathered keys that they may see, its own included."""
+    if rectangular_causal:
+        return tuple(Tile(p.rows, Span(0, p.whole.stop), Mask.CAUSAL) for p in queries)
+    diagonal = [Tile(p.rows, p.whole, Mask.CAUSAL) for p in queries]
+    return (*diagonal, *_earlier(queries))
+
+
+def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterable[Piece]:
+    """Other ranks' pieces that a rank's tiles read: under a causal mask not all of them."""
+    return (
+        piece
+        for piece in keys
+        if piece.holder != cp_rank and any(tile.kv.holds(piece.whole) for tile in tiles)
+    )
+
+
+def _in_order(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    return tuple(sorted(pieces, key=lambda piece: piece.position))
+
+
+def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
     """Which rows of a rank's shares belong to which piece of another rank."""
     leaves, start = [], 0
     for tile in tiles:
         leaves += [
             Leaf(piece.whole.moved(start - tile.kv.start), piece)
-            for piece in pieces
-            if piece.owner != cp_rank and tile.kv.holds(piece.whole)
+            for piece in keys
+            if piece.holder != cp_rank and tile.kv.holds(piece.whole)
         ]
         start += len(tile.kv)
     return tuple(leaves)
-
-
-def _all_visible(own: Sequence[Piece], rectangular_causal: bool) -> tuple[Tile, ...]:
-    """Tiles of a rank's queries over all gathered keys that they may see, its own included."""
-    if rectangular_causal:
-        return tuple(Tile(p.rows, Span(0, p.whole.stop), Mask.CAUSAL) for p in own)
-    diagonal = [Tile(p.rows, p.whole, Mask.CAUSAL) for p in own]
-    earlier = [Tile(p.rows, Span(0, p.whole.start), Mask.FULL) for p in own if p.whole.start]
-    return (*diagonal, *earlier)

@@ -1,7 +1,9 @@
 """Masks as data: which tiles of (query shard, key shard) are alive."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from megatron_burst.plan.layout import Layout, check_tokens
 
@@ -54,6 +56,12 @@ class Tile:
         if self.mask is Mask.CAUSAL:
             return len(self.q) * (2 * len(self.kv) - len(self.q) + 1) // 2
         return len(self.q) * len(self.kv)
+
+
+def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
+    """Rows [0, length) in neighbouring spans; each given one holds or does not touch each."""
+    edges = {0, length}.union(*((span.start, span.stop) for span in spans))
+    return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
 def tiles(

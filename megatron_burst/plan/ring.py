@@ -80,7 +80,7 @@ def ring_schedule(
 
 
 @dataclass(slots=True)
-class _SlotPool:
+class SlotPool:
     """Hands out the lowest free buffer; a buffer is free again after its last reader."""
 
     size: int = 0
@@ -114,7 +114,7 @@ class _Programme:
         self.slot: dict[int, int] = {}
         self.grad_slot: dict[int, int] = {}
         self.fresh: set[int] = set()
-        self.read_pool, self.grad_pool = _SlotPool(), _SlotPool()
+        self.read_pool, self.grad_pool = SlotPool(), SlotPool()
 
     def owner(self, step: int) -> int:
         """Whose shard visits in a step."""

@@ -45,6 +45,7 @@ class Hop:
         from_slot: buffer that is sent.
         to_slot: buffer that is filled.
         lands: step at whose end both the send and the receive must be complete.
+        round: group of heads that is carried, where a shard goes in pieces.
     """
 
     ring: Link
@@ -56,6 +57,7 @@ class Hop:
     from_slot: int
     to_slot: int
     lands: int
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,11 @@ class Topology:
         """The link between two ranks."""
         return Link.INTRA if self.host_of[a] == self.host_of[b] else Link.INTER
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether an intra ring runs over several hosts: a flat ring may."""
+        return any(len({self.host_of[rank] for rank in row}) > 1 for row in self.grid)
+
     def flat(self) -> "Topology":
         """The same ranks and hosts as one flat ring, host by host."""
         return Topology((tuple(rank for row in self.grid for rank in row),), self.host_of)

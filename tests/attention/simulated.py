@@ -14,6 +14,7 @@ from random import Random
 
 import torch
 
+from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.slots import PulledSlots, SentSlots, pulled_count
 
 _TIMEOUT_S = 30
@@ -88,6 +89,9 @@ class SimulatedCarrier:
     def _barrier(self, *key):
         self._wire.barrier(*key)
         time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
+
+    def beside(self, device):
+        return Aside(None)
 
     def exchange(self, cargo, sends, recvs):
         time.sleep(self._delay.random() * 1e-3)

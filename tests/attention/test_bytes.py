@@ -15,7 +15,7 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.plan.topology import pretend_hosts
 from tests.ranks import run_ranks
 
 PASSES = [
@@ -80,39 +80,47 @@ def test_bytes_on_each_link_are_exactly_the_plans(world):
             assert sent == planned and sum(sent.values()) > 0
 
 
-GATHERS = [(heads, wire) for heads in (1, 2) for wire in ("accumulate", "input")]
+GATHERS = [
+    (hosts, heads, wire, circulate)
+    for hosts in (1, 2, 4)
+    for heads in (1, 2)
+    for wire in ("accumulate", "input")
+    for circulate in (Circulate if hosts > 1 else (Circulate.KV,))
+]
 
 
 def gathered_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
-    for heads, grad_wire in GATHERS:
-        config = BurstConfig(intra="gather", heads_per_round=heads, grad_wire=grad_wire)
+    for hosts, heads, grad_wire, circulate in GATHERS:
+        topology = pretend_hosts(world, hosts)
+        config = BurstConfig(
+            hosts=hosts, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
+            circulate=circulate.value,
+        )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        sent = count_sends(pretend_hosts(world, 1), rank)
+        sent = count_sends(topology, rank)
         burst_attention(q, k, v, config=config).sum().backward()
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = attention_shape(q, k, v, grad_dtype)
-        planned = sum(
-            gather_bytes(
-                gather_schedule(
-                    rank, world, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=2,
-                    heads_per_round=heads, direction=direction, rectangular_causal=False,
-                ),
-                shape,
-                grad_dtype.itemsize if direction is Direction.BACKWARD else 0,
-            )
-            for direction in Direction
-        )  # fmt: skip
-        found.append((dict(sent), planned))
+        planned = Counter()
+        for direction in Direction:
+            backward = direction is Direction.BACKWARD
+            schedule = gather_schedule(
+                topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=2,
+                heads_per_round=heads, direction=direction, rectangular_causal=False,
+                circulate=circulate if backward else Circulate.KV,
+            )  # fmt: skip
+            planned.update(gather_bytes(schedule, shape, grad_dtype.itemsize if backward else 0))
+        found.append((dict(+sent), dict(+planned)))
     return found
 
 
 def test_bytes_of_gathering_are_exactly_the_plans():
-    """All of them inside the host."""
+    """Inside hosts and between them; the latter as many as the nested ring's."""
     for found in run_ranks(gathered_and_planned, 4, 4):
         assert len(found) == len(GATHERS)
         for sent, planned in found:
-            assert sent == {Link.INTRA: planned} and planned > 0
+            assert sent == planned and sum(sent.values()) > 0

@@ -86,6 +86,40 @@ def test_float64_error_is_at_most_1e_12(world):
             assert error <= 1e-12, (rank, case, error)
 
 
+WAYS = [  # ways over several hosts
+    *({"intra": intra, "circulate": c} for intra in ("gather", "a2a") for c in ("kv", "q")),
+    {"inter": "a2a"},
+    {"inter": "flat", "circulate": "q"},
+    {"intra": "gather", "pieces": False},
+    {"intra": "gather", "overlap": False},
+]
+SHAPES = [(2, 2), (3, 2), (4, 2), (2, 4), (8, 1)]  # hosts x ranks
+
+
+def errors_over_hosts(rank, hosts, world):
+    """The largest error of every way, with grouped heads under a mask and with neither."""
+    errors = {}
+    for heads, causal in ((1, True), (2, False)):
+        tensors = inputs(world, 6, (2 * world, heads * world), (6, 3), torch.float64)
+        truth = truth_of(tensors, causal, 6**-0.5)
+        rows = rows_of(Layout.ZIGZAG, rank, world, 6)
+        for way in WAYS:
+            several = {"heads_per_round": 1} if way.get("pieces", True) else {}
+            config = BurstConfig(hosts=hosts, **several, **way)
+            got = run(tensors, rows, causal=causal, config=config)
+            errors[heads, causal, str(way)] = worst(got, truth, rows)
+    return errors
+
+
+@pytest.mark.parametrize("hosts, ranks", SHAPES)
+def test_every_way_over_hosts_is_exact(hosts, ranks):
+    world = hosts * ranks
+    for errors in run_ranks(errors_over_hosts, world, hosts, world):
+        assert len(errors) == 2 * len(WAYS)
+        for case, error in errors.items():
+            assert error <= 1e-12, (case, error)
+
+
 def low_precision_errors(rank, world, dtype):
     """Relative errors of out, dq, dk, dv over the whole sequence, for kv and q."""
     tokens, heads, dims = 256 // world, (4, 2), (32, 32)

@@ -22,7 +22,7 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.topology import pretend_hosts, topology_of
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 
@@ -48,22 +48,24 @@ def ring_schedules(topology, rank, circulate, **rows):
     )
 
 
-def gather_schedules(topology, rank, heads, **rows):
+def gather_schedules(topology, rank, heads, circulate=Circulate.KV, **rows):
     """`heads`: key heads, heads of a round, whether causal tiles may be rectangular."""
     options = dict(zip(("heads_kv", "heads_per_round", "rectangular_causal"), heads, strict=True))
-    return [
-        gather_schedule(rank, topology.cp_size, direction=direction, **options, **rows)
-        for direction in Direction
-    ]
+    schedule = partial(gather_schedule, topology, rank, **options, **rows)
+    return (
+        schedule(direction=Direction.FORWARD),
+        schedule(direction=Direction.BACKWARD, circulate=circulate),
+    )
 
 
-def a2a_schedules(topology, rank, heads, **rows):
+def a2a_schedules(topology, rank, heads, circulate=Circulate.KV, **rows):
     """`heads`: key heads, and how many of them a rank computes in a round."""
     options = {"heads_kv": heads[0], "heads_per_round": heads[1]}
-    return [
-        a2a_schedule(rank, topology.cp_size, direction=direction, **options, **rows)
-        for direction in Direction
-    ]
+    schedule = partial(a2a_schedule, topology, rank, **options, **rows)
+    return (
+        schedule(direction=Direction.FORWARD),
+        schedule(direction=Direction.BACKWARD, circulate=circulate),
+    )
 
 
 def planned_bytes(schedules, shape):
@@ -71,7 +73,8 @@ def planned_bytes(schedules, shape):
         return None  # rows are padded
     if isinstance(schedules[0], GatherSchedule):
         shares = (0, shape.grad_bytes)
-        return sum(gather_bytes(s, shape, n) for s, n in zip(schedules, shares, strict=True))
+        planned = (gather_bytes(s, shape, n) for s, n in zip(schedules, shares, strict=True))
+        return sum(sum(of_links.values()) for of_links in planned)
     return sum(sum(link_bytes(schedule, shape).values()) for schedule in schedules)
 
 
@@ -132,10 +135,22 @@ def test_any_case_is_exact(case):
     assert_exact(topology, tensors, **options)
 
 
+EXCHANGING_HOSTS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (4, 2)]
+GATHERING_HOSTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2), (4, 2), (2, 4)]
+
+
+@st.composite
+def scattered(draw, hosts, ranks):
+    """A topology of so many hosts; their ranks in a row, or anywhere in the group."""
+    names = [host for host in range(hosts) for _ in range(ranks)]
+    return topology_of(draw(st.one_of(st.just(names), st.permutations(names))))
+
+
 @st.composite
 def gather_cases(draw):
-    size = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 3)]))
+    hosts, ranks = draw(st.sampled_from(GATHERING_HOSTS))
+    size = hosts * ranks
+    heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 3), (5, 5)]))
     backend, rectangular = draw(
         st.sampled_from([("reference", True), ("reference", False), ("torch-cpu", False)])
     )
@@ -145,17 +160,19 @@ def gather_cases(draw):
         "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         "mask": draw(st.sampled_from(list(Mask))),
         "schedules": partial(
-            gather_schedules, heads=(heads[1], draw(st.integers(1, heads[1])), rectangular)
+            gather_schedules,
+            heads=(heads[1], draw(st.integers(1, heads[1])), rectangular),
+            circulate=draw(st.sampled_from(list(Circulate))),
         ),
         "backend": backend,
         "scale": 0.5,
         "seed": seed,
         "pulls": draw(st.sampled_from([False, True, "one slot"])),
     }
-    return pretend_hosts(size, 1), tensors, options
+    return draw(scattered(hosts, ranks)), tensors, options
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
     """Catches keys read before they arrive, shares sent to the wrong owner or summed too early."""
@@ -165,27 +182,28 @@ def test_any_gathering_case_is_exact(case):
 
 @st.composite
 def a2a_cases(draw):
-    size = draw(st.sampled_from([1, 2, 3, 4]))
+    hosts, ranks = draw(st.sampled_from(EXCHANGING_HOSTS))
     per_rank, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
-    heads = (size * per_rank * group, size * per_rank)
+    heads = (ranks * per_rank * group, ranks * per_rank)
     seed, dims = draw(st.integers(0, 9)), draw(st.sampled_from([(4, 4), (6, 3), (2, 5)]))
     options = {
         "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         "mask": draw(st.sampled_from(list(Mask))),
-        "schedules": partial(a2a_schedules, heads=(heads[1], draw(st.integers(1, per_rank)))),
+        "schedules": partial(
+            a2a_schedules,
+            heads=(heads[1], draw(st.integers(1, per_rank))),
+            circulate=draw(st.sampled_from(list(Circulate))),
+        ),
         "backend": draw(st.sampled_from(["reference", "torch-cpu"])),
         "scale": 0.5,
         "seed": seed,
         "pulls": draw(st.sampled_from([False, True, "one slot"])),
     }
-    return (
-        pretend_hosts(size, 1),
-        problem(size, 2 * draw(st.integers(1, 3)), heads, dims, seed),
-        options,
-    )
+    tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, dims, seed)
+    return draw(scattered(hosts, ranks)), tensors, options
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(a2a_cases())
 def test_any_exchange_of_heads_is_exact(case):
     """Catches heads or rows dealt to the wrong rank, results that come home too early or late."""

@@ -52,10 +52,11 @@ def values_of_flags(rank):
     start()
     every = "--burst-hosts 2 --burst-circulate q --burst-backend reference --burst-deterministic"
     every += " --burst-intra gather --burst-heads-per-round 3 --burst-nccl-ctas 8"
+    every += " --burst-inter ring"
     every += " --burst-transfer send --burst-grad-wire input --burst-timeout-s 12.5"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    flags = ("impl", "intra", "circulate", "backend", "grad-wire", "transfer")
+    flags = ("impl", "intra", "inter", "circulate", "backend", "grad-wire", "transfer")
     for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
@@ -75,6 +76,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
     ((given, default), impl, legal), = run_ranks(values_of_flags, 1)  # fmt: skip
     assert given == BurstConfig(
         intra="gather",
+        inter="ring",
         heads_per_round=3,
         circulate="q",
         backend="reference",
@@ -90,6 +92,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
     assert legal == {
         "context-parallel-impl": ["megatron", "burst"],
         "burst-intra": ["auto", "ring", "gather", "a2a"],
+        "burst-inter": ["auto", "ring", "a2a", "flat"],
         "burst-circulate": ["auto", "kv", "q"],
         "burst-grad-wire": ["accumulate", "input"],
         "burst-transfer": ["auto", "send", "pull"],

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
@@ -13,32 +13,37 @@ from megatron_burst.plan.choose import (
     choose_transfer,
 )
 from megatron_burst.plan.cost import AttentionShape, gather_bytes
-from megatron_burst.plan.gather import gather_schedule, pieces_of
+from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout, positions
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.pieces import pieces_of
+from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.topology import Link, pretend_hosts
+from tests.plan.strategies import topologies
 
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 
 
-def schedules(cp_size, **options):
-    return [gather_schedule(rank, cp_size, **options) for rank in range(cp_size)]
+def schedules(topology, **options):
+    return [gather_schedule(topology, rank, **options) for rank in range(topology.cp_size)]
 
 
 @st.composite
 def problems(draw):
-    cp_size, heads_kv = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    topology, heads_kv = draw(topologies(max_side=4)), draw(st.integers(1, 4))
+    direction = draw(st.sampled_from(list(Direction)))
     options = {
         "layout": draw(st.sampled_from(GATHERED)),
         "mask": draw(st.sampled_from(list(Mask))),
-        "tokens": 2 * draw(st.integers(1, 3)),
+        "tokens": 2 * draw(st.integers(1, 2)),
         "heads_kv": heads_kv,
         "heads_per_round": draw(st.integers(1, heads_kv)),
-        "direction": draw(st.sampled_from(list(Direction))),
+        "direction": direction,
         "rectangular_causal": draw(st.booleans()),
     }
-    return cp_size, options
+    if direction is Direction.BACKWARD:
+        options["circulate"] = draw(st.sampled_from(list(Circulate)))
+    return topology, options
 
 
 def pairs_of(tile, query_positions, key_positions):
@@ -50,88 +55,109 @@ def pairs_of(tile, query_positions, key_positions):
             yield query_positions[row], key_positions[key]
 
 
+def positions_in(layout, ranks, cp_size, tokens):
+    """Positions of the rows of some ranks' shards."""
+    return [p for rank in ranks for span in positions(layout, rank, cp_size, tokens) for p in span]
+
+
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_each_query_meets_each_visible_key_once_for_each_head(problem):
-    cp_size, options = problem
-    whole = range(cp_size * options["tokens"])
-    for rank, schedule in enumerate(schedules(cp_size, **options)):
-        spans = positions(options["layout"], rank, cp_size, options["tokens"])
-        mine = [position for span in spans for position in span]
-        met = Counter()
-        for round_ in schedule.rounds:
-            for head in range(round_.heads.start, round_.heads.stop):
-                for tile in (*round_.before, *round_.after):
+    topology, options = problem
+    layout, size, tokens = options["layout"], topology.cp_size, options["tokens"]
+    met = Counter()
+    for rank, schedule in enumerate(schedules(topology, **options)):
+        row, column = topology.coord(rank)
+        mine = positions_in(layout, [rank], size, tokens)
+        for step, leg in zip(schedule.steps, schedule.relay.legs, strict=True):
+            there = (row - leg.distance) % topology.inter_size
+            visitor = positions_in(layout, [topology.grid[there][column]], size, tokens)
+            by_queries = schedule.circulate is Circulate.Q
+            queries, host = (visitor, row) if by_queries else (mine, there)
+            keys = sorted(positions_in(layout, topology.grid[host], size, tokens))
+            for head in range(step.heads.start, step.heads.stop):
+                for tile in (*step.before, *step.after):
                     met.update((head, *pair) for pair in pairs_of(tile, mine, mine))
-                for tile in round_.tiles:
-                    met.update((head, *pair) for pair in pairs_of(tile, mine, whole))
-        causal = options["mask"] is Mask.CAUSAL
-        heads = range(options["heads_kv"])
-        expected = {(h, q, k) for h in heads for q in mine for k in whole if k <= q or not causal}
-        assert met.keys() == expected and set(met.values()) == {1}
+                for tile in step.tiles:
+                    met.update((head, *pair) for pair in pairs_of(tile, queries, keys))
+    causal, whole = options["mask"] is Mask.CAUSAL, range(size * tokens)
+    heads = range(options["heads_kv"])
+    expected = {(h, q, k) for h in heads for q in whole for k in whole if k <= q or not causal}
+    assert met.keys() == expected and set(met.values()) == {1}
 
 
+@settings(deadline=None)
 @given(problems())
 def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(problem):
     """A share is sent piece by piece; kernels without rectangular causal tiles get square ones."""
-    cp_size, options = problem
-    for schedule in schedules(cp_size, **options):
-        edges = {0} | {piece.whole.stop for piece in schedule.pieces}
-        for round_ in schedule.rounds:
-            assert all({t.kv.start, t.kv.stop} <= edges for t in round_.tiles)
-            for tile in (*round_.before, *round_.tiles, *round_.after):
+    topology, options = problem
+    for schedule in schedules(topology, **options):
+        for step in schedule.steps:
+            edges = {0} | {piece.whole.stop for piece in step.keys}
+            assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles)
+            for tile in step.every_tile:
                 square = len(tile.q) == len(tile.kv)
                 assert square or tile.mask is Mask.FULL or options["rectangular_causal"]
-            assert all(tile.q == tile.kv for tile in (*round_.before, *round_.after))
+            assert all(tile.q == tile.kv for tile in (*step.before, *step.after))
 
 
+@settings(deadline=None)
 @given(problems())
 def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(problem):
     """All ranks must know of all: what one takes is what the other gives, in the same order."""
-    cp_size, options = problem
-    every = schedules(cp_size, **options)
+    topology, options = problem
+    every = schedules(topology, **options)
     for schedule in every:
-        for index, (reads, leaves) in enumerate(zip(schedule.reads, schedule.leaves, strict=True)):
-            for rank, other in enumerate(every):
-                tiles = other.rounds[index].tiles
-                foreign = [p for p in schedule.pieces if p.owner != rank]
-                seen = {row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)}
-                assert reads[rank] == tuple(p for p in foreign if p.whole.start in seen)
+        ranks = topology.grid[topology.coord(schedule.cp_rank)[0]]
+        assert {*schedule.others, schedule.cp_rank} == set(ranks)
+        seen = {(gather, rank): set() for gather in range(len(schedule.reads)) for rank in ranks}
+        for index, step in enumerate(schedule.steps):
+            for rank in ranks:
+                tiles = every[rank].steps[index].tiles
                 laid = [row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)]
-                for leaf in leaves[rank]:
+                seen[step.gather, rank].update(laid)
+                for leaf in step.leaves[rank]:
                     assert laid[leaf.rows.slice] == list(
                         range(leaf.piece.whole.start, leaf.piece.whole.stop)
                     )
-                left = sum(len(leaf.rows) for leaf in leaves[rank])
-                own = [p.whole for p in schedule.pieces if p.owner == rank]
+                left = sum(len(leaf.rows) for leaf in step.leaves[rank])
+                own = [p.whole for p in step.keys if p.holder == rank]
                 kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
                 assert left + kept == len(laid) <= schedule.share_rows
+        for step in schedule.steps:
+            for rank in ranks:
+                rows = seen[step.gather, rank]
+                foreign = [p for p in step.keys if p.holder != rank and p.whole.start in rows]
+                assert schedule.reads[step.gather][rank] == tuple(foreign)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("heads_per_round", [1, 2, 4])
 def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads_per_round):
     schedule = gather_schedule(
-        1, 4, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=8, heads_kv=4,
+        pretend_hosts(4, 1), 1, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=8, heads_kv=4,
         heads_per_round=heads_per_round, direction=direction, rectangular_causal=True,
     )  # fmt: skip
-    assert schedule.rounds[0].before
-    assert bool(schedule.rounds[-1].after) == (direction is Direction.BACKWARD)
-    for round_ in schedule.rounds[1:-1]:
-        assert not round_.before and not round_.after
+    assert schedule.steps[0].before
+    assert bool(schedule.steps[-1].after) == (direction is Direction.BACKWARD)
+    for step in schedule.steps[1:-1]:
+        assert not step.before and not step.after
 
 
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_work_is_balanced_in_zigzag(cp_size):
-    """Rounds too: nobody waits for a rank whose tiles see more keys."""
+@pytest.mark.parametrize("hosts, ranks", [(1, 2), (1, 8), (2, 2), (4, 2), (2, 4), (8, 1)])
+def test_work_is_balanced_in_zigzag(hosts, ranks):
+    """Steps too: nobody waits for a rank whose tiles see more keys."""
+    size = hosts * ranks
     every = schedules(
-        cp_size, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=64, heads_kv=2, heads_per_round=1,
-        direction=Direction.FORWARD, rectangular_causal=True,
+        pretend_hosts(size, hosts), layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=64, heads_kv=2,
+        heads_per_round=1, direction=Direction.FORWARD, rectangular_causal=True,
     )  # fmt: skip
-    for index in range(2):
-        work = {sum(tile.pairs for tile in s.rounds[index].tiles) for s in every}
+    for index in range(2 * hosts):
+        work = {sum(tile.pairs for tile in s.steps[index].tiles) for s in every}
         assert len(work) == 1
-    total = 64 * cp_size
-    assert sum(t.pairs for s in every for t in s.rounds[1].tiles) == total * (total + 1) // 2
+    total = 64 * size
+    pairs = sum(t.pairs for s in every for step in s.steps[hosts:] for t in step.tiles)
+    assert pairs == total * (total + 1) // 2
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
@@ -140,42 +166,55 @@ def test_bytes_equal_the_formula(cp_size):
     rank have gradients for the keys before them: P-1 shards in all."""
     shape = AttentionShape(2, 64, 8, 4, 16, 8, 2, 4, 4)
     shard = 2 * 64 * 4 * (16 + 8)
+    one_host = pretend_hosts(cp_size, 1)
+
+    def inside(schedule, share_bytes):
+        sent = gather_bytes(schedule, shape, share_bytes)
+        assert sent[Link.INTER] == 0
+        return sent[Link.INTRA]
+
     for rectangular in (True, False):
         options = {
             "layout": Layout.ZIGZAG, "mask": Mask.CAUSAL, "tokens": 64, "heads_kv": 4,
             "heads_per_round": 1, "rectangular_causal": rectangular,
         }  # fmt: skip
-        forward = schedules(cp_size, direction=Direction.FORWARD, **options)
+        forward = schedules(one_host, direction=Direction.FORWARD, **options)
         shards = cp_size * (cp_size - 1) * shard
-        assert sum(gather_bytes(s, shape, 0) for s in forward) == 0.75 * shards * 2
-        backward = schedules(cp_size, direction=Direction.BACKWARD, **options)
-        assert sum(gather_bytes(s, shape, 4) for s in backward) == shards * (0.75 * 2 + 4)
-        whole = schedules(cp_size, direction=Direction.FORWARD, **options | {"mask": Mask.FULL})
-        assert {gather_bytes(s, shape, 0) for s in whole} == {(cp_size - 1) * shard * 2}
+        assert sum(inside(s, 0) for s in forward) == 0.75 * shards * 2
+        backward = schedules(one_host, direction=Direction.BACKWARD, **options)
+        assert sum(inside(s, 4) for s in backward) == shards * (0.75 * 2 + 4)
+        whole = schedules(one_host, direction=Direction.FORWARD, **options | {"mask": Mask.FULL})
+        assert {inside(s, 0) for s in whole} == {(cp_size - 1) * shard * 2}
 
 
 def test_pieces_are_the_sequence_in_order():
-    pieces = pieces_of(Layout.ZIGZAG, 2, 4)
-    assert [piece.owner for piece in pieces] == [0, 1, 1, 0]
+    pieces = pieces_of(Layout.ZIGZAG, 2, 4, (0, 1), (0, 1))
+    assert [piece.holder for piece in pieces] == [0, 1, 1, 0]
     assert [piece.whole.start for piece in pieces] == [0, 2, 4, 6]
     assert [piece.rows.start for piece in pieces] == [0, 0, 2, 2]
 
 
+def test_pieces_of_another_host_are_its_rows_in_the_hands_of_this_one():
+    pieces = pieces_of(Layout.ZIGZAG, 4, 4, (2, 3), (0, 1))
+    assert [piece.holder for piece in pieces] == [0, 1, 1, 0]
+    assert [piece.whole.start for piece in pieces] == [0, 2, 4, 6]
+    assert [piece.position for piece in pieces] == [4, 6, 8, 10]
+
+
 def test_the_striped_layout_cannot_be_gathered():
     with pytest.raises(BurstError, match="in the order of the sequence.*got layout striped; pass"):
-        pieces_of(Layout.STRIPED, 2, 4)
+        pieces_of(Layout.STRIPED, 2, 4, (0, 1), (0, 1))
 
 
-def test_auto_gathers_on_gpus_of_one_host_only():
+def test_auto_gathers_on_gpus():
     one, two, alone = pretend_hosts(4, 1), pretend_hosts(4, 2), pretend_hosts(1, 1)
 
     def auto(topology, layout=Layout.ZIGZAG, device="cuda"):
         return choose_intra(topology, layout, device, "auto").value
 
-    assert auto(one) == auto(one, Layout.CONTIGUOUS) == "gather"
-    assert (
-        auto(two) == auto(alone) == auto(one, Layout.STRIPED) == auto(one, device="cpu") == "ring"
-    )
+    assert auto(one) == auto(two) == auto(one, Layout.CONTIGUOUS) == "gather"
+    assert auto(two.flat()) == auto(alone) == "ring"
+    assert auto(one, Layout.STRIPED) == auto(one, device="cpu") == "ring"
     assert choose_intra(one, Layout.ZIGZAG, "cpu", "gather").value == "gather"
     assert choose_intra(one, Layout.ZIGZAG, "cuda", "ring").reason == "asked for"
 
@@ -183,7 +222,11 @@ def test_auto_gathers_on_gpus_of_one_host_only():
 @pytest.mark.parametrize(
     "topology, layout, words",
     [
-        (pretend_hosts(4, 2), Layout.ZIGZAG, "must share a host.*got 2; pass --burst-intra ring"),
+        (
+            pretend_hosts(4, 2).flat(),
+            Layout.ZIGZAG,
+            "must share a host.*got flat ring of 4 ranks over 2 hosts; pass --burst-intra ring",
+        ),
         (pretend_hosts(4, 1), Layout.STRIPED, "must not be striped.*got striped; pass"),
     ],
 )
@@ -195,7 +238,7 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
     def heads(tokens, heads_q, heads_kv, asked=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
-        return choose_heads_per_round(shape, 4, asked)
+        return choose_heads_per_round(shape, pretend_hosts(4, 1), asked)
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
@@ -203,10 +246,24 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(131072, 32, 32) == heads(131072, 8, 1) == 1
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
-    assert choose_heads_per_round(wide, 16, None) == 16  # 256 MiB each, but shorter tiles
+    assert (
+        choose_heads_per_round(wide, pretend_hosts(16, 1), None) == 16
+    )  # 256 MiB each, but shorter tiles
     assert heads(16384, 32, 8, asked=5) == 5
     with pytest.raises(BurstError, match="must not exceed the key heads.*got 3 of 2; leave it out"):
         heads(16384, 8, 2, asked=3)
+
+
+def test_several_hosts_have_several_rounds_or_one_if_asked():
+    two = pretend_hosts(4, 2)
+
+    def heads(heads_q, heads_kv, tokens=65536, **options):
+        shape = AttentionShape(1, tokens, heads_q, heads_kv, 64, 64, 2, 4, 4)
+        return choose_heads_per_round(shape, two, None, **options)
+
+    assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
+    assert heads(32, 32, tokens=2048) == 32  # whatever fills the kernels comes first
+    assert heads(32, 32, pieces=False) == 32
 
 
 @pytest.mark.parametrize(
@@ -216,7 +273,8 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
         (1, "cuda", "pull", None, "pull"),
         (1, "cuda", "send", None, "send"),
         (1, "cuda", "auto", "no peer access", "send"),
-        (2, "cuda", "auto", None, "send"),
+        (2, "cuda", "auto", None, "pull"),
+        (4, "cuda", "auto", None, "send"),
         (1, "cpu", "auto", None, "send"),
     ],
 )
@@ -229,7 +287,7 @@ def test_ranks_pull_where_they_can(hosts, device, asked, trouble, value):
 @pytest.mark.parametrize(
     "hosts, device, trouble, why",
     [
-        (2, "cuda", None, "all ranks must share a host"),
+        (4, "cuda", None, "a rank must share its host with another"),
         (1, "cpu", None, "the ranks must use GPUs"),
         (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
     ],

@@ -1,0 +1,205 @@
+"""Buffers of pieces that go from host to host, and of their gradients on the way home."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.hop import PackedBuffers, Segment, Transfer
+from megatron_burst.engine.call import Call
+from megatron_burst.kernels.partial import accumulate_dtype, sum_parts
+from megatron_burst.plan.mask import Span
+from megatron_burst.plan.relay import Homecoming, Relay
+from megatron_burst.plan.schedule import HOME, Cargo, Hop
+
+Targets = Callable[[int], Sequence[Tensor]]  # of a round, [b, rows, heads, d] each
+SumShape = tuple[int, int, int, int]  # batch, rows, heads, d
+Sum = tuple[Span, Sequence[Sequence[Tensor]]]  # rows, and for each tensor the parts to be added
+
+
+class _Hops:
+    """The hops of one cargo and their buffers; a round's pieces may be smaller than another's."""
+
+    def __init__(
+        self, call: Call, cargo: Cargo, count: int, segments: Sequence[list[Segment]], device
+    ) -> None:
+        self._carrier, self._segments = call.carrier, segments
+        sizes = [sum(segment.num_bytes for segment in of_round) for of_round in segments]
+        self._sizes = sizes
+        self._flat = call.carrier.buffers(("relay", cargo), count, max(sizes), device)
+        self._under_way: dict[int, list[Transfer]] = defaultdict(list)
+
+    def views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
+        """A buffer's tensors in a round."""
+        flat = self._flat[slot][: self._sizes[round_]]
+        return PackedBuffers(self._segments[round_], [flat]).views(0)
+
+    def start(self, hop: Hop) -> None:
+        size = self._sizes[hop.round]
+        send, recv = (self._flat[slot][:size] for slot in (hop.from_slot, hop.to_slot))
+        self._under_way[hop.lands].append(self._carrier.start(hop, send, recv))
+
+    def land(self, index: int) -> None:
+        for transfer in self._under_way.pop(index, ()):
+            transfer.wait()
+
+
+class Visitors:
+    """Pieces that come by.
+
+    Args:
+        call: the call.
+        relay: of the pass.
+        segments: of a round's piece.
+        pack: writes the rank's own piece of a round into tensors of these segments.
+        device: of the buffers.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        relay: Relay,
+        segments: Sequence[list[Segment]],
+        pack: Callable[[int, tuple[Tensor, ...]], None],
+        device: torch.device,
+    ) -> None:
+        self._relay, self._pack, self._mine = relay, pack, call.carrier.cp_rank
+        self._hops = _Hops(call, Cargo.READ, relay.read_slots, segments, device)
+
+    def land(self, index: int) -> None:
+        """Let the current stream wait for the piece of a step."""
+        self._hops.land(index)
+
+    def pass_on(self, index: int) -> None:
+        """Send on what is to go on in a step."""
+        for hop in self._relay.legs[index].reads:
+            if hop.sends == self._mine:
+                self._pack(hop.round, self._hops.views(hop.from_slot, hop.round))
+            self._hops.start(hop)
+
+    def views(self, index: int) -> tuple[Tensor, ...] | None:
+        """The visiting piece of a step; None if it is the rank's own."""
+        leg = self._relay.legs[index]
+        return None if leg.slot == HOME else self._hops.views(leg.slot, leg.round)
+
+
+class TravellingSums:
+    """Gradients of pieces that come by: each host adds its own; the last hop brings them home.
+
+    Args:
+        call: the call.
+        relay: of the backward pass.
+        targets: where the rank's own gradients go, for each round: [b, rows, heads, d] each.
+        shapes: [b, rows, heads, d] of each target of each round.
+        device: of the buffers.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        relay: Relay,
+        targets: Targets,
+        shapes: Sequence[Sequence[SumShape]],
+        device: torch.device,
+    ) -> None:
+        self._relay, self._targets = relay, targets
+        segments = _segments(shapes, call.grad_dtype)
+        self._hops = _Hops(call, Cargo.GRAD, relay.grad_slots, segments, device)
+
+    def _views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
+        return tuple(view.transpose(0, 1) for view in self._hops.views(slot, round_))
+
+    def add(self, index: int, sums: Sequence[Sum]) -> None:
+        """Add what this host contributes in a step; `sums` name every row once."""
+        leg = self._relay.legs[index]
+        self._hops.land(index)
+        home = leg.grad_slot == HOME
+        totals = self._targets(leg.round) if home else self._views(leg.grad_slot, leg.round)
+        for span, parts in sums:
+            for total, own in zip(totals, parts, strict=True):
+                rows = total[:, span.slice]
+                add_up(rows, own, fresh=leg.fresh)
+        self._come_home(index)
+        for hop in leg.grads:
+            self._hops.start(hop)
+
+    def finish(self) -> None:
+        """Wait for the last of the rank's own gradients."""
+        self._hops.land(len(self._relay.legs))
+        self._come_home(len(self._relay.legs))
+
+    def _come_home(self, index: int) -> None:
+        for coming in self._relay.homecomings[index]:
+            self._join(coming)
+
+    def _join(self, coming: Homecoming) -> None:
+        slots = coming.waiting, coming.arrived
+        parts = [self._views(slot, coming.round) for slot in slots]
+        for target, own in zip(self._targets(coming.round), zip(*parts, strict=True), strict=True):
+            sum_parts(target, own)
+
+
+class LocalSums:
+    """Gradients that stay: summed over the steps of a round, rounded when it is over.
+
+    Args:
+        call: the call.
+        relay: of the backward pass.
+        targets: where they go, for each round: [b, rows, heads, d] each.
+        shapes: [b, rows, heads, d] of each target of each round.
+        device: of the buffers.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        relay: Relay,
+        targets: Targets,
+        shapes: Sequence[Sequence[SumShape]],
+        device: torch.device,
+    ) -> None:
+        self._relay, self._targets = relay, targets
+        self._segments = _segments(shapes, accumulate_dtype(call.grad_dtype))
+        sizes = [sum(segment.num_bytes for segment in of_round) for of_round in self._segments]
+        count = int(len(relay.legs) > len(shapes))
+        self._flat = call.carrier.buffers("local sums", count, max(sizes), device)
+
+    def _totals(self, round_: int) -> tuple[Tensor, ...]:
+        segments = self._segments[round_]
+        size = sum(segment.num_bytes for segment in segments)
+        views = PackedBuffers(segments, [self._flat[0][:size]]).views(0)
+        return tuple(view.transpose(0, 1) for view in views)
+
+    def add(self, index: int, sums: Sequence[Sum]) -> None:
+        """Add a step's share; the sums of a step name rows once, those of its round every row."""
+        round_, first = self._relay.legs[index].round, self._relay.is_first(index)
+        targets, last = self._targets(round_), self._relay.is_last(index)
+        totals = targets if first and last else self._totals(round_)
+        for span, parts in sums:
+            for target, total, own in zip(targets, totals, parts, strict=True):
+                rows = total[:, span.slice]
+                if last and not first:
+                    sum_parts(target[:, span.slice], [rows, *own])
+                else:
+                    add_up(rows, own, fresh=first)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def add_up(total: Tensor, parts: Sequence[Tensor], fresh: bool) -> None:
+    """total <- sum of parts, added to what is there unless it is fresh; [b, n, h, d] each."""
+    parts = list(parts) if fresh else [total, *parts]
+    if parts:
+        sum_parts(total, parts)
+    else:
+        total.zero_()
+
+
+def _segments(shapes: Sequence[Sequence[SumShape]], dtype: torch.dtype) -> list[list[Segment]]:
+    """Of the sums of every round, with rows outermost in memory."""
+    return [
+        [Segment((rows, batch, heads, dim), dtype) for batch, rows, heads, dim in of_round]
+        for of_round in shapes
+    ]

@@ -1,0 +1,138 @@
+"""What meets in each step: the rank's own queries and keys, or what comes from other hosts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.aside import Aside
+from megatron_burst.comm.hop import Segment
+from megatron_burst.engine.call import Call
+from megatron_burst.engine.relayed import Visitors
+from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.partial import accumulate_dtype, delta_stand_in
+from megatron_burst.plan.relay import Relay
+
+Shape = tuple[int, int, int, int, int]  # batch, rows, heads, d_qk, d_v
+
+
+class KeyVisitors(Visitors):
+    """Keys and values that come by, side by side: [rows, b, heads, d_qk + d_v].
+
+    Args:
+        call: the call.
+        relay: of the pass.
+        own: the rank's own k and v in a round, [b, rows, heads, d] each.
+        shapes: of each round.
+        like: a tensor with their dtype and device.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        relay: Relay,
+        own: Callable[[int], tuple[Tensor, Tensor]],
+        shapes: Sequence[Shape],
+        like: Tensor,
+    ) -> None:
+        self._own, self._dims = own, shapes[0][3:]
+        segments = [
+            [Segment((rows, batch, heads, sum(dims)), like.dtype)]
+            for batch, rows, heads, *dims in shapes
+        ]
+        super().__init__(call, relay, segments, self._pack_own, like.device)
+
+    def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
+        for target, own in zip(self.split(piece[0]), self._own(round_), strict=True):
+            target.copy_(own)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """k [b, rows, heads, d_qk] and v [b, rows, heads, d_v] of a piece."""
+        return rows.transpose(0, 1).split(self._dims, dim=-1)
+
+
+class QueryVisitors(Visitors):
+    """Query sides that come by: lse, delta, q, dout.
+
+    Args:
+        call: the call.
+        relay: of the backward pass.
+        own: the rank's own side in a round, with delta.
+        shapes: of each round.
+        like: a tensor with the queries' dtype and device.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        relay: Relay,
+        own: Callable[[int], QuerySide],
+        shapes: Sequence[Shape],
+        like: Tensor,
+    ) -> None:
+        self._own, self._carrier = own, call.carrier
+        self._takes_delta = call.backend.capability.takes_delta
+        segments = [_side_segments(*shape, like.dtype) for shape in shapes]
+        super().__init__(call, relay, segments, self._pack_own, like.device)
+
+    def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
+        side = self._own(round_)
+        for target, own in zip(piece, (side.lse, side.delta, side.q, side.dout), strict=True):
+            target.copy_(own)
+
+    def side(self, index: int) -> QuerySide:
+        """The side that visits in a step."""
+        lse, delta, q, dout = self.views(index)
+        out = None if self._takes_delta else delta_stand_in(dout, delta)
+        return QuerySide(q, dout, lse, delta, out)
+
+
+class Guests:
+    """Lets visitors come and go beside the kernels.
+
+    Args:
+        call: the call.
+        relay: of the pass.
+        visitors: who comes; None: nobody.
+        device: of the kernels.
+    """
+
+    def __init__(
+        self, call: Call, relay: Relay, visitors: Visitors | None, device: torch.device
+    ) -> None:
+        self._carrier, self._relay, self._device = call.carrier, relay, device
+        self._visitors = visitors
+        self._landed: dict[int, Aside] = {}
+
+    def prepare(self, index: int, then: Callable[[], None] | None = None) -> None:
+        """Let the visitor of a step come, do what `then` does with it, send on what goes on."""
+        if index >= len(self._relay.legs):
+            return
+        with self._carrier.beside(self._device) as landed:
+            if self._visitors:
+                self._visitors.land(index)
+            if then:
+                then()
+        self._landed[index] = landed
+        if self._visitors:
+            with self._carrier.beside(self._device):
+                self._visitors.pass_on(index)
+
+    def await_visitor(self, index: int) -> bool:
+        """Let the current stream wait for a step's visitor; whether there is one."""
+        self._landed.pop(index).wait()
+        return self._visitors is not None and self._relay.legs[index].distance > 0
+
+    def finish(self) -> None:
+        """Let the current stream wait for all that was done beside it."""
+        with self._carrier.beside(self._device) as everything:
+            pass
+        everything.wait()
+
+
+def _side_segments(
+    batch: int, rows: int, heads: int, dim_qk: int, dim_v: int, dtype: torch.dtype
+) -> list[Segment]:
+    statistics = Segment((batch, heads, rows), accumulate_dtype(dtype))
+    tensors = [Segment((batch, rows, heads, dim), dtype) for dim in (dim_qk, dim_v)]
+    return [statistics, statistics, *tensors]

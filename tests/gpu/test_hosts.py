@@ -1,0 +1,98 @@
+"""Ways over several hosts on NCCL: hosts are pretended, sockets between them too.
+
+Catches pieces that are used before they landed or overwritten while they fly, streams that do not
+wait for each other, and low-precision sums on the way home: errors are relative to the same
+kernel's on one GPU.
+"""
+
+import os
+
+import pytest
+import torch
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.plan.layout import Layout
+from tests.gpu.test_gather import problem_of, run
+from tests.gpu.test_nccl import GPUS, relative
+from tests.oracle import rows_of
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+SHAPES = {"MHA": (8, 8, 64), "GQA": (8, 4, 128)}  # query heads, key heads, head dimension
+INSIDE = [
+    {"intra": intra, "circulate": circulate}
+    for intra in ("ring", "gather", "a2a")
+    for circulate in ("kv", "q")
+]
+WAYS = [
+    {},
+    *INSIDE,
+    {"intra": "gather", "circulate": "q", "transfer": "send"},
+    {"intra": "gather", "pieces": False},
+    {"intra": "gather", "overlap": False},
+    {"inter": "a2a"},
+    {"inter": "flat"},
+]
+SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
+
+
+def errors(rank, world, hosts, shape):
+    """Relative errors of (out, dq, dk, dv) by way, over the whole sequence."""
+    os.environ["NCCL_HOSTID"] = f"pretended-{rank * hosts // world}"  # before NCCL starts
+    tensors, truth = problem_of(shape[:2], 2048, shape[2])
+    rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
+    found = {}
+    for way in WAYS if world > 1 else [{}]:
+        cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
+        if not way.get("pieces", True):
+            cut = {}
+        config = BurstConfig(hosts=hosts, **cut, **way)
+        worst = (0,)
+        for turn in range(4):  # buffers are used again; a race shows as a difference
+            if turn == rank:
+                torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
+            worst = max(worst, relative(run(tensors, rows, config), truth, rows))
+        found[str(way)] = worst
+    return found
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_errors_are_at_most_twice_one_gpus(shape, connections):
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, **SOCKETS}
+    settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
+    (alone,) = run_ranks(errors, 1, 1, 1, SHAPES[shape], **settings)
+    for world, hosts in ((2, 2), (4, 2), (4, 4)):
+        if world > GPUS:
+            continue
+        found = run_ranks(errors, world, world, hosts, SHAPES[shape], **settings)[0]
+        for way, several in found.items():
+            print(f"{shape} {world} ranks {hosts} hosts {way}: {several}")
+            for error, single in zip(several, alone["{}"], strict=True):
+                assert error <= 2 * single and single < 1e-2, (world, hosts, way, several, alone)
+
+
+def many_calls(rank, world, options):
+    """Sixteen passes in a row without a synchronisation: the largest difference between them."""
+    os.environ["NCCL_HOSTID"] = f"pretended-{rank * 2 // world}"
+    torch.manual_seed(rank)
+    tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
+    config = BurstConfig(hosts=2, deterministic=True, **options)
+    results = [run(tensors, slice(None), config) for _ in range(16)]
+    return max(
+        float((a - b).abs().max())
+        for other in results[1:]
+        for a, b in zip(other, results[0], strict=True)
+    )
+
+
+@pytest.mark.parametrize("circulate", ["kv", "q"])
+def test_back_to_back_calls_give_the_same_bits(circulate):
+    options = {"intra": "gather", "heads_per_round": 3, "circulate": circulate}
+    world = 4 if GPUS >= 4 else 2
+    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS}
+    for difference in run_ranks(many_calls, world, world, options, **settings):
+        assert difference == 0
