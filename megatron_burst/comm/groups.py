@@ -72,7 +72,9 @@ class Communicator:
         }
         device = "cuda" if self._backend == "nccl" else "cpu"
         together = self._groups.get((Link.INTRA, Cargo.READ))
-        self._pool = together and SymmetricPool(together, members[Link.INTRA], self.cp_rank, board)
+        self._pool = together and SymmetricPool(
+            together, self._cp_ranks_of(together), self.cp_rank, board
+        )
         refusal = self._pool.refusal if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, config.transfer, refusal)
 
@@ -90,6 +92,10 @@ class Communicator:
             pg_options=options,
             use_local_synchronization=True,
         )
+
+    def _cp_ranks_of(self, group: dist.ProcessGroup) -> list[int]:
+        """By rank in a group of some of the ranks; torch sorts them, whatever the topology says."""
+        return [self._ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
 
     def _level_names(self) -> None:
         """Let all ranks know of equally many process groups.
