@@ -13,7 +13,8 @@ from megatron_burst.plan.hardware import Curve, Links, LinkSpeed, preset
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.programme import Compute, Post, Wait, programme_of, without_overlap
+from megatron_burst.plan.operations import Compute, Post, Wait, without_overlap
+from megatron_burst.plan.programme import programme_of
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.simulate import Wiring, simulate
 from megatron_burst.plan.topology import Link, pretend_hosts
