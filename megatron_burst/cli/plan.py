@@ -191,7 +191,7 @@ def _draw(job: Job, best: Candidate, path: Path) -> None:
         shown = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
         title = (
             f"{job.model.name} {in_units(job.seq)}, {best.strategy.layout}: one layer's attention, "
-            f"{direction}, {call.in_words}{shown}, {timeline.seconds:.3g} s"
+            f"{direction},\n{call.in_words}{shown}, {timeline.seconds:.3g} s"
         )
         panels.append(Panel(title, timeline))
     save_timelines(panels, call.topology, path)
