@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_burst.plan import buffers
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes, slot_count
@@ -66,6 +67,24 @@ def test_slots_are_counted_as_the_engine_makes_them(cargo, rounds, num_bytes):
     from megatron_burst.comm.slots import pulled_count
 
     assert slot_count(cargo, rounds, num_bytes, True) == pulled_count(cargo, rounds, num_bytes)
+
+
+@pytest.mark.parametrize("intra", ["gather", "a2a"])
+@pytest.mark.parametrize("circulate", ["kv", "q"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_more_hosts_need_no_more_buffers(intra, circulate, heads, monkeypatch):
+    shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
+    monkeypatch.setattr(buffers, "_MOST_HOSTS", 100)
+    sizes = {
+        buffer_bytes.__wrapped__(
+            AttentionCall(
+                shape, pretend_hosts(2 * hosts, hosts), intra=intra, inter="ring",
+                circulate=circulate, heads_per_round=heads,
+            )
+        )
+        for hosts in (8, 9, 13, 32)
+    }  # fmt: skip
+    assert len(sizes) == 1
 
 
 def test_what_was_asked_for_stays():
