@@ -4,8 +4,8 @@ python benchmarks/published.py
 
 BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
 8 a host, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
-half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host, FSDP, layers recomputed, inputs
-offloaded, FlashAttention-3).
+half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host, FSDP, layers
+recomputed, inputs offloaded, FlashAttention-3).
 """
 
 from dataclasses import dataclass
