@@ -3,9 +3,9 @@
 python benchmarks/published.py
 
 BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
-8 a host, one sequence, ZeRO-3, layers recomputed; whole: attention's output kept, half: that of the
-later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host, FSDP, layers recomputed, inputs
-offloaded, FlashAttention-3).
+8 a host, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
+half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host, FSDP, layers
+recomputed, inputs offloaded, FlashAttention-3).
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Published:
 
 def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | None]):
     for keep, (tokens, gb) in rows.items():
-        strategy = Strategy(cp=gpus, keep=keep, shard_weights=True)
+        strategy = Strategy(cp=gpus, keep=keep, shard_weights=True, intra="ring")
         yield Published(f"BurstEngine, {keep}", model, seq, gpus, "a800", strategy, tokens, gb)
 
 

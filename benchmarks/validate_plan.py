@@ -102,7 +102,9 @@ def _with_option(call: AttentionCall, option: str) -> AttentionCall:
             return replace(call, pulled=value == "pull")
         case "heads_per_round":
             return replace(call, heads_per_round=int(value))
-        case "intra" | "circulate" | "backend":
+        case "pieces":
+            return replace(call, pieces=value != "false")
+        case "intra" | "inter" | "circulate" | "backend":
             return replace(call, **{name: value})
         case "ring" | "gather":
             return replace(call, intra=name)

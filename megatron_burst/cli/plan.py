@@ -188,10 +188,10 @@ def _draw(job: Job, best: Candidate, path: Path) -> None:
     panels = []
     for direction in Direction:
         timeline = attention_time(call, job.hardware, direction, ranks=ranks)
-        shown = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} of"
+        shown = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
         title = (
             f"{job.model.name} {in_units(job.seq)}, {best.strategy.layout}: one layer's attention, "
-            f"{direction}, {call.mode}{shown} {call.topology}, {timeline.seconds:.3g} s"
+            f"{direction},\n{call.in_words}{shown}, {timeline.seconds:.3g} s"
         )
         panels.append(Panel(title, timeline))
     save_timelines(panels, call.topology, path)

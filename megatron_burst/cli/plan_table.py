@@ -7,7 +7,7 @@ from rich.table import Table
 
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import exchange_widths, gather_bytes, link_bytes
+from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
@@ -105,8 +105,8 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
 
 
 def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
-    lines = [f"attention of a layer: {call.mode} on {call.topology}"]
-    if call.mode == "ring":
+    lines = [f"attention of a layer: {call.in_words}"]
+    if call.mode == "ring" or call.arranged.inter_size > 1:
         lines[0] += f"; backward circulates {choose_circulate(call.shape, call.circulate)}"
     for direction in Direction:
         timeline = attention_time(call, job.hardware, direction)
@@ -126,6 +126,5 @@ def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
         return link_bytes(schedule, call.shape)
     if isinstance(schedule, GatherSchedule):
         share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-        return {Link.INTRA: gather_bytes(schedule, call.shape, share)}
-    both = sum(exchange_widths(call.shape)[direction]) * call.shape.batch * call.shape.tokens
-    return {Link.INTRA: both * (1 - 1 / call.topology.cp_size)}
+        return gather_bytes(schedule, call.shape, share)
+    return a2a_bytes(schedule, call.shape)

@@ -9,6 +9,7 @@ from megatron_burst.plan.choose import (
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
+    choose_inter,
     choose_intra,
 )
 from megatron_burst.plan.cost import AttentionShape
@@ -17,11 +18,8 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.programme import (
-    AnySchedule,
-    programme_of,
-    without_overlap,
-)
+from megatron_burst.plan.operations import without_overlap
+from megatron_burst.plan.programme import AnySchedule, programme_of
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.simulate import Timeline, Wiring, simulate
@@ -40,9 +38,11 @@ class AttentionCall:
         neighbours: GPUs of a host that belong to other groups beside one rank of this one, plus it:
             the tensor-parallel size, where those ranks run their rings at the same time.
         intra: inside a host.
+        inter: between hosts.
         heads_per_round: of gathering or exchanging; None: as the engine chooses.
+        pieces: whether there may be several rounds.
         circulate: in backward.
-        pulled: whether gathered keys go by copy engine.
+        pulled: whether gathered keys go by copy engine, where they can.
         overlap: whether transfers are hidden.
         backend: attention kernel.
         layout: of the tokens.
@@ -53,7 +53,9 @@ class AttentionCall:
     topology: Topology
     neighbours: int = 1
     intra: str = "auto"
+    inter: str = "auto"
     heads_per_round: int | None = None
+    pieces: bool = True
     circulate: str = "auto"
     pulled: bool = True
     overlap: bool = True
@@ -62,9 +64,40 @@ class AttentionCall:
     mask: Mask = Mask.CAUSAL
 
     @property
+    def between(self) -> str:
+        """ "ring", "a2a" (over all ranks) or "flat"."""
+        asked = self.inter, self.intra
+        return choose_inter(self.shape, self.topology, self.layout, "cuda", asked).value
+
+    @property
+    def arranged(self) -> Topology:
+        """The topology that schedules are made for: one row of all ranks, if hosts do not count."""
+        return self.topology if self.between == "ring" else _flat(self.topology)
+
+    @property
     def mode(self) -> str:
-        """ "ring", "gather" or "a2a"."""
-        return choose_intra(self.topology, self.layout, "cuda", self.intra).value
+        """ "ring", "gather" or "a2a", among the ranks of a row of `arranged`."""
+        return choose_intra(self.arranged, self.layout, "cuda", self.intra, self.between).value
+
+    @property
+    def in_words(self) -> str:
+        """Mode and topology."""
+        if self.topology.inter_size == 1:
+            return f"{self.mode} on {self.topology}"
+        if self.between == "ring":
+            return f"{self.mode} inside hosts, ring between them, on {self.topology}"
+        return f"{self.mode} over all ranks of {self.topology}"
+
+    @property
+    def by_copy_engine(self) -> bool:
+        """Whether ranks of a host pull what is gathered or exchanged."""
+        return self.pulled and self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+
+    @property
+    def heads(self) -> int:
+        """Key heads of a round: gathered, or of a rank that exchanges."""
+        choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
+        return choose(self.shape, self.arranged, self.heads_per_round, self.pieces)
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.
@@ -72,24 +105,18 @@ class AttentionCall:
         Raises:
             BurstError: if the call cannot run so.
         """
-        shape, size = self.shape, self.topology.cp_size
-        rows = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
-        rows["direction"] = direction
-        if self.mode == "ring":
-            circulate = Circulate.KV
-            if direction is Direction.BACKWARD:
-                circulate = Circulate(choose_circulate(shape, self.circulate).value)
-            return ring_schedule(self.topology, cp_rank, circulate=circulate, **rows)
-        rows["heads_kv"] = shape.heads_kv
-        if self.mode == "a2a":
-            heads = choose_heads_per_exchange(shape, size, self.heads_per_round)
-            return a2a_schedule(cp_rank, size, heads_per_round=heads, **rows)
-        heads = choose_heads_per_round(shape, size, self.heads_per_round)
-        fa4 = self.backend in ("auto", "fa4")
-        return gather_schedule(
-            cp_rank, size, heads_per_round=heads, rectangular_causal=fa4 or self.backend == "flash",
-            **rows,
-        )  # fmt: skip
+        topology, mode, shape = self.arranged, self.mode, self.shape
+        options = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
+        options |= {"direction": direction, "circulate": Circulate.KV}
+        if direction is Direction.BACKWARD and (mode == "ring" or topology.inter_size > 1):
+            options["circulate"] = Circulate(choose_circulate(shape, self.circulate).value)
+        if mode == "ring":
+            return ring_schedule(topology, cp_rank, **options)
+        options |= {"heads_kv": shape.heads_kv, "heads_per_round": self.heads}
+        if mode == "a2a":
+            return a2a_schedule(topology, cp_rank, **options)
+        whole = self.backend in ("auto", "fa4", "flash")
+        return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 
     def tflop(self, direction: Direction) -> float:
         """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""
@@ -125,7 +152,7 @@ def attention_time(
     programmes = {}
     for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, timer, direction, call.pulled)
+        ops = programme_of(schedule, call.shape, timer, direction, call.by_copy_engine)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
 
@@ -134,10 +161,11 @@ def _simulated(call: AttentionCall) -> range:
     """Ranks to simulate: the first and the last of a large group in which all do alike.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
-    queries and half of the keys; the others' times lie between theirs.
+    queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
+    over all hosts have equal tiles.
     """
-    topology = call.topology
-    nested = topology.inter_size == len(set(topology.host_of))
+    topology = call.arranged
+    nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
     even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
     if topology.cp_size > _MOST_RANKS and nested and even:
         return range(0, topology.cp_size, topology.cp_size - 1)
@@ -145,7 +173,13 @@ def _simulated(call: AttentionCall) -> range:
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
-    """Of a network card for a rank: in nested rings all ranks of a host send at the same time."""
-    nested = call.topology.inter_size > 1
-    senders = (call.topology.intra_size if nested else 1) * call.neighbours
-    return hardware.inter_share(senders)
+    """Of a network card for a rank: all of a host send at the same time, but in a flat ring one."""
+    topology = call.arranged
+    flat_ring = topology.spans_hosts and call.mode == "ring"
+    together = 1 if flat_ring else max(map(topology.host_of.count, set(topology.host_of)))
+    return hardware.inter_share(together * call.neighbours)
+
+
+@lru_cache(maxsize=256)
+def _flat(topology: Topology) -> Topology:
+    return topology.flat()

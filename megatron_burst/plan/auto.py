@@ -18,7 +18,7 @@ class Chosen:
     """A way to run a call, and what speaks for it.
 
     Attributes:
-        call: with `intra`, `heads_per_round` and `circulate` settled.
+        call: with `intra`, `inter`, `heads_per_round` and `circulate` settled.
         seconds: forward and backward.
         num_bytes: of its buffers.
         reason: in words, beside the next best mode.
@@ -57,28 +57,56 @@ def choose_call(
     near = [one for one in fitting if one[0] <= least * _TIE]
     seconds, num_bytes, best = min(near, key=lambda one: one[1])
     reason = f"{1e3 * seconds:.3g} ms, {num_bytes / GIB:.2f} GiB"
-    others = [one for one in found if one[2].intra != best.intra]
+    others = [one for one in found if _mode(one[2]) != _mode(best)]
     if others:
         second = min(others, key=lambda one: one[0])
-        reason += f"; {second[2].intra} {1e3 * second[0]:.3g} ms, {second[1] / GIB:.2f} GiB"
+        reason += f"; {_mode(second[2])} {1e3 * second[0]:.3g} ms, {second[1] / GIB:.2f} GiB"
     return Chosen(best, seconds, num_bytes, reason)
+
+
+def _mode(call: AttentionCall) -> str:
+    return f"{call.mode} over all ranks" if call.arranged.spans_hosts else call.mode
 
 
 def ways(call: AttentionCall) -> Iterator[AttentionCall]:
     """Every way to run a call that its options leave open."""
-    one_host = len(set(call.topology.host_of)) == 1
-    together = one_host and call.layout is not Layout.STRIPED
-    heads, ranks = call.shape.heads_kv, call.topology.cp_size
-    intras = [call.intra]
-    if call.intra == "auto":
-        intras = ["ring"] + ["gather"] * together + ["a2a"] * (together and heads % ranks == 0)
+    hosts, heads = call.topology.inter_size, call.shape.heads_kv
+    if call.inter in ("a2a", "flat"):
+        yield from _ways_inside(call)
+        return
+    nested = call if hosts == 1 else replace(call, inter="ring")
+    yield from _ways_inside(nested)
+    over_all = hosts > 1 and call.inter == call.intra == "auto"
+    if over_all and call.layout is not Layout.STRIPED and heads % call.topology.cp_size == 0:
+        yield from _in_rounds(replace(call, inter="a2a", intra="a2a"))
+
+
+def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
+    """Every way inside the rows of ranks, between which it is settled how it goes."""
+    topology, heads = call.arranged, call.shape.heads_kv
+    intras = [call.mode if call.inter in ("a2a", "flat") else call.intra]
+    if intras == ["auto"]:
+        in_order = call.layout is not Layout.STRIPED and not topology.spans_hosts
+        in_order = in_order and topology.cp_size > 1
+        exchange = in_order and topology.intra_size > 1 and heads % topology.intra_size == 0
+        intras = ["ring"] + ["gather"] * in_order + ["a2a"] * exchange
     for intra in intras:
-        if intra == "ring":
+        way = replace(call, intra=intra)
+        if intra == "ring" or topology.inter_size > 1:
             circulates = ["kv", "q"] if call.circulate == "auto" else [call.circulate]
-            yield from (replace(call, intra=intra, circulate=c) for c in circulates)
-            continue
-        most = heads if intra == "gather" else heads // ranks
-        counts = [n for n in range(1, most + 1) if most % n == 0]
-        if call.heads_per_round is not None:
-            counts = [call.heads_per_round]
-        yield from (replace(call, intra=intra, heads_per_round=n) for n in counts)
+            one_each = [replace(way, circulate=circulate) for circulate in circulates]
+        else:
+            one_each = [way]
+        for one in one_each:
+            yield from [one] if intra == "ring" else _in_rounds(one)
+
+
+def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
+    """A call that gathers or exchanges, with every number of heads a round."""
+    if call.heads_per_round is not None or not call.pieces:
+        yield call
+        return
+    most = call.shape.heads_kv // (call.arranged.intra_size if call.intra == "a2a" else 1)
+    for heads in range(1, most + 1):
+        if most % heads == 0:
+            yield replace(call, heads_per_round=heads)

@@ -1,15 +1,20 @@
 """What an attention call needs in memory beside its inputs and outputs."""
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import choose_heads_per_exchange
 from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
-from megatron_burst.plan.gather import GatherSchedule, Round
+from megatron_burst.plan.gather import GatherSchedule, GatherStep
+from megatron_burst.plan.mask import Tile
+from megatron_burst.plan.operations import part_of_heads
+from megatron_burst.plan.programme_gather import arriving_rows, is_alone
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
+from megatron_burst.plan.topology import pretend_hosts
 
+_MOST_HOSTS = 8  # more of them need no more buffers; a test compares
 _LARGE, _LONG_ROUND = 64 << 20, 256 << 20  # as in comm/slots.py; a test compares
 
 
@@ -20,12 +25,16 @@ def buffer_bytes(call: AttentionCall) -> float:
     Hop buffers, slots, sums in float32 and what the kernel needs for its own; the forward pass
     needs less, except for its output in float32 where results are merged.
     """
+    if call.mode != "ring" and call.arranged.inter_size > _MOST_HOSTS:
+        ranks = _MOST_HOSTS * call.arranged.intra_size
+        fewer = pretend_hosts(ranks, _MOST_HOSTS)
+        return buffer_bytes(replace(call, topology=fewer, inter="ring", intra=call.mode))
     schedule = call.schedule(0, Direction.BACKWARD)
     if isinstance(schedule, Schedule):
         return _ring_bytes(call, schedule)
     if isinstance(schedule, GatherSchedule):
         return _gather_bytes(call, schedule)
-    return _a2a_bytes(call)
+    return _a2a_bytes(call, schedule)
 
 
 def _ring_bytes(call: AttentionCall, schedule: Schedule) -> float:
@@ -42,19 +51,29 @@ def _ring_bytes(call: AttentionCall, schedule: Schedule) -> float:
 
 def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     shape = call.shape
-    heads = len(schedule.rounds[0].heads)
+    heads, steps = len(schedule.rounds[0]), schedule.steps
     row = shape.batch * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    rounds = len(schedule.rounds)
-    reads = slot_count(Cargo.READ, rounds, row * schedule.num_rows, call.pulled)
-    grads = slot_count(Cargo.GRAD, rounds, row * schedule.share_rows, call.pulled)
-    come = max(
-        sum(len(leaf.rows) for leaves in ranks[1:] for leaf in leaves if leaf.piece.owner == 0)
-        for ranks in schedule.leaves
-    )
+    pulled, share = call.by_copy_engine, row * schedule.share_rows
+    reads = slot_count(Cargo.READ, len(schedule.reads), row * schedule.num_rows, pulled)
+    grads = slot_count(Cargo.GRAD, len(steps), share, pulled)
+    come = max(arriving_rows(schedule, index) for index in range(len(steps)))
     slots = row * (reads * schedule.num_rows + grads * schedule.share_rows + come)
-    group = shape.heads_q // shape.heads_kv
-    one = replace(shape, heads_q=heads * group, heads_kv=heads)
-    return slots + max(_round_bytes(one, round_) for round_ in schedule.rounds)
+    one, in_place = part_of_heads(shape, heads), schedule.topology.inter_size == 1
+    tiles = max(_step_bytes(one, step, in_place) for step in steps)
+    return slots + _relay_bytes(shape, schedule) + tiles
+
+
+def _relay_bytes(shape: AttentionShape, schedule: GatherSchedule | A2ASchedule) -> float:
+    """Pieces on their way between hosts, their gradients, and the sums of those that stay."""
+    relay = schedule.relay
+    sizes = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
+    buffers = relay.read_slots * sizes[Cargo.READ] + relay.grad_slots * sizes[Cargo.GRAD]
+    if len(relay.legs) > len(schedule.rounds):
+        if schedule.circulate is Circulate.KV:
+            buffers += 4 * shape.rows_q * shape.dim_qk
+        else:
+            buffers += 4 * shape.rows_kv * (shape.dim_qk + shape.dim_v)
+    return buffers * len(schedule.rounds[0]) / shape.heads_kv
 
 
 def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int:
@@ -66,31 +85,42 @@ def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int
     return 2 if cargo is Cargo.READ else min(3, rounds + 1)
 
 
-def _round_bytes(shape: AttentionShape, round_: Round) -> float:
+def _step_bytes(shape: AttentionShape, step: GatherStep, in_place: bool) -> float:
     """Parts of dq that are not summed yet, gradients of the rank's own keys, the kernel's own."""
-    every = (*round_.before, *round_.tiles, *round_.after)
-    tiles_of = Counter(tile.q for tile in every)
-    queries = sum(n * len(span) for span, n in tiles_of.items() if n > 1)
-    keys = sum(len(tile.kv) for tile in (*round_.before, *round_.after))
+    every = step.every_tile
+    if not every:
+        return 0.0
+    apart = [tile for tile in every if not in_place or not is_alone(tile, every)]
+    queries = sum(len(tile.q) for tile in apart)
+    keys = sum(len(tile.kv) for tile in (*step.before, *step.after))
     parts = queries * shape.heads_q * shape.dim_qk
     parts += keys * shape.heads_kv * (shape.dim_qk + shape.dim_v)
     kernel = max(_kernel_bytes(shape, len(tile.q), len(tile.kv)) for tile in every)
     return shape.batch * parts * shape.itemsize + kernel
 
 
-def _a2a_bytes(call: AttentionCall) -> float:
-    shape, size = call.shape, call.topology.cp_size
-    heads = choose_heads_per_exchange(shape, size, call.heads_per_round)
-    rounds = -(-shape.heads_kv // (heads * size))
+def _a2a_bytes(call: AttentionCall, schedule: A2ASchedule) -> float:
+    shape, rounds = call.shape, len(schedule.rounds)
     there, back = exchange_widths(shape)[Direction.BACKWARD]
-    part = shape.batch * shape.tokens * heads * size / shape.heads_kv
-    reads = slot_count(Cargo.READ, rounds, part * there, call.pulled)
-    grads = slot_count(Cargo.GRAD, rounds, part * back, call.pulled)
-    group = shape.heads_q // shape.heads_kv
-    rows = shape.tokens * size
-    one = replace(shape, tokens=rows, heads_q=heads * group, heads_kv=heads)
+    part = shape.batch * shape.tokens * len(schedule.rounds[0]) / shape.heads_kv
+    reads = slot_count(Cargo.READ, rounds, part * there, call.by_copy_engine)
+    grads = slot_count(Cargo.GRAD, rounds, part * back, call.by_copy_engine)
     wholes = min(2, rounds)
-    return part * ((reads + wholes) * there + (grads + 1) * back) + _kernel_bytes(one, rows, rows)
+    slots = part * ((reads + wholes) * there + (grads + 1) * back)
+    one = part_of_heads(shape, len(schedule.rounds[0]) // len(schedule.ranks))
+    alone = schedule.topology.inter_size == 1
+    tiles = max(_tiles_bytes(one, some, alone) for some in schedule.tiles)
+    return slots + _relay_bytes(shape, schedule) + tiles
+
+
+def _tiles_bytes(shape: AttentionShape, tiles: Sequence[Tile], in_place: bool) -> float:
+    """Gradients of tiles until they are summed, and the kernel's own."""
+    kernel = max((_kernel_bytes(shape, len(tile.q), len(tile.kv)) for tile in tiles), default=0)
+    if in_place:
+        return kernel
+    queries = sum(len(tile.q) for tile in tiles) * shape.heads_q * shape.dim_qk
+    keys = sum(len(tile.kv) for tile in tiles) * shape.heads_kv * (shape.dim_qk + shape.dim_v)
+    return kernel + shape.batch * (queries + keys) * shape.itemsize
 
 
 def _kernel_bytes(shape: AttentionShape, rows_q: int, rows_kv: int) -> float:

@@ -143,6 +143,22 @@ def exchange_widths(shape: AttentionShape) -> dict[Direction, tuple[int, int]]:
     }
 
 
+def exchange_shares(schedule: A2ASchedule) -> dict[Link, float]:
+    """Share of what a rank exchanges that goes over each link; network only where a row has it."""
+    mine, topology = schedule.cp_rank, schedule.topology
+    links = [topology.link(mine, rank) for rank in schedule.ranks if rank != mine]
+    used = (Link.INTRA, Link.INTER) if topology.spans_hosts else (Link.INTRA,)
+    return {link: links.count(link) / len(schedule.ranks) for link in used}
+
+
+def a2a_bytes(schedule: A2ASchedule, shape: AttentionShape) -> dict[Link, float]:
+    """Bytes that a rank of a schedule that exchanges heads sends on each link."""
+    both = sum(exchange_widths(shape)[schedule.direction]) * shape.batch * shape.tokens
+    sent = {link: both * share for link, share in exchange_shares(schedule).items()}
+    sent[Link.INTER] = sent.get(Link.INTER, 0) + relay_bytes(schedule, shape)
+    return sent
+
+
 def flops(schedule: Schedule, shape: AttentionShape) -> int:
     """FLOPs of the schedule's tiles: two matmuls forward, five backward, masked pairs left out."""
     pairs = sum(tile.pairs for step in schedule.steps for tile in step.tiles)

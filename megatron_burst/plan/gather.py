@@ -142,27 +142,24 @@ def gather_schedule(
     pieces = host_pieces(topology, row, layout, tokens)
     tiling = _Tiling(pieces, legs, mask, direction, rectangular_causal, circulate)
     ranks = topology.grid[row]
-    of_all = {rank: [tiling.of(rank, i) for i in range(len(legs.legs))] for rank in ranks}
     steps, reads = [], []
+    alike: dict[tuple, _Meeting] = {}  # steps of other rounds: there are thousands at a time
     for index, leg in enumerate(legs.legs):
-        keys = tiling.keys(index)
-        tiles = {rank: of_all[rank][index] for rank in ranks}
+        kind = leg.distance, index == 0, index == len(legs.legs) - 1
+        if kind not in alike:
+            alike[kind] = tiling.meeting(ranks, index)
+        met = alike[kind]
         if circulate is Circulate.KV or legs.is_first(index):
             reads.append({rank: set() for rank in ranks})
         for rank in ranks:
-            reads[-1][rank].update(_needed(keys, rank, tiles[rank][1]))
-        leaves = {rank: _leaving(keys, rank, tiles[rank][1]) for rank in ranks}
+            reads[-1][rank].update(met.needed[rank])
+        keys, queries = tiling.keys(index), tiling.queries(cp_rank, index)
         steps.append(
             GatherStep(
-                rounds[leg.round],
-                len(reads) - 1,
-                tiling.queries(cp_rank, index),
-                keys,
-                *tiles[cp_rank],
-                leaves,
+                rounds[leg.round], len(reads) - 1, queries, keys, *met.tiles[cp_rank], met.leaves
             )
         )
-    every = [tiles for of_rank in of_all.values() for _, tiles, _ in of_rank]
+    every = [tiles for met in alike.values() for _, tiles, _ in met.tiles.values()]
     return GatherSchedule(
         topology,
         cp_rank,
@@ -183,6 +180,21 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What the ranks of a host do in a step.
+
+    Attributes:
+        tiles: of each rank, before the keys are there, over them, and after them.
+        needed: pieces that each rank reads of others.
+        leaves: the gradients of others' keys that each rank computes.
+    """
+
+    tiles: Mapping[int, tuple[tuple[Tile, ...], ...]]
+    needed: Mapping[int, tuple[Piece, ...]]
+    leaves: Mapping[int, tuple[Leaf, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Tiling:
     """The tiles of the steps of the ranks of one host.
 
@@ -196,6 +208,15 @@ class _Tiling:
     direction: Direction
     rectangular_causal: bool
     circulate: Circulate
+
+    def meeting(self, ranks: Sequence[int], index: int) -> _Meeting:
+        """What these ranks do in a step."""
+        keys, tiles = self.keys(index), {rank: self.of(rank, index) for rank in ranks}
+        return _Meeting(
+            tiles,
+            {rank: tuple(_needed(keys, rank, tiles[rank][1])) for rank in ranks},
+            {rank: _leaving(keys, rank, tiles[rank][1]) for rank in ranks},
+        )
 
     def keys(self, index: int) -> tuple[Piece, ...]:
         """The pieces of a step's gathered keys."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_burst.plan.hardware import Hardware
-from megatron_burst.plan.programme import Compute, Op, Post, Wait
+from megatron_burst.plan.operations import Compute, Op, Post, Wait
 from megatron_burst.plan.topology import Link
 
 
@@ -137,7 +137,7 @@ class _World:
         return now + left
 
     def _wait(self, rank: int, op: Wait) -> None:
-        until, link = self._done.pop((rank, op.key))
+        until, link = self._done[rank, op.key]
         now = self.clock[rank]
         if until > now:
             self.spans.append(Span(rank, "compute", f"wait for {link}", now, until))
@@ -156,9 +156,16 @@ class _World:
                 what, round_ = _name(op.key)
                 self.spans.append(Span(rank, str(op.link), what, start, stop, round_))
 
+    def _ready(self, rank: int, op: Post) -> float:
+        """When a rank has reached a transfer and what the transfer comes after is over."""
+        return max(self.clock[rank], *(self._done[rank, key][0] for key in op.after), 0.0)
+
     def _receive(self, rank: int, op: Post, ops: Mapping[int, Post]) -> tuple[float, float]:
-        sources = ops if op.source is None else [op.source if op.source in ops else rank]
-        start = max(self.clock[source] for source in (rank, *sources))
+        if op.source is None:
+            sources = [other for other in op.ranks or ops if other in ops]
+        else:
+            sources = [op.source if op.source in ops else rank]
+        start = max(self._ready(source, ops[source]) for source in (rank, *sources))
         ports = [(rank, op.link, "in")]
         if op.source in ops:
             ports.append((op.source, op.link, "out"))

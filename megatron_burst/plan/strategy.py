@@ -14,6 +14,7 @@ from megatron_burst.plan.topology import Topology, pretend_hosts
 
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
+Intra = Literal["auto", "ring", "gather", "a2a"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Strategy:
         fused_loss: whether the loss is computed without all logits.
         shard_weights: whether weights and gradients are dealt out over data-parallel ranks too
             (ZeRO-3), as BurstEngine has it; not offered by the search.
+        intra: how queries and keys come together inside a host; the search leaves it to burst.
     """
 
     tp: int = 1
@@ -76,6 +78,7 @@ class Strategy:
     offload_inputs: bool = False
     fused_loss: bool = True
     shard_weights: bool = False
+    intra: Intra = "auto"
 
     @property
     def gpus(self) -> int:
@@ -163,7 +166,7 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
     )
     topology = topology_for(job, strategy)
     neighbours = min(job.gpus_per_host, job.gpus) // topology.intra_size
-    return AttentionCall(shape, topology, neighbours, backend=backend)
+    return AttentionCall(shape, topology, neighbours, strategy.intra, backend=backend)
 
 
 def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
@@ -194,6 +197,8 @@ def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tup
     flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
     if strategy.cp > 1:
         flags.append("--context-parallel-impl burst")
+        if strategy.intra != "auto":
+            flags.append(f"--burst-intra {strategy.intra}")
     if strategy.fused_loss:
         flags.append("--burst-fused-loss")
     flags += _recompute_flags(strategy)

@@ -54,6 +54,20 @@ def test_written_plans_are_read_back(tmp_path):
     assert "--burst-keep-offload" in plan.flags
 
 
+def test_gathering_inside_hosts_is_shown_with_both_links():
+    text = run("--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--keep", "all")
+    assert "gather inside hosts, ring between them, on 2 hosts x 8 ranks" in text
+    assert "backward circulates kv" in text
+    lines = [line for line in text.splitlines() if "GiB sent" in line]
+    assert len(lines) == 2 and all("NVLink" in line and "network" in line for line in lines)
+
+
+def test_a_way_that_a_strategy_fixes_is_among_its_flags():
+    flags = megatron_flags(JOB, Strategy(cp=16, intra="ring"))
+    assert "--burst-intra ring" in flags
+    assert not any("--burst-intra" in flag for flag in megatron_flags(JOB, Strategy(cp=16)))
+
+
 def test_json_of_a_search_has_all_that_was_asked():
     found = search(JOB)
     text = as_json(JOB, found)

@@ -2,18 +2,23 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_burst.plan import buffers
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes, slot_count
 from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Cargo, Direction
 from megatron_burst.plan.topology import pretend_hosts
 
@@ -64,12 +69,100 @@ def test_slots_are_counted_as_the_engine_makes_them(cargo, rounds, num_bytes):
     assert slot_count(cargo, rounds, num_bytes, True) == pulled_count(cargo, rounds, num_bytes)
 
 
+@pytest.mark.parametrize("intra", ["gather", "a2a"])
+@pytest.mark.parametrize("circulate", ["kv", "q"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_more_hosts_need_no_more_buffers(intra, circulate, heads, monkeypatch):
+    shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
+    monkeypatch.setattr(buffers, "_MOST_HOSTS", 100)
+    sizes = {
+        buffer_bytes.__wrapped__(
+            AttentionCall(
+                shape, pretend_hosts(2 * hosts, hosts), intra=intra, inter="ring",
+                circulate=circulate, heads_per_round=heads,
+            )
+        )
+        for hosts in (8, 9, 13, 32)
+    }  # fmt: skip
+    assert len(sizes) == 1
+
+
 def test_what_was_asked_for_stays():
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
     call = AttentionCall(shape, pretend_hosts(4, 1), intra="gather", heads_per_round=4)
     assert choose_call(call, H200).call == call
-    ring = AttentionCall(shape, pretend_hosts(4, 2), circulate="q")
-    assert {(way.intra, way.circulate) for way in ways(ring)} == {("ring", "q")}
+    open_ = AttentionCall(shape, pretend_hosts(4, 2), circulate="q")
+    assert {way.circulate for way in ways(open_)} == {"q"}
+    over_all = replace(open_, inter="a2a", heads_per_round=2)
+    assert {(way.inter, way.mode, way.heads) for way in ways(over_all)} == {("a2a", "a2a", 2)}
+    ring = replace(open_, intra="ring")
+    assert {(way.inter, way.intra) for way in ways(ring)} == {("ring", "ring")}
+
+
+def test_ways_on_several_hosts():
+    """Each way inside a host under the ring, circulating either; and over all ranks."""
+    shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
+    found = list(ways(AttentionCall(shape, pretend_hosts(8, 2))))
+    assert len(set(found)) == len(found)
+    assert {(way.inter, way.intra, way.circulate) for way in found} == {
+        *(("ring", intra, c) for intra in ("ring", "gather", "a2a") for c in ("kv", "q")),
+        ("a2a", "a2a", "auto"),
+    }
+    few_heads = replace(shape, heads_kv=2)  # 4 ranks of a host do not divide them
+    intras = {way.intra for way in ways(AttentionCall(few_heads, pretend_hosts(8, 2)))}
+    assert intras == {"ring", "gather"}
+
+
+def with_network(gbs: float):
+    inter = LinkSpeed(10.0, Curve(((1.0, gbs),)))
+    return replace(H200, links=replace(H200.links, inter=inter))
+
+
+def test_a_slow_network_changes_the_choice():
+    slow, fast = with_network(5.0), with_network(200.0)
+    grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
+    call = AttentionCall(grouped, pretend_hosts(16, 2))
+    # smaller pieces are hidden sooner and come home sooner
+    assert choose_call(call, slow).call.heads < choose_call(call, fast).call.heads
+    call = AttentionCall(grouped, pretend_hosts(8, 4))
+    # few key heads are less to pass on than all queries are to exchange
+    assert choose_call(call, slow).call.between == "ring"
+    assert choose_call(call, fast).call.between == "a2a"
+    many = AttentionCall(replace(grouped, heads_kv=32), pretend_hosts(16, 2), inter="ring")
+    assert choose_call(many, slow).call.circulate == "q"
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inter": "ring", "intra": "ring"}, {"inter": "ring", "intra": "gather"},
+        {"inter": "ring", "intra": "a2a"}, {"inter": "a2a"}, {"inter": "flat"},
+        {"inter": "ring", "intra": "gather", "pieces": False},
+        {"inter": "ring", "intra": "gather", "circulate": "q"},
+    ],
+)  # fmt: skip
+def test_schedules_are_the_engines_own(options, hosts):
+    """What is simulated is what `engine/setup.py` makes for the same options."""
+    import torch
+
+    from megatron_burst.config import BurstConfig
+    from megatron_burst.engine.setup import Pattern, set_up, settle_inter
+
+    topology = pretend_hosts(4, hosts)
+    shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
+    call = AttentionCall(shape, topology, backend="reference", mask=Mask.CAUSAL, **options)
+    q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
+    pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
+    config = BurstConfig(backend="reference", **options)
+    config, _ = settle_inter(q, k, v, topology, pattern, config)
+    assert config.inter == call.between
+    arranged = topology if config.inter == "ring" else topology.flat()
+    for rank in range(4):
+        carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer="send")
+        made, _ = set_up(q, k, v, carrier, pattern, config)
+        assert made.forward == call.schedule(rank, Direction.FORWARD)
+        assert made.backward == call.schedule(rank, Direction.BACKWARD)
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():

@@ -179,7 +179,12 @@ def test_a_rack_is_one_host():
     time = dict(candidate(rack, Strategy(cp=16, dp=4)).time.parts)
     assert time["waiting for the network"] == 0
     hosts = replace(rack, gpus_per_host=8)
-    assert dict(candidate(hosts, Strategy(cp=16, dp=4)).time.parts)["waiting for the network"] > 0
+    assert (
+        dict(candidate(hosts, Strategy(cp=16, dp=4, intra="ring")).time.parts)[
+            "waiting for the network"
+        ]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
