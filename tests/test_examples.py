@@ -1,5 +1,6 @@
 """Launch scripts: they parse, and every flag in them exists. Catches flags that were renamed."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
+from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import with_flags
+from megatron_burst.mcore.plan_arguments import apply_plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -95,3 +99,26 @@ def test_files_that_scripts_name_are_there():
         for name in re.findall(r'source "\$here/([^"]+)"', path.read_text()):
             base = EXAMPLES if path.suffix == ".sbatch" else path.parent
             assert (base / name).exists(), (path, name)
+
+
+def test_a_run_of_the_planners_flags_takes_its_plan(tmp_path):
+    """Catches a plan file that the run cannot read, and flags that Megatron does not have."""
+    path, sizes = tmp_path / "plan.json", "--seq-length 1M --gpus 64 --gpus-per-node 8"
+    options = ["plan", "--model", "llama3-8b", *sizes.split(), "--hardware", "h200", "--search"]
+    done = CliRunner().invoke(app, [*options, "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    flags = json.loads(path.read_text())["flags"]
+    words = [
+        word
+        for flag, value in flags.items()
+        if not flag.startswith("--burst-")
+        for word in ([flag] if value is True else [flag, str(value)])
+    ]
+    args = megatrons_parser().parse_args([*words, "--burst-plan", str(path)])
+    apply_plan(args)
+    assert args.burst_fused_loss and args.burst_keep == flags.get("--burst-keep")
+    args = megatrons_parser().parse_args(
+        [*words, "--seq-length", "4096", "--burst-plan", str(path)]
+    )
+    with pytest.raises(BurstError, match="--seq-length 1048576 in the plan and 4096 in the run"):
+        apply_plan(args)

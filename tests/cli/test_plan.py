@@ -6,12 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.report import as_json, parse_plan, read_plan
+from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search
-from megatron_burst.plan.strategy import Job, Strategy, megatron_flags
+from megatron_burst.plan.strategy import Job, megatron_flags
 
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
 
@@ -42,16 +41,18 @@ def test_one_strategy_that_does_not_fit_says_by_how_much():
     assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
 
 
-def test_written_plans_are_read_back(tmp_path):
+def test_a_written_plan_has_what_was_asked(tmp_path):
     path = tmp_path / "plan.json"
     run(
         "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--tp", "2", "--dp", "2",
         "--keep", "all", "--offload", "--json", str(path),
     )  # fmt: skip
-    plan = read_plan(path)
-    assert plan.strategy == Strategy(tp=2, cp=4, dp=2, keep="all", offload=True)
-    assert (plan.seq, plan.gpus) == (1 << 18, 16)
-    assert "--burst-keep-offload" in plan.flags
+    plan = json.loads(path.read_text())
+    flags, strategy = plan["flags"], plan["best"]["strategy"]
+    assert (strategy["tp"], strategy["cp"], strategy["keep"]) == (2, 4, "all")
+    assert flags["--seq-length"] == plan["job"]["seq"] == 1 << 18
+    assert flags["--burst-keep-offload"] is True and flags["--burst-keep"] == "all"
+    assert plan["job"]["gpus"] == 16
 
 
 def test_gathering_inside_hosts_is_shown_with_both_links():
@@ -70,35 +71,14 @@ def test_a_way_that_a_strategy_fixes_is_among_its_flags():
 
 def test_json_of_a_search_has_all_that_was_asked():
     found = search(JOB)
-    text = as_json(JOB, found)
-    plan = parse_plan(text, "p")
-    assert plan.strategy == found[0].strategy
-    assert plan.flags == megatron_flags(JOB, found[0].strategy, found[0].memory.host)
-    written = json.loads(text)
+    written = json.loads(as_json(JOB, found))
+    flags = megatron_flags(JOB, found[0].strategy, found[0].memory.host)
+    words = [
+        flag if value is True else f"{flag} {value}" for flag, value in written["flags"].items()
+    ]
+    assert tuple(words) == flags
     assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
     assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])
-
-
-GOOD = as_json(JOB, search(JOB, (("tp", 8), ("keep", "all"))))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [
-        ('"version": 1', '"version": 2', "must have version 1, .*got 2"),
-        ('"version"', '"versio"', "an object with a 'version'"),
-        ('"recompute"', '"recompte"', "got 'recompte', did you mean 'recompute'"),
-        ('"keep": "all"', '"keep": "some"', "keep must be one of none, half, all.*got 'some'"),
-        ('"tp": 8', '"tp": 8.5', "tp must be a positive whole number.*got 8.5"),
-        ('"offload": false', '"offload": 0', "offload must be true or false.*got 0"),
-        ('"version": 1,', '"version": 1', r"line \d+, must be JSON"),
-        ('"strategy"', '"strateg"', "must say strategy, flags, seq and gpus"),
-    ],
-)
-def test_wrong_plans_are_refused(old, new, match):
-    assert old in GOOD
-    with pytest.raises(BurstError, match=f"(?s)plan file: p.*{match}"):
-        parse_plan(GOOD.replace(old, new), "p")
 
 
 @pytest.mark.parametrize(("cp", "keep"), [("8", "none"), ("16", "all")])
