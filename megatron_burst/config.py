@@ -28,6 +28,8 @@ class BurstConfig:
             hosts are whole shards, to measure what cutting them brings.
         circulate: what travels round the rings in backward; "auto" takes what has fewer bytes.
         backend: the attention kernel by name; "auto" takes the fastest that can do the call.
+        hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
+            `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
         deterministic: compute bitwise the same gradients every time.
         hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
@@ -60,6 +62,7 @@ class BurstConfig:
     pieces: bool = True
     circulate: Literal["auto", "kv", "q"] = "auto"
     backend: str = "auto"
+    hardware: str | None = None
     deterministic: bool = False
     hosts: int | None = None
     grad_wire: Literal["accumulate", "input"] = "accumulate"

@@ -40,22 +40,32 @@ class Pattern:
     scale: float
 
 
-def settle_inter(
-    q: Tensor, k: Tensor, v: Tensor, topology: Topology, pattern: Pattern, config: BurstConfig
-) -> tuple[BurstConfig, str]:
-    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+def call_shape(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> AttentionShape:
+    """Sizes of a call on one rank.
 
     Args:
         q: [b, n, h, d_qk].
         k: [b, n, h_kv, d_qk].
         v: [b, n, h_kv, d_v].
+        config: says the gradients' dtype on the wire.
+    """
+    return attention_shape(q, k, v, _grad_dtype(q, config))
+
+
+def settle_inter(
+    shape: AttentionShape, device: str, topology: Topology, pattern: Pattern, config: BurstConfig
+) -> tuple[BurstConfig, str]:
+    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+
+    Args:
+        shape: sizes of the call on one rank.
+        device: torch device type.
         topology: of the group, with its hosts as rows.
         pattern: mask, layout, scale.
         config: what the user asked for.
     """
-    shape = attention_shape(q, k, v, _grad_dtype(q, config))
     asked = config.inter, config.intra
-    choice = choose_inter(shape, topology, pattern.layout, q.device.type, asked)
+    choice = choose_inter(shape, topology, pattern.layout, device, asked)
     several = topology.inter_size > 1
     return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""
 

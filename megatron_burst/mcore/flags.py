@@ -21,6 +21,8 @@ _ATTENTION = {
     "deterministic": "bitwise the same gradients every time",
     "circulate": "what travels in backward; auto takes what has fewer bytes",
     "backend": "attention kernel",
+    "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
+    "what simulation finds fastest",
     "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's",
     "transfer": "inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
     "nccl_ctas": "most thread blocks of a transfer",
@@ -77,6 +79,8 @@ def _options(name: str, kind: object) -> dict:
         return {"choices": get_args(kind)}
     if kind is bool:
         return {"action": "store_true", "default": None}
+    if str in get_args(kind):
+        return {"metavar": "NAME|FILE"}
     number = int if int in (kind, *get_args(kind)) else float
     unit = name.rpartition("_")[2]
     return {"type": number, "metavar": _METAVARS.get(unit, "N" if number is int else "X")}

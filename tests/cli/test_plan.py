@@ -10,7 +10,7 @@ from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search
-from megatron_burst.plan.strategy import Job, megatron_flags
+from megatron_burst.plan.strategy import Job, Strategy, megatron_flags
 
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
 

@@ -147,7 +147,7 @@ def test_schedules_are_the_engines_own(options, hosts):
     import torch
 
     from megatron_burst.config import BurstConfig
-    from megatron_burst.engine.setup import Pattern, set_up, settle_inter
+    from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter
 
     topology = pretend_hosts(4, hosts)
     shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
@@ -155,7 +155,8 @@ def test_schedules_are_the_engines_own(options, hosts):
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
     pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
     config = BurstConfig(backend="reference", **options)
-    config, _ = settle_inter(q, k, v, topology, pattern, config)
+    made_of = call_shape(q, k, v, config)
+    config, _ = settle_inter(made_of, "cpu", topology, pattern, config)
     assert config.inter == call.between
     arranged = topology if config.inter == "ring" else topology.flat()
     for rank in range(4):

@@ -1,0 +1,79 @@
+"""`hardware`: what is `auto` is what simulation finds fastest, alike on all ranks, and as exact.
+
+Catches a plan that the engine does not follow, one that overrides what was asked for, and ranks
+whose files lead to different schedules.
+"""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.planned import planned
+from megatron_burst.engine.setup import Pattern
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware_file import as_toml
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.topology import pretend_hosts
+from tests.attention.test_processes import inputs, run, truth_of
+from tests.oracle import rows_of
+from tests.ranks import run_ranks
+
+LONG = AttentionShape(1, 1 << 16, 32, 8, 128, 128, 2, 4, 4)
+PATTERN = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
+
+
+def test_without_hardware_nothing_changes():
+    config = BurstConfig(intra="gather")
+    assert planned(LONG, pretend_hosts(8, 2), PATTERN, config) == (config, "")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"intra": "ring", "circulate": "q"}, {"intra": "gather", "heads_per_round": 2},
+        {"inter": "a2a"}, {"inter": "flat"}, {"intra": "gather", "pieces": False},
+    ],
+)  # fmt: skip
+def test_what_was_asked_for_stays(asked):
+    config, _ = planned(LONG, pretend_hosts(8, 2), PATTERN, BurstConfig(hardware="h200", **asked))
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert "auto" not in (config.intra, config.inter)
+
+
+def attend(rank, tomls):
+    """Largest error and what rank 0 said; or the sentence of a refusal."""
+    tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)
+    rows = rows_of(Layout.ZIGZAG, rank, 4, 8)
+    config = BurstConfig(hosts=2, hardware=tomls[rank])
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            got = run(tensors, rows, config=config)
+    except BurstError as error:
+        return str(error), ""
+    pairs = zip(got, truth_of(tensors, True, 8**-0.5), strict=True)
+    return max((a - b[:, rows]).abs().max().item() for a, b in pairs), said.getvalue()
+
+
+def test_a_planned_call_is_exact_and_says_why():
+    found = run_ranks(attend, 4, ["h200"] * 4)
+    assert max(error for error, _ in found) <= 1e-12
+    assert "planned for h200: " in found[0][1] and " ms, " in found[0][1]
+
+
+def test_ranks_whose_files_differ_are_told(tmp_path: Path):
+    """On all ranks, before anything is sent."""
+    text = as_toml(preset("h200"))
+    files = [tmp_path / name for name in ("one.toml", "other.toml")]
+    for file in files:
+        file.write_text(text)
+    tomls = [str(files[0])] * 3 + [str(files[1])]
+    for sentence, _ in run_ranks(attend, 4, tomls):
+        assert "other.toml" in sentence
