@@ -227,8 +227,8 @@ class _Backward:
 
 
 class _Wholes:
-    """What has been exchanged, round by round: waited for once; beside the kernels on several hosts,
-    where what goes on to the next one is needed before they need it."""
+    """What has been exchanged, round by round: waited for once. On several hosts beside the kernels,
+    as what goes on to the next host is needed before they need it."""
 
     def __init__(self, call: Call, schedule: A2ASchedule, tensors: tuple[Tensor, ...]) -> None:
         self._carrier, self._schedule = call.carrier, schedule
