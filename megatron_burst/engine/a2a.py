@@ -227,8 +227,10 @@ class _Backward:
 
 
 class _Wholes:
-    """What has been exchanged, round by round: waited for once. On several hosts beside the kernels,
-    as what goes on to the next host is needed before they need it."""
+    """What has been exchanged, round by round: waited for once.
+
+    On several hosts that is beside the kernels: what goes on to the next host is needed earlier.
+    """
 
     def __init__(self, call: Call, schedule: A2ASchedule, tensors: tuple[Tensor, ...]) -> None:
         self._carrier, self._schedule = call.carrier, schedule
