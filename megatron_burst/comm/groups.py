@@ -73,9 +73,12 @@ class Communicator:
         device = "cuda" if self._backend == "nccl" else "cpu"
         together = self._groups.get((Link.INTRA, Cargo.READ))
         self._pool = together and SymmetricPool(
-            together, self._cp_ranks_of(together), self.cp_rank, board
+            together,
+            self._cp_ranks_of(together),
+            self.cp_rank,
+            board_of(together, config.timeout_s),
         )
-        refusal = self._pool.refusal if self._pool else lambda: None
+        refusal = partial(self._pool.refusal, board) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, config.transfer, refusal)
 
     def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -153,7 +156,7 @@ class Communicator:
         Args:
             cargo: what lies in them.
             rounds: how often they are filled and exchanged in the call.
-            num_bytes: of a slot; the same on all ranks.
+            num_bytes: of a slot; the same on all ranks of the host.
             device: of the buffers.
         """
         pulls = self._pool and self.transfer.value == "pull"

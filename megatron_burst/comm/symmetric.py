@@ -23,7 +23,8 @@ class SymmetricPool:
         group: the ranks that read each other's memory; on one host.
         cp_ranks: their cp ranks, by rank in the group.
         cp_rank: this rank.
-        board: where they agree.
+        board: where these ranks agree, without those of other hosts: theirs may have slots of
+            other sizes, so they need not grow when these do.
     """
 
     def __init__(
@@ -82,12 +83,16 @@ class SymmetricPool:
             self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
             self._slots.clear()
 
-    def refusal(self) -> str | None:
-        """Why ranks cannot read each other's memory here, or None; all ranks together."""
+    def refusal(self, everyone: Board) -> str | None:
+        """Why ranks cannot read each other's memory on some host, or None; all ranks together.
+
+        Args:
+            everyone: where the ranks of all hosts agree.
+        """
         try:
             self._make(1, 1 << 12, torch.device("cuda", torch.cuda.current_device()))
         except (RuntimeError, AttributeError, ImportError) as error:
             reason = str(error).splitlines()[0]
         else:
             reason = ""
-        return next(filter(None, self._board.share(reason, _WHO)), None)
+        return next(filter(None, everyone.share(reason, _WHO)), None)

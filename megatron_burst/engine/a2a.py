@@ -227,7 +227,10 @@ class _Backward:
 
 
 class _Wholes:
-    """What has been exchanged, round by round: waited for once, beside the kernels."""
+    """What has been exchanged, round by round: waited for once.
+
+    On several hosts that is beside the kernels: what goes on to the next host is needed earlier.
+    """
 
     def __init__(self, call: Call, schedule: A2ASchedule, tensors: tuple[Tensor, ...]) -> None:
         self._carrier, self._schedule = call.carrier, schedule
@@ -243,7 +246,9 @@ class _Wholes:
     def of(self, round_: int) -> list[Tensor]:
         """The tensors of this rank's heads over all rows of the host, [b, s, heads, d]."""
         if round_ not in self._landed:
-            with self._carrier.beside(self._device) as landed:
+            several = self._schedule.topology.inter_size > 1
+            aside = self._carrier.beside(self._device) if several else Aside(None)
+            with aside as landed:
                 self._landed[round_] = self._exchanges.land(round_), landed
             self._landed.pop(round_ - 2, None)
         tensors, landed = self._landed[round_]

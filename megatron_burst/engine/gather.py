@@ -53,7 +53,7 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 class _Keys:
-    """Gathered keys, of visitors too if these are keys; prepared beside the kernels."""
+    """Gathered keys, of visitors too if these are keys: those are prepared beside the kernels."""
 
     def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
         self._schedule = schedule
@@ -95,6 +95,8 @@ class _Keys:
     def land(self, index: int) -> tuple[Tensor, Tensor]:
         """k [b, s, heads, d_qk] and v [b, s, heads, d_v] of a step."""
         if self._begins(index):
+            # a rank that is alone on its host sends and receives nothing that it could wait for
+            self._guests.await_visitor(index)
             self._last = self._gathered.land(self._schedule.steps[index].gather)
         return self._last
 

@@ -105,29 +105,38 @@ class Guests:
         self._landed: dict[int, Aside] = {}
 
     def prepare(self, index: int, then: Callable[[], None] | None = None) -> None:
-        """Let the visitor of a step come, do what `then` does with it, send on what goes on."""
+        """Let the visitor of a step come, do what `then` does with it, send on what goes on.
+
+        Where nobody comes, `then` runs on the current stream: it has nothing to wait for, and
+        behind kernels that fill the GPU it would begin late.
+        """
         if index >= len(self._relay.legs):
             return
-        with self._carrier.beside(self._device) as landed:
-            if self._visitors:
+        if self._visitors and self._relay.legs[index].distance:
+            with self._carrier.beside(self._device) as self._landed[index]:
                 self._visitors.land(index)
-            if then:
-                then()
-        self._landed[index] = landed
-        if self._visitors:
+                if then:
+                    then()
+        elif then:
+            then()
+        if self._visitors and self._relay.legs[index].reads:
             with self._carrier.beside(self._device):
                 self._visitors.pass_on(index)
 
     def await_visitor(self, index: int) -> bool:
-        """Let the current stream wait for a step's visitor; whether there is one."""
-        self._landed.pop(index).wait()
-        return self._visitors is not None and self._relay.legs[index].distance > 0
+        """Let the current stream wait for a step's visitor and for what was done with it; whether
+        there is one."""
+        landed = self._landed.pop(index, None)
+        if landed:
+            landed.wait()
+        return landed is not None
 
     def finish(self) -> None:
         """Let the current stream wait for all that was done beside it."""
-        with self._carrier.beside(self._device) as everything:
-            pass
-        everything.wait()
+        if self._relay.read_slots:
+            with self._carrier.beside(self._device) as everything:
+                pass
+            everything.wait()
 
 
 def _side_segments(

@@ -1,0 +1,246 @@
+"""What a GPU's streams do beside each other: every two uses of a buffer must be ordered.
+
+Ranks are simulated; each keeps the clocks of its streams. What has happened on one stream is known
+to another once that waits for it. Catches work beside the kernels that they do not wait for, and
+buffers that are filled again while another stream may still read them. What ranks do to each
+other's memory is not looked at here.
+"""
+
+from collections import defaultdict
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_burst.engine.call import Call
+from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.kernels.backends import backends
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.schedule import Circulate
+from megatron_burst.plan.topology import pretend_hosts
+from tests.attention import simulated
+from tests.attention.test_simulated import a2a_schedules, gather_schedules, problem
+from tests.oracle import rows_of
+
+
+class Streams(TorchDispatchMode):
+    """The streams of a rank: what each has done to buffers, what each knows of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.current, self.races, self._muted = "main", [], False
+        self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
+        self._uses = {}  # by the range of addresses of a buffer
+        self._alive = []  # nothing else may get the addresses of a buffer that was given back
+
+    def track(self, buffer):
+        start = buffer.data_ptr()
+        self._uses[start, start + buffer.nbytes] = []
+        self._alive.append(buffer)
+        return buffer
+
+    def here(self):
+        """What the current stream has behind it."""
+        return {**self._known[self.current], self.current: self._clock[self.current]}
+
+    def unfinished(self):
+        """Streams whose last use the current one does not know."""
+        here = self.here()
+        return [stream for stream, time in self._clock.items() if here.get(stream, 0) < time]
+
+    def wait(self, times):
+        """Let the current stream wait for that."""
+        known = self._known[self.current]
+        for stream, time in times.items():
+            known[stream] = max(known[stream], time)
+
+    @contextmanager
+    def on(self, stream):
+        before, times = self.current, self.here()
+        self.current = stream
+        self.wait(times)
+        yield
+        self.current = before
+
+    @contextmanager
+    def muted(self):
+        before, self._muted = self._muted, True
+        yield
+        self._muted = before
+
+    def use(self, tensor, writes):
+        if self._muted or not tensor.numel():
+            return
+        start = tensor.data_ptr()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        stop = start + (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
+        for (first, last), uses in self._uses.items():
+            if first <= start < last:
+                self._check(uses, start, stop, writes)
+
+    def _check(self, uses, start, stop, writes):
+        known = self._known[self.current]
+        for stream, time, other_start, other_stop, wrote in uses:
+            apart = stop <= other_start or other_stop <= start
+            if stream == self.current or apart or not (writes or wrote) or time <= known[stream]:
+                continue
+            self.races.append((stream, wrote, self.current, writes))
+        self._clock[self.current] += 1
+        uses.append((self.current, self._clock[self.current], start, stop, writes))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        named = [*zip(function._schema.arguments, args, strict=False)]
+        by_name = {argument.name: argument for argument in function._schema.arguments}
+        named += [(by_name[name], given) for name, given in (kwargs or {}).items()]
+        for argument, given in named:
+            alias = argument.alias_info
+            if alias is None or alias.is_write:  # a view touches nothing
+                for x in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(x, torch.Tensor):
+                        self.use(x, alias is not None)
+        return result
+
+
+class Side:
+    """An `Aside` of these streams."""
+
+    def __init__(self, streams):
+        self._streams = streams
+
+    def __enter__(self):
+        self._on = self._streams.on("side")
+        self._on.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._done = self._streams.here()
+        self._on.__exit__(*error)
+
+    def wait(self):
+        self._streams.wait(self._done)
+
+
+class Ordered:
+    """A transfer: what waits for it knows all of it; one of nothing tells nothing."""
+
+    def __init__(self, streams, transfer, done):
+        self._streams, self._transfer, self._done = streams, transfer, done
+
+    def wait(self):
+        with self._streams.muted():
+            self._transfer.wait()
+        self._streams.wait(self._done)
+
+
+class StreamCarrier(simulated.SimulatedCarrier):
+    """A carrier whose transfers and side work are on streams of their own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.streams, self._kept = Streams(), {}
+
+    def buffers(self, use, count, num_bytes, device):
+        kept = self._kept.setdefault(use, [])  # as a communicator does
+        if kept and kept[0].numel() < num_bytes:
+            kept.clear()
+        size = kept[0].numel() if kept else num_bytes
+        with self.streams.muted():
+            while len(kept) < count:
+                kept += [self.streams.track(x) for x in super().buffers(use, 1, size, device)]
+        return [x[:num_bytes] for x in kept[:count]]
+
+    def _make_pulled(self, *args):
+        made = super()._make_pulled(*args)
+        return PulledInTime(made, self.streams)
+
+    def beside(self, device):
+        return Side(self.streams)
+
+    def _posted(self, stream, post, sends, recvs):
+        with self.streams.on(stream):
+            for x in sends:
+                self.streams.use(x, writes=False)
+            for x in recvs:
+                self.streams.use(x, writes=True)
+            done = self.streams.here()
+        with self.streams.muted():
+            transfer = post()
+        return Ordered(self.streams, transfer, done if [*sends, *recvs] else {})
+
+    def start(self, hop, send, recv):
+        def post():
+            return super(StreamCarrier, self).start(hop, send, recv)
+
+        return self._posted(f"{hop.ring} {hop.cargo}", post, [send], [recv])
+
+    def exchange(self, cargo, sends, recvs):
+        def post():
+            return super(StreamCarrier, self).exchange(cargo, sends, recvs)
+
+        tensors = [[x for _, x in parcels] for parcels in (sends, recvs)]
+        return self._posted(f"intra {cargo}", post, *tensors)
+
+
+class PulledInTime:
+    """Pulled slots whose copies are on a stream of their own."""
+
+    def __init__(self, slots, streams):
+        self._slots, self._streams = slots, streams
+        self.slot_bytes = slots.slot_bytes
+
+    def __len__(self):
+        return len(self._slots)
+
+    def begin(self):
+        self._slots.begin()
+        return self
+
+    def view(self, *args):
+        return self._slots.view(*args)
+
+    def exchange(self, *args):
+        with self._streams.on(f"pull {id(self)}"):
+            under_way = self._slots.exchange(*args)
+            done = self._streams.here()
+        return Ordered(self._streams, under_way, done)
+
+
+def races(monkeypatch, hosts, ranks, schedules, pulls):
+    """Uses that are not ordered, in two passes back to back on each rank."""
+    monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
+    topology, tokens = pretend_hosts(hosts * ranks, hosts), 8
+    tensors = problem(topology.cp_size, tokens, (8, 4), (4, 4), 0)
+
+    def one(rank, carrier):
+        q, k, v, dout = (
+            x[:, rows_of(Layout.ZIGZAG, rank, topology.cp_size, tokens)] for x in tensors
+        )
+        made = schedules(topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=tokens)
+        call = Call(*made, backends()["reference"], carrier, 0.5, torch.float64)
+        with carrier.streams:
+            for _ in range(2):
+                out, lse = run_forward(call, q, k, v)
+                run_backward(call, q, k, v, out, lse, dout)
+        return carrier.streams.races, carrier.streams.unfinished()
+
+    return simulated.run_simulated(one, topology.cp_size, pulls=pulls)[0]
+
+
+GRIDS = [(1, 2), (2, 1), (3, 2)]  # hosts, ranks on each
+
+
+@pytest.mark.parametrize("circulate", list(Circulate))
+@pytest.mark.parametrize("way", ["gather", "a2a"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulate):
+    def schedules(*args, **rows):
+        if way == "gather":
+            return gather_schedules(*args, (4, 2, True), circulate, **rows)
+        return a2a_schedules(*args, (4, 1), circulate, **rows)
+
+    for pulls in (False, True, "one slot") if grid[1] > 1 else (False,):
+        for found, unfinished in races(monkeypatch, *grid, schedules, pulls):
+            assert found == [] and unfinished == []
