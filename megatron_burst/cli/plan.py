@@ -185,6 +185,11 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
                 f"plan: {option} must name a file in a folder that is there, because results go "
                 f"there; got {path}; make the folder, or choose another path"
             )
+    if json and picture and json.resolve() == picture.resolve():
+        raise BurstError(
+            "plan: --json and --picture must name two files, because one would overwrite the "
+            f"other; got {json} twice; rename one"
+        )
     if picture and picture.suffix not in (".png", ".svg", ".pdf"):
         raise BurstError(
             "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "

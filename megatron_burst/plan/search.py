@@ -84,8 +84,8 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
         BurstError: if nothing divides evenly.
     """
     found = []
-    policy = {name: value for name, value in fixed if name not in SIZES}
-    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in policy.items())]
+    asked = {name: value for name, value in fixed if name not in SIZES}
+    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in asked.items())]
     for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
         policies = [replace(policy, **_sizes(layout)) for policy in wanted]
         found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]

@@ -115,6 +115,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         ),
         (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
         (["--seq-length", "1025G"], "positive whole number up to 1024G"),
+        (["--json", "x.svg", "--picture", "x.svg"], "must name two files"),
         (["--picture", "x.txt"], "--picture must end in"),
         (["--json", "/nowhere/at/all.json"], "--json must name a file in a folder that is there"),
     ],
