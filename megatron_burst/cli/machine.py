@@ -1,6 +1,7 @@
 """`megatron-burst calibrate` and `doctor`: options in, calls out. Heavy imports wait for a run."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,8 +17,8 @@ Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if 
 def calibrate(
     out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
     name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
-    budget_s: Annotated[float, Option(help="start nothing new after so many s")] = 150.0,
-    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
+    budget_s: Annotated[float, Option(min=0, help="start nothing new after so many s")] = 150.0,
+    hosts: Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")] = None,
     device: Device = None,
 ) -> None:
     """Measure this machine's kernels and links; alone or under torchrun, on all hosts together."""
@@ -31,6 +32,11 @@ def calibrate(
                 "calibrate: the folder of --out must be there, because figures are written to it; "
                 f"got {out}; make the folder, or pass another --out"
             )
+        if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            raise BurstError(
+                "calibrate: --out must be a file that can be written, because figures go there; "
+                f"got {out}; pass another --out"
+            )
     with in_one_sentence(), started(device, hosts) as world:
         found = measure(world, name, budget_s, lambda text: typer.echo(text, err=True))
         if world.rank == 0:
@@ -40,12 +46,20 @@ def calibrate(
 
 
 def doctor(
-    hosts: Annotated[str, Option(help="before a job: ask these hosts over ssh, a,b,c")] = "",
+    hosts: Annotated[
+        str | None, Option(help="before a job: ask these hosts over ssh, a,b,c")
+    ] = None,
     ssh: Annotated[str, Option(help="how a host is reached; host and command follow")] = "",
     timeout_s: Annotated[float, Option(min=0.1, help="how long to wait, in each step")] = 60.0,
-    tp: Annotated[int | None, Option(help="in a job: tensor parallel size to be used")] = None,
-    cp: Annotated[int | None, Option(help="in a job: context parallel size to be used")] = None,
-    pp: Annotated[int | None, Option(help="in a job: pipeline parallel size to be used")] = None,
+    tp: Annotated[
+        int | None, Option(min=1, help="in a job: tensor parallel size to be used")
+    ] = None,
+    cp: Annotated[
+        int | None, Option(min=1, help="in a job: context parallel size to be used")
+    ] = None,
+    pp: Annotated[
+        int | None, Option(min=1, help="in a job: pipeline parallel size to be used")
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
     """Check this machine; under torchrun or srun the whole job; with --hosts before any job.
@@ -59,11 +73,13 @@ def doctor(
     from megatron_burst.cli.doctor.survey import run_command
 
     try:
-        if hosts:
+        launch = None if hosts is not None else launch_of(os.environ)
+        _check_doctor(hosts, ssh, launch is not None, {"--tp": tp, "--cp": cp, "--pp": pp})
+        if hosts is not None:
             report = check_hosts(hosts_in(hosts), Reach(run_command, ssh or SSH, timeout_s))
             breaks = report.breaks
             print_report(report, as_json)
-        elif launch := launch_of(os.environ):
+        elif launch:
             from megatron_burst.cli.doctor.job import Job, check_job
             from megatron_burst.plan.cluster import Sizes
 
@@ -89,3 +105,26 @@ def doctor(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(int(breaks))
+
+
+def _check_doctor(hosts: str | None, ssh: str, in_job: bool, sizes: dict[str, int | None]) -> None:
+    """Refuse options that would be ignored, and an ssh command that cannot be split."""
+    given = [option for option, size in sizes.items() if size is not None]
+    if given and not in_job:
+        raise BurstError(
+            f"doctor: {given[0]} must come in a job, because groups are laid on the ranks that are "
+            f"there; got {' '.join(given)} outside torchrun and srun; start doctor with one of "
+            "them, or leave it out"
+        )
+    if ssh and hosts is None:
+        raise BurstError(
+            "doctor: --ssh must come with --hosts, because only those are reached by it; got "
+            f"{ssh!r} alone; pass --hosts a,b,c, or leave it out"
+        )
+    try:
+        shlex.split(ssh)
+    except ValueError as error:
+        raise BurstError(
+            "doctor: --ssh must be a command that a shell could read, because hosts are reached by "
+            f"it; got {ssh!r}: {error}; close the quotes"
+        ) from None

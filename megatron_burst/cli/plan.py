@@ -1,5 +1,7 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,9 +104,11 @@ def plan(
         found = _found(job, asked, do_search)
         show(job, found, top)
         if json:
-            json.write_text(as_json(job, found))
+            with _writing("--json", json):
+                json.write_text(as_json(job, found))
         if picture:
-            _draw(job, found[0], picture)
+            with _writing("--picture", picture):
+                _draw(job, found[0], picture)
 
 
 def _job(
@@ -143,23 +147,34 @@ def _arguments_in(model: str) -> dict:
 
 def _found(job: Job, asked: Asked, do_search: bool) -> tuple[Candidate, ...]:
     given = asked.given()
+    _check_policy(given if do_search else {"recompute": "full", "keep": "none", **given})
     if do_search:
         return search(job, tuple(sorted(given.items())))
     others = {name: given.get(name, 1) for name in ("tp", "pp", "dp")}
     rest = max(1, job.gpus // (others["tp"] * others["pp"] * others["dp"]))
     strategy = Strategy(**{"cp": rest, **given})
-    if strategy.recompute != "full" and strategy.keep != "none":
+    return (candidate(job, strategy),)
+
+
+def _check_policy(given: dict[str, object]) -> None:
+    """Refuse options that contradict each other; what is missing is left to the search."""
+    recompute, keep = given.get("recompute", "full"), given.get("keep")
+    if recompute != "full" and keep not in (None, "none"):
         raise BurstError(
             "plan: --keep must come with --recompute full, because without replays nothing needs "
-            f"to be kept; got --recompute {strategy.recompute} --keep {strategy.keep}; leave one "
-            "out"
+            f"to be kept; got --recompute {recompute} --keep {keep}; leave one out"
         )
-    if strategy.offload and strategy.keep == "none":
+    if recompute != "full" and (given.get("offload") or given.get("offload_inputs")):
+        option = "--offload" if given.get("offload") else "--offload-inputs"
+        raise BurstError(
+            f"plan: {option} must come with --recompute full, because only what replays start "
+            f"from waits on the host; got --recompute {recompute}; leave one out"
+        )
+    if given.get("offload") and keep == "none":
         raise BurstError(
             "plan: --offload must come with --keep half or all, because nothing is kept without "
             "it; got --keep none; pass --keep all, or leave it out"
         )
-    return (candidate(job, strategy),)
 
 
 def _check_outputs(json: Path | None, picture: Path | None) -> None:
@@ -170,6 +185,11 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
                 f"plan: {option} must name a file in a folder that is there, because results go "
                 f"there; got {path}; make the folder, or choose another path"
             )
+    if json and picture and json.resolve() == picture.resolve():
+        raise BurstError(
+            "plan: --json and --picture must name two files, because one would overwrite the "
+            f"other; got {json} twice; rename one"
+        )
     if picture and picture.suffix not in (".png", ".svg", ".pdf"):
         raise BurstError(
             "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
@@ -180,6 +200,18 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
             "plan: --picture needs matplotlib, because it draws; got none installed; install "
             "megatron-burst[plots], or leave --picture out"
         )
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    """A file that the system will not write is refused in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BurstError(
+            f"plan: {option} must name a file that can be written, because results go there; got "
+            f"{path}: {error.strerror or error}; choose another path"
+        ) from None
 
 
 def _draw(job: Job, best: Candidate, path: Path) -> None:

@@ -53,12 +53,15 @@ def read_flags(path: Path) -> dict[str, Any]:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _refusal("must be a file that can be read", error.strerror or str(error)) from None
+        raise _refusal(
+            f"{path} must be a file that can be read", error.strerror or str(error)
+        ) from None
     except ValueError as error:  # JSON's own errors and those of text
         raise _refusal(f"{path} must be JSON", str(error)) from None
     flags = plan.get("flags") if isinstance(plan, dict) else None
     if not isinstance(flags, dict):
         got = ", ".join(plan) if isinstance(plan, dict) else type(plan).__name__
+        got = f"flags: {json.dumps(flags)}" if flags is not None else got
         raise _refusal(f'{path} must hold an object "flags"', got or "an empty object")
     for flag, value in flags.items():
         if not flag.startswith("--") or not _is_simple(value):
@@ -76,10 +79,14 @@ def _parsed(own: Mapping[str, Any], path: str) -> Namespace:
     """Burst's flags as the command line would have them, with the same checks of values."""
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add_flags(parser)
-    known = [flag for flag in parser._option_string_actions if flag.startswith("--burst-")]
+    known = [
+        flag
+        for flag in parser._option_string_actions
+        if flag.startswith("--burst-") and flag != FLAG
+    ]
     words = []
     for flag, value in own.items():
-        if flag not in known or flag == FLAG:
+        if flag not in known:
             near = get_close_matches(flag, known, n=1)
             change = f"write {near[0]}" if near else "leave it out"
             raise _refusal(f"{path} must name flags that there are", flag, change)

@@ -49,6 +49,8 @@ def calibrated(table: Mapping[str, Any], name: str) -> Hardware:
             if (rows := [row for row in table.get("links", ()) if row["kind"] == theirs])
         }
         machine = str(table["name"])
+    except BurstError:  # a ValueError too, but a sentence already
+        raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BurstError(
             f"hardware: {name} must hold name, gpu, memory_gib, matmul_tflops, [[kernels]] and "

@@ -76,11 +76,15 @@ class Model:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        numbers = (self.layers, self.hidden, self.heads_q, self.heads_kv, self.dim_qk)
-        if min(*numbers, self.dim_v, self.ffn, self.vocab) < 1 or self.heads_q % self.heads_kv:
+        names = ("layers", "hidden", "heads_q", "heads_kv", "dim_qk", "dim_v", "ffn", "vocab")
+        wrong = [name for name in names if getattr(self, name) < 1]
+        if not wrong and self.heads_q % self.heads_kv:
+            wrong = ["heads_q", "heads_kv"]
+        if wrong:
+            got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
             raise BurstError(
                 "model: all sizes must be positive and key heads divide query heads, because each "
-                f"key head serves equally many; got {self}; mend the model's file"
+                f"key head serves equally many; got {got}; mend {self.name}"
             )
 
     @property

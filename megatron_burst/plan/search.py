@@ -84,18 +84,20 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
         BurstError: if nothing divides evenly.
     """
     found = []
-    given = {name: value for name, value in fixed if name not in SIZES}
-    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in given.items())]
+    asked = {name: value for name, value in fixed if name not in SIZES}
+    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in asked.items())]
     for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
         policies = [replace(policy, **_sizes(layout)) for policy in wanted]
         found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]
     if not found:
+        options = " or ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
+        change = f"leave out {options}, or change" if fixed else "change"
+        given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
         raise BurstError(
             "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
             f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/"
             f"{job.model.heads_kv} heads, {job.seq} tokens, a batch of {job.batch} and "
-            f"{dict(fixed) or 'nothing fixed'}; change --gpus, --seq-length or "
-            "--global-batch-size"
+            f"{given}; {change} --gpus, --seq-length or --global-batch-size"
         )
     return tuple(sorted(found, key=_rank))
 

@@ -4,6 +4,7 @@ import re
 
 from megatron_burst.errors import BurstError
 
+_MOST = 1 << 40  # beyond it nothing is a job, and floats lose ones
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -15,14 +16,14 @@ def whole_number(text: str, option: str) -> int:
         option: for the complaint.
 
     Raises:
-        BurstError: if it is no positive whole number.
+        BurstError: if it is no positive whole number, or above 1024G.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text.replace("_", ""))
     value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
-    if value < 1 or value != int(value):
+    if not 1 <= value <= _MOST or value != int(value):
         raise BurstError(
-            f"plan: {option} must be a positive whole number, because it counts something; got "
-            f"{text!r}; write for example 1048576, 128k or 1M (K is 1024)"
+            f"plan: {option} must be a positive whole number up to 1024G, because it counts "
+            f"something; got {text!r}; write for example 1048576, 128k or 1M (K is 1024)"
         )
     return int(value)
 

@@ -111,3 +111,20 @@ def test_the_default_is_ssh_that_asks_for_no_password():
     from megatron_burst.cli.doctor.hosts import SSH
 
     assert "BatchMode=yes" in SSH and "ConnectTimeout" in SSH
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--hosts", ""], "--hosts must list host names"),
+        (["--hosts", "a", "--ssh", "ssh '"], "--ssh must be a command that a shell could read"),
+        (["--ssh", "ssh -p 1"], "--ssh must come with --hosts"),
+        (["--hosts", "a", "--tp", "2"], "--tp must come in a job"),
+        (["--cp", "2"], "--cp must come in a job"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, match, monkeypatch):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    done = doctor(*options)
+    assert done.exit_code == 1 and match in done.output and done.output.count("error: ") == 1

@@ -1,6 +1,7 @@
 """`megatron-burst plan`: tables, flags, JSON there and back, pictures, refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -119,6 +120,16 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--tp", "16"], "TP 16 does not divide the 8 GPUs"),
         (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
         (["--offload"], "--offload must come with --keep"),
+        (["--offload-inputs", "--recompute", "none"], "--offload-inputs must come with"),
+        (["--search", "--offload", "--keep", "none"], "--offload must come with --keep"),
+        (["--search", "--recompute", "none", "--keep", "all"], "--keep must come with"),
+        (
+            ["--search", "--tp", "3"],
+            "got 16 GPUs, 32/8 heads, 262144 tokens, a batch of 16 and tp 3; leave out --tp, or",
+        ),
+        (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
+        (["--seq-length", "1025G"], "positive whole number up to 1024G"),
+        (["--json", "x.svg", "--picture", "x.svg"], "must name two files"),
         (["--picture", "x.txt"], "--picture must end in"),
         (["--json", "/nowhere/at/all.json"], "--json must name a file in a folder that is there"),
     ],
@@ -129,3 +140,14 @@ def test_wrong_options_are_refused_in_a_sentence(options, match):
     kept = [word for name, value in given.items() if name not in names for word in (name, value)]
     text = run(*kept, *options, code=1)
     assert text.count("error: ") == 1 and match in text.replace("\n", " ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
+    path = tmp_path / "full.png"
+    path.symlink_to("/dev/full")
+    text = run(
+        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=1
+    )
+    assert f"plan: {option} must name a file that can be written" in text

@@ -196,5 +196,6 @@ def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
     ],
 )
 def test_wrong_calibrations_are_refused(old, new, match):
-    with pytest.raises(BurstError, match=f"(?s)hardware: c.toml.*{match}"):
+    with pytest.raises(BurstError, match=f"(?s)hardware: c.toml.*{match}") as refused:
         parse_hardware(CALIBRATION.replace(old, new), "c.toml")
+    assert str(refused.value).count("hardware: ") == 1
