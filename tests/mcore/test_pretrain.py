@@ -101,8 +101,8 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("launcher", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls); circulate kv"),
-        ("spec", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls); circulate kv"),
+        ("launcher", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
+        ("spec", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
         ("import", "gained by fewer kernel calls); circulate q (asked for"),
     ],
 )
