@@ -122,3 +122,24 @@ def test_a_run_of_the_planners_flags_takes_its_plan(tmp_path):
     )
     with pytest.raises(BurstError, match="--seq-length 1048576 in the plan and 4096 in the run"):
         apply_plan(args)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"job": {"gpus": 128}}, "world_size 128 in the plan and 64 in the run; plan again"),
+        ({"job": {"model": {"layers": 80}}}, "num_layers 80 in the plan and 32 in the run"),
+        (
+            {"best": {"fits": False, "why": "out of memory by 3 GiB"}},
+            "got fits false: out of memory",
+        ),
+    ],
+)
+def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
+    """The figures of a plan are those of its own model, GPUs and memory."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"flags": {"--burst-keep": "all"}} | change))
+    args = megatrons_parser().parse_args(["--num-layers", "32", "--burst-plan", str(path)])
+    args.world_size = 64
+    with pytest.raises(BurstError, match=match):
+        apply_plan(args)

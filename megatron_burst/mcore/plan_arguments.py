@@ -11,6 +11,11 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import add_flags
 
 FLAG = "--burst-plan"
+_SIZES = {  # Megatron's names of a planned model's sizes
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads_q",
+}
 
 
 def apply_plan(args: Namespace) -> None:
@@ -26,7 +31,9 @@ def apply_plan(args: Namespace) -> None:
     path = getattr(args, "burst_plan", None)
     if path is None:
         return
-    flags = read_flags(Path(path))
+    plan = read_plan(Path(path))
+    flags = plan["flags"]
+    _check_job(args, plan, path)
     own = {flag: value for flag, value in flags.items() if flag.startswith("--burst-")}
     planned = _parsed(own, path)
     _check_run(args, {f: v for f, v in flags.items() if f not in own}, path)
@@ -44,8 +51,8 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False  # 0.0 is
 
 
-def read_flags(path: Path) -> dict[str, Any]:
-    """The flags of a plan that `megatron-burst plan` wrote, or of a file with the same `flags`.
+def read_plan(path: Path) -> dict[str, Any]:
+    """A plan that `megatron-burst plan` wrote, or a file with the same `flags` and no more.
 
     Raises:
         BurstError: if it cannot be read, or has no flags.
@@ -66,7 +73,29 @@ def read_flags(path: Path) -> dict[str, Any]:
     for flag, value in flags.items():
         if not flag.startswith("--") or not _is_simple(value):
             raise _refusal(f"{path} must map flags to values", f"{flag}: {json.dumps(value)}")
-    return flags
+    return plan
+
+
+def _check_job(args: Namespace, plan: Mapping[str, Any], path: str) -> None:
+    """Refuse a plan of another model or number of GPUs, and one that does not fit in memory."""
+    job = plan.get("job") or {}
+    model = job.get("model") or {}
+    planned = {name: model.get(size) for name, size in _SIZES.items()} | {
+        "world_size": job.get("gpus")
+    }
+    for name, size in planned.items():
+        found = getattr(args, name, None)
+        if None not in (size, found) and size != found:
+            raise _refusal(
+                f"the run must be the one that {path} was made for",
+                f"{name} {size} in the plan and {found} in the run",
+                "plan again for this run",
+            )
+    if (plan.get("best") or {}).get("fits") is False:
+        raise _refusal(
+            f"the strategy of {path} must fit in memory", f"fits false: {plan['best'].get('why')}",
+            "plan with --search, or leave the file out",
+        )  # fmt: skip
 
 
 def _is_simple(value: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import validate_flags, with_flags
-from megatron_burst.mcore.plan_arguments import apply_plan, read_flags
+from megatron_burst.mcore.plan_arguments import apply_plan, read_plan
 
 FLAGS = {
     "--tensor-model-parallel-size": 2,
@@ -131,8 +131,8 @@ def test_plans_of_other_runs_and_with_other_flags_are_refused(plan, changes, mat
 def test_files_that_are_no_plans_are_refused(tmp_path, text, match):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(BurstError, match=match):
-        read_flags(tmp_path / "plan.json")
+        read_plan(tmp_path / "plan.json")
     with pytest.raises(
         BurstError, match="nowhere.json must be a file that can be read.*No such file"
     ):
-        read_flags(tmp_path / "nowhere.json")
+        read_plan(tmp_path / "nowhere.json")
