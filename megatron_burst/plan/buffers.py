@@ -9,8 +9,7 @@ from megatron_burst.plan.choose import choose_heads_per_exchange
 from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
 from megatron_burst.plan.gather import GatherSchedule, Round
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
-
-_LARGE, _LONG_ROUND = 64 << 20, 256 << 20  # as in comm/slots.py; a test compares
+from megatron_burst.plan.slots import pulled_count, sent_count
 
 
 @lru_cache(maxsize=4096)
@@ -58,12 +57,8 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
 
 
 def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int:
-    """Slots of a call, as `comm.slots.pulled_count` and `Communicator.slots` make them."""
-    if not pulled:
-        return min(2, rounds)
-    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
-        return 1
-    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
+    """Slots of a call, as the engine makes them."""
+    return pulled_count(cargo, rounds, num_bytes) if pulled else sent_count(rounds)
 
 
 def _round_bytes(shape: AttentionShape, round_: Round) -> float:
