@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic
 from typing import get_args
 
 from megatron_burst.cli.cases import Case, Pass
@@ -14,12 +13,12 @@ from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.links import link_speed
 from megatron_burst.cli.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
-from megatron_burst.cli.results import Row, append, check_appendable
+from megatron_burst.cli.results import Row
+from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.te_peer import TransformerEngine
 from megatron_burst.cli.timing import attempt, clean_up, interleave
 from megatron_burst.cli.trial import Trial, try_out
 from megatron_burst.cli.world import World
-from megatron_burst.errors import BurstError
 
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
 _WARM_UP = 2
@@ -62,40 +61,10 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     """
     for case in plan.cases:
         case.check(world.size)
-    _check_out(plan.out, world)
-    started = monotonic()
-    bench = _Bench(plan, world, lambda: _is_over(plan.budget_s, started), link_speed(world))
+    check_out(plan.out, world)
+    bench = _Bench(plan, world, clock(plan.budget_s), link_speed(world))
     peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
-    rows = []
-    for number, case in enumerate(plan.cases):
-        if world.decide(bench.out_of_time()):
-            _say(say, world, f"time is up: {len(plan.cases) - number} problems were not started")
-            break
-        _say(say, world, f"{number + 1} of {len(plan.cases)}: {case}")
-        rows += bench.run(case, peers)
-    return rows
-
-
-def _check_out(path: Path | None, world: World) -> None:
-    """Refuse a file that cannot be appended to, on all ranks, before time is spent."""
-    refusal = None
-    if path and world.rank == 0:
-        try:
-            check_appendable(path)
-        except BurstError as error:
-            refusal = str(error)
-    refusal = world.gather(refusal)[0]
-    if refusal:
-        raise BurstError(refusal)
-
-
-def _is_over(budget_s: float | None, started: float) -> bool:
-    return budget_s is not None and monotonic() - started > budget_s
-
-
-def _say(say: Callable[[str], None], world: World, text: str) -> None:
-    if world.rank == 0:
-        say(text)
+    return sweep(plan.cases, lambda case: bench.run(case, peers), world, bench.out_of_time, say)
 
 
 @dataclass(slots=True)
@@ -136,8 +105,7 @@ class _Bench:
             times = self._times(self._able(peers), pass_)
             gpu = gpu_state(self.world.device)
             made = [self._row(shard.case, peer, pass_, times, gpu) for peer in peers]
-            if self.plan.out and self.world.rank == 0:
-                append(self.plan.out, made)
+            save(self.plan.out, self.world, made)
             rows += made
         for peer in peers:
             peer.release()

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic
 
 import torch
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.loss_peers import HeadTensors, LossCase, LossPeer, draw, truth_of
-from megatron_burst.cli.results import append, check_appendable
+from megatron_burst.cli.speeds import matmul
+from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World
 
@@ -91,27 +91,23 @@ def measure(plan: LossPlan, world: World, say: Callable[[str], None] = print) ->
     Raises:
         BurstError: if `plan.out` has other columns.
     """
-    if plan.out and world.rank == 0:
-        check_appendable(plan.out, LossRow)
-    began, rate, rows = monotonic(), matmul_tflops(world, plan.cases[0].dtype), []
-    for number, case in enumerate(plan.cases):
-        if world.decide(plan.budget_s is not None and monotonic() - began > plan.budget_s):
-            break
-        if world.rank == 0:
-            say(f"{number + 1} of {len(plan.cases)}: {case}")
-        made = _Head(case, plan, world, rate).rows(began)
-        if plan.out and world.rank == 0:
-            append(plan.out, made, LossRow)
-        rows += made
-    return rows
+    check_out(plan.out, world, LossRow)
+    out_of_time, rate = clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
+
+    def rows_of(case: LossCase) -> list[LossRow]:
+        made = _Head(case, plan, world, rate, out_of_time).rows()
+        save(plan.out, world, made, LossRow)
+        return made
+
+    return sweep(plan.cases, rows_of, world, out_of_time, say)
 
 
 def matmul_tflops(world: World, dtype: str) -> float:
     """What this machine's matmul reaches, TFLOP/s of the slowest rank; the best of five."""
     side = _MATMUL[world.device.type]
-    a, b = (torch.randn(side, side, device=world.device).to(getattr(torch, dtype)) for _ in "ab")
-    best = min(timed_ms(lambda: a @ b, world) for _ in range(5))
-    return 2 * side**3 / max(world.gather(best)) / 1e9
+    product, flops = matmul(world, side, getattr(torch, dtype))
+    best = min(timed_ms(product, world) for _ in range(5))
+    return flops / max(world.gather(best)) / 1e9
 
 
 @dataclass(slots=True)
@@ -131,11 +127,12 @@ class _Head:
     plan: LossPlan
     world: World
     rate: float
+    out_of_time: Callable[[], bool]
     trials: dict[str, _Trial] = field(default_factory=dict)
 
-    def rows(self, began: float) -> list[LossRow]:
+    def rows(self) -> list[LossRow]:
         """Measure, and let everything go."""
-        world, budget = self.world, self.plan.budget_s
+        world = self.world
         x = draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
         truth = truth_of(small)
@@ -143,11 +140,8 @@ class _Head:
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
         able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
         runs = {peer.name: partial(self._run, peer, x) for peer in able}
-
-        def over() -> bool:
-            return budget is not None and monotonic() - began > budget
-
-        times = interleave(runs, dict.fromkeys(runs, self.plan.reps), world, over)
+        reps = dict.fromkeys(runs, self.plan.reps)
+        times = interleave(runs, reps, world, self.out_of_time)
         gpu = gpu_state(world.device)
         made = [self._row(peer, times.get(peer.name), gpu) for peer in self.plan.peers]
         del x, small, truth, runs

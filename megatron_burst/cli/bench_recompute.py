@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.links import link_speed
-from megatron_burst.cli.results import Row, append, check_appendable
+from megatron_burst.cli.results import Row
+from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
 from megatron_burst.cli.world import World
 from megatron_burst.config import BurstConfig
@@ -113,43 +113,41 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     Raises:
         BurstError: if `plan.out` has other columns.
     """
-    if plan.out and world.rank == 0:
-        check_appendable(plan.out)
+    check_out(plan.out, world)
     start(world.device.type == "cpu", world.size)
-    began, link, rows = monotonic(), link_speed(world), []
-    for number, widths in enumerate(plan.problems):
-        over = plan.budget_s is not None and monotonic() - began > plan.budget_s
-        if world.decide(over):
-            break
-        if world.rank == 0:
-            say(f"{number + 1} of {len(plan.problems)}: {widths}")
-        made = _Problem(widths, plan, world, link).rows(began)
-        if plan.out and world.rank == 0:
-            append(plan.out, made)
-        rows += made
-    return rows
+    out_of_time, link = clock(plan.budget_s), link_speed(world)
+
+    def rows_of(widths: Widths) -> list[Row]:
+        made = _Problem(widths, plan, world, link, out_of_time).rows()
+        save(plan.out, world, made)
+        return made
+
+    return sweep(plan.problems, rows_of, world, out_of_time, say)
 
 
 class _Problem:
     """All modes on one problem; those of one attention share its weights."""
 
-    def __init__(self, widths: Widths, plan: Plan, world: World, link: str) -> None:
+    def __init__(
+        self, widths: Widths, plan: Plan, world: World, link: str, out_of_time: Callable[[], bool]
+    ) -> None:
         self.widths, self.plan, self.world, self.link = widths, plan, world, link
+        self.out_of_time = out_of_time
         self.stacks: dict[str, Stack] = {}
         self.failures: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
 
-    def rows(self, began: float) -> list[Row]:
+    def rows(self) -> list[Row]:
         """Measure, and let everything go."""
         made = []
         for impl in dict.fromkeys(mode.impl for mode in self.plan.modes):
             modes = [mode for mode in self.plan.modes if mode.impl == impl]
-            made += self._of(impl, modes, began)
+            made += self._of(impl, modes)
             self.stacks.clear()
             clean_up(self.world)
         return made
 
-    def _of(self, impl: str, modes: Sequence[Mode], began: float) -> list[Row]:
+    def _of(self, impl: str, modes: Sequence[Mode]) -> list[Row]:
         failure = attempt(partial(self._build, impl), self.world)
         for mode in modes:
             failure_of_it = failure or self._try_out(mode)
@@ -157,12 +155,8 @@ class _Problem:
                 self.failures[str(mode)] = failure_of_it
         able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
         runs = {name: partial(self._run, mode) for name, mode in able.items()}
-        budget = self.plan.budget_s
-
-        def over() -> bool:
-            return budget is not None and monotonic() - began > budget
-
-        times = interleave(runs, dict.fromkeys(runs, self.plan.reps), self.world, over)
+        reps = dict.fromkeys(runs, self.plan.reps)
+        times = interleave(runs, reps, self.world, self.out_of_time)
         gpu = gpu_state(self.world.device)
         return [self._row(mode, times.get(str(mode)), gpu) for mode in modes]
 

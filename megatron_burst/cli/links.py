@@ -1,9 +1,11 @@
 """How fast the ranks' links are in this run."""
 
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_burst.cli.timing import timed_ms
 from megatron_burst.cli.world import World
@@ -26,16 +28,8 @@ def link_speed(world: World) -> str:
     distance = world.size // world.hosts if across else 1
     staying = distance / world.size  # the share of an all-to-all that does not leave
 
-    def shift() -> None:
-        peers = [(world.rank + sign * distance) % world.size for sign in (1, -1)]
-        operations = [
-            dist.P2POp(operation, tensor, peer, world.group)
-            for operation, tensor, peer in zip(
-                (dist.isend, dist.irecv), (send, recv), peers, strict=True
-            )
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    to, source = ((world.rank + sign * distance) % world.size for sign in (1, -1))
+    shift = partial(shift_once, send, recv, to, source, world.group)
 
     def exchange() -> None:
         dist.all_to_all_single(recv, send, group=world.group)
@@ -44,6 +38,15 @@ def link_speed(world: World) -> str:
     all_to_all = _gbs(exchange, send.numel() * (1 - staying), world)
     where = f"between {world.hosts} hosts" if across else "on one host"
     return f"ring {ring:.3g}, all-to-all {all_to_all:.3g} GB/s {where}"
+
+
+def shift_once(send: Tensor, recv: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
+    """Send to one global rank while another's bytes come."""
+    operations = [
+        dist.P2POp(dist.isend, send, to, group), dist.P2POp(dist.irecv, recv, source, group),
+    ]  # fmt: skip
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 def _gbs(run, num_bytes: float, world: World) -> float:

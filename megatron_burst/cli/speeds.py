@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from megatron_burst.cli.links import shift_once
 from megatron_burst.cli.timing import attempt, timed_ms
 from megatron_burst.cli.world import World
 from megatron_burst.kernels.backends import Backend, QuerySide
@@ -70,19 +72,8 @@ class Mover:
             return lambda: None
         send, recv = self._bytes(num_bytes), self._bytes(num_bytes)
         place = ring.index(world.rank)
-        peers = ring[(place + 1) % len(ring)], ring[place - 1]
-
-        def run() -> None:
-            operations = [
-                dist.P2POp(operation, tensor, peer, world.group)
-                for operation, tensor, peer in zip(
-                    (dist.isend, dist.irecv), (send, recv), peers, strict=True
-                )
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        return run
+        to, source = ring[(place + 1) % len(ring)], ring[place - 1]
+        return partial(shift_once, send, recv, to, source, world.group)
 
     def all_to_all(self, num_bytes: int) -> Run:
         """Each rank sends an equal part to each of its host."""

@@ -19,6 +19,7 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
+from megatron_burst.plan.slots import sent_count
 from megatron_burst.plan.topology import Link, Topology
 
 _WHO = "burst attention"
@@ -167,7 +168,7 @@ class Communicator:
     def _sent_slots(
         self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
     ) -> SentSlots:
-        buffers = self.buffers(cargo, min(2, rounds), num_bytes, device)
+        buffers = self.buffers(cargo, sent_count(rounds), num_bytes, device)
         return SentSlots(buffers, partial(self.exchange, cargo))
 
     def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:

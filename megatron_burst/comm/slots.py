@@ -14,13 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_burst.plan.schedule import Cargo
-
 Shape = tuple[int, ...]
 Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
-
-_LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
-_LONG_ROUND = 256 << 20  # a key head of 512K tokens
 
 
 class UnderWay(Protocol):
@@ -200,16 +195,6 @@ class SerialSlots:
         under_way = self._slots.exchange(index, view, gives, takes)
         under_way.wait()
         return under_way
-
-
-def pulled_count(cargo: Cargo, rounds: int, num_bytes: int) -> int:
-    """Slots that pulling takes: what is read is there before the next round begins; shares must
-    not make a rank wait for the slowest one in every round. One does where nothing, or a percent,
-    is lost by waiting: in a call of one round, and between two whose kernels run for a tenth of a
-    second while their slots move in a millisecond."""
-    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
-        return 1
-    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
 
 
 def view_as(buffer: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.slots import PulledSlots, pulled_count
+from megatron_burst.comm.slots import PulledSlots
 from megatron_burst.comm.watch import Board
 from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.slots import pulled_count
 
 _WHO = "burst attention"
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+UNKNOWN = "it is of a release that is not known"
+
 
 def load(module: str) -> Any:
     """A module, or in words why it cannot be imported."""
@@ -19,6 +21,15 @@ def load(module: str) -> Any:
     except Exception as error:  # what was built for another torch fails in many ways
         reason = str(error).partition("\n")[0]
         return f"it cannot be imported ({reason or type(error).__name__})"
+
+
+def understand_all(
+    owner: Any, given: Mapping[str, Collection[str]], off: Mapping[str, Any]
+) -> tuple[Callable[..., Any], ...] | str:
+    """Functions by the names in `given`, as `understand` has each, or why one is not understood."""
+    found = tuple(understand(owner, name, names, off) for name, names in given.items())
+    refused = [x for x in found if isinstance(x, str)]
+    return f"{UNKNOWN}: {refused[0]}" if refused else found
 
 
 def understand(

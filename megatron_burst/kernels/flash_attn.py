@@ -1,14 +1,16 @@
 """FlashAttention-2 and -3 of the packages that people build from source, if they are there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.entry import load, understand
+from megatron_burst.kernels.backends import QuerySide, deliver
+from megatron_burst.kernels.entry import load, understand_all
+from megatron_burst.kernels.flash import Flash
 
 _QKV = ("q", "k", "v", "softmax_scale", "causal")
 _WINDOWS = {"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1}
@@ -20,17 +22,8 @@ class FlashAttention2:
     It is what torch ships as `flash`, in another build.
     """
 
-    capability = Capability(
-        name="flash-attn",
-        devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_dim=256,
-        dim_multiple=8,
-        equal_dims=True,
-        takes_delta=False,
-        rectangular_causal=True,
-        archs=frozenset({8, 9, 10, 12}),
-        speed="FlashAttention-2 of the flash-attn package",
+    capability = replace(
+        Flash.capability, name="flash-attn", speed="FlashAttention-2 of the flash-attn package"
     )
     _off = _WINDOWS | {
         "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
@@ -46,12 +39,8 @@ class FlashAttention2:
         if isinstance(module, str):
             return module
         taken = ("dout", *_QKV, "out", self._lse, "dq", "dk", "dv", *self._flags)
-        found = (
-            understand(module, "_flash_attn_forward", _QKV, self._off),
-            understand(module, "_flash_attn_backward", taken, self._off),
-        )
-        refused = [x for x in found if isinstance(x, str)]
-        return f"it is of a release that is not known: {refused[0]}" if refused else found
+        given = {"_flash_attn_forward": _QKV, "_flash_attn_backward": taken}
+        return understand_all(module, given, self._off)
 
     def _module(self) -> Any:
         return load("flash_attn.flash_attn_interface")
@@ -83,19 +72,10 @@ class FlashAttention3(FlashAttention2):
     Its deterministic backward does not do all head dimensions, so it is not asked for it.
     """
 
-    capability = Capability(
-        name="fa3",
-        devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_dim=256,
-        dim_multiple=8,
-        equal_dims=True,
-        takes_delta=False,
-        rectangular_causal=True,
-        deterministic=False,
-        archs=frozenset({9}),
+    capability = replace(
+        FlashAttention2.capability, name="fa3", deterministic=False, archs=frozenset({9}),
         speed="FlashAttention-3, for Hopper",
-    )
+    )  # fmt: skip
     _off = (
         _WINDOWS
         | {"softcap": 0.0, "attention_chunk": 0, "num_splits": 1, "sm_margin": 0}

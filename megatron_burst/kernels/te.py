@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.entry import load, understand
+from megatron_burst.kernels.entry import UNKNOWN, load, understand_all
 
 _MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 _CALL = (
@@ -43,17 +43,17 @@ class TransformerEngine:
         if isinstance(module, str):
             return module
         backward = (*_CALL, "o", "d_o", "aux_ctx_tensors", "do_format", "dqkv_layout")
-        found = (
-            understand(module, "fused_attn_fwd", (*_CALL, "is_training"), {}),
-            understand(module, "fused_attn_bwd", (*backward, "deterministic"), {}),
-        )
-        refused = [x for x in found if isinstance(x, str)]
-        if refused:
-            return f"it is of a release that is not known: {refused[0]}"
+        given = {
+            "fused_attn_fwd": (*_CALL, "is_training"),
+            "fused_attn_bwd": (*backward, "deterministic"),
+        }
+        found = understand_all(module, given, {})
+        if isinstance(found, str):
+            return found
         try:
             return *found, module.FusedAttnBackend["F16_arbitrary_seqlen"]
         except (AttributeError, KeyError, TypeError):
-            return "it is of a release that is not known: it has no F16_arbitrary_seqlen"
+            return f"{UNKNOWN}: it has no F16_arbitrary_seqlen"
 
     def missing(self) -> str | None:
         return self._functions if isinstance(self._functions, str) else None

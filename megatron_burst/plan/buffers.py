@@ -12,10 +12,10 @@ from megatron_burst.plan.mask import Tile
 from megatron_burst.plan.operations import part_of_heads
 from megatron_burst.plan.programme_gather import arriving_rows, is_alone
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
+from megatron_burst.plan.slots import pulled_count, sent_count
 from megatron_burst.plan.topology import pretend_hosts
 
 _MOST_HOSTS = 8  # more of them need no more buffers; a test compares
-_LARGE, _LONG_ROUND = 64 << 20, 256 << 20  # as in comm/slots.py; a test compares
 
 
 @lru_cache(maxsize=4096)
@@ -77,12 +77,8 @@ def _relay_bytes(shape: AttentionShape, schedule: GatherSchedule | A2ASchedule) 
 
 
 def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int:
-    """Slots of a call, as `comm.slots.pulled_count` and `Communicator.slots` make them."""
-    if not pulled:
-        return min(2, rounds)
-    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
-        return 1
-    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
+    """Slots of a call, as the engine makes them."""
+    return pulled_count(cargo, rounds, num_bytes) if pulled else sent_count(rounds)
 
 
 def _step_bytes(shape: AttentionShape, step: GatherStep, in_place: bool) -> float:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.strategy import Job, megatron_flags
+from megatron_burst.plan.strategy import Job, flag_values
 
 VERSION = 1
 
@@ -20,10 +20,9 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
         most: candidates to write down.
     """
     best = found[0]
-    flags = megatron_flags(job, best.strategy, best.memory.host)
     described = {
         "version": VERSION,
-        "flags": dict(map(_flag_and_value, flags)),
+        "flags": flag_values(job, best.strategy, best.memory.host),
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
             "gpus_per_host": job.gpus_per_host, "batch": job.batch, "hardware": job.hardware.name,
@@ -32,17 +31,6 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
-
-
-def _flag_and_value(text: str) -> tuple[str, int | float | str | bool]:
-    """A flag and its value; true for one that takes none."""
-    flag, _, value = text.partition(" ")
-    for kind in (int, float):
-        try:
-            return flag, kind(value)
-        except ValueError:
-            pass
-    return flag, value or True
 
 
 def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:

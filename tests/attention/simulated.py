@@ -15,7 +15,8 @@ from random import Random
 import torch
 
 from megatron_burst.comm.aside import Aside
-from megatron_burst.comm.slots import PulledSlots, SentSlots, pulled_count
+from megatron_burst.comm.slots import PulledSlots, SentSlots
+from megatron_burst.plan.slots import pulled_count, sent_count
 
 _TIMEOUT_S = 30
 
@@ -65,7 +66,7 @@ class SimulatedCarrier:
 
     def slots(self, cargo, rounds, num_bytes, device):
         if not self._pulls:
-            count = min(2, rounds)
+            count = sent_count(rounds)
             exchange = partial(self.exchange, cargo)
             return SentSlots(self.buffers(cargo, count, num_bytes, device), exchange)
         old = self._pulled.get(cargo)

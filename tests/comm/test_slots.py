@@ -7,8 +7,9 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.slots import PulledSlots, SerialSlots, Take, pulled_count
+from megatron_burst.comm.slots import PulledSlots, SerialSlots, Take
 from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.slots import pulled_count
 
 
 def run_two_ranks(num_slots, calls, rounds):

@@ -64,7 +64,7 @@ def test_a_bound_on_memory_is_kept_where_it_can_be(call, part):
 
 @given(st.sampled_from(list(Cargo)), st.integers(1, 5), st.integers(1, 1 << 30))
 def test_slots_are_counted_as_the_engine_makes_them(cargo, rounds, num_bytes):
-    from megatron_burst.comm.slots import pulled_count
+    from megatron_burst.plan.slots import pulled_count
 
     assert slot_count(cargo, rounds, num_bytes, True) == pulled_count(cargo, rounds, num_bytes)
 

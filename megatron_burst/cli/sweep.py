@@ -1,0 +1,66 @@
+"""What the benchmarks' run loops share: the file that rows go to, time that runs out, the loop."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from megatron_burst.cli.results import Row, append, check_appendable
+from megatron_burst.cli.world import World
+from megatron_burst.errors import BurstError
+
+
+def check_out(path: Path | None, world: World, kind: type = Row) -> None:
+    """Refuse a file that cannot be appended to, on all ranks, before time is spent."""
+    refusal = None
+    if path and world.rank == 0:
+        try:
+            check_appendable(path, kind)
+        except BurstError as error:
+            refusal = str(error)
+    refusal = world.gather(refusal)[0]
+    if refusal:
+        raise BurstError(refusal)
+
+
+def save(path: Path | None, world: World, rows: Sequence[Any], kind: type = Row) -> None:
+    """Add rows to the file, if there is one."""
+    if path and world.rank == 0:
+        append(path, rows, kind)
+
+
+def clock(budget_s: float | None) -> Callable[[], bool]:
+    """Tells whether so many seconds have passed since now; None: never."""
+    return partial(_is_over, budget_s, monotonic())
+
+
+def _is_over(budget_s: float | None, started: float) -> bool:
+    return budget_s is not None and monotonic() - started > budget_s
+
+
+def sweep(
+    problems: Sequence[Any],
+    rows_of: Callable[[Any], list],
+    world: World,
+    out_of_time: Callable[[], bool],
+    say: Callable[[str], None],
+) -> list:
+    """The rows of one problem after another, until time is up; on every rank.
+
+    Args:
+        problems: in order.
+        rows_of: measures one.
+        world: all ranks.
+        out_of_time: asked on rank 0 before each.
+        say: tells rank 0's user how far it is.
+    """
+    say = say if world.rank == 0 else lambda text: None
+    rows = []
+    for number, problem in enumerate(problems):
+        if world.decide(out_of_time()):
+            say(f"time is up: {len(problems) - number} problems were not started")
+            break
+        say(f"{number + 1} of {len(problems)}: {problem}")
+        rows += rows_of(problem)
+    return rows
