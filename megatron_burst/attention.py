@@ -15,7 +15,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.run import run_backward, run_forward
-from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter
+from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -107,16 +107,19 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
     shape = call_shape(q, k, v, terms.config)
-    config, plan = planned(shape, carrier.topology, pattern, terms.config)
+    way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
+    config, plan = planned(way, terms.config)
     if is_new and plan:
         board.agree({"the way that its hardware file leads to": str(config)}, _WHO)
-    config, between = settle_inter(shape, q.device.type, carrier.topology, pattern, config)
+    way = way_of(shape, q.device, carrier.topology, pattern, config)
+    config, between = settle_inter(way, config)
     if config.inter in ("a2a", "flat"):
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
     if is_new:
-        board.agree({"backend": call.backend.capability.name}, _WHO)
+        rounds = {"rounds (by heads_per_round, or the GPU's multiprocessors)": f"{call.num_rounds}"}
+        board.agree({"backend": call.backend.capability.name, **rounds}, _WHO)
         board.say_once(f"{_WHO}: {plan}{between}{choices}{kept}")
     return call, keeping
 

@@ -1,7 +1,7 @@
 """Decides how a call runs: schedules, kernel, wire; says why."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,24 +11,13 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.plan.a2a import a2a_schedule
-from megatron_burst.plan.choose import (
-    Choice,
-    choose_circulate,
-    choose_heads_per_exchange,
-    choose_heads_per_round,
-    choose_inter,
-    choose_intra,
-)
+from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Topology
-
-_PLANS = {"ring": ring_schedule, "gather": gather_schedule, "a2a": a2a_schedule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +41,47 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> Attentio
     return attention_shape(q, k, v, _grad_dtype(q, config))
 
 
-def settle_inter(
-    shape: AttentionShape, device: str, topology: Topology, pattern: Pattern, config: BurstConfig
-) -> tuple[BurstConfig, str]:
-    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+def way_of(
+    shape: AttentionShape,
+    device: torch.device,
+    topology: Topology,
+    pattern: Pattern,
+    config: BurstConfig,
+) -> AttentionCall:
+    """The call as the planner knows it, which makes all choices but that of the kernel.
 
     Args:
         shape: sizes of the call on one rank.
-        device: torch device type.
-        topology: of the group, with its hosts as rows.
+        device: of its tensors.
+        topology: of the group.
         pattern: mask, layout, scale.
         config: what the user asked for.
     """
-    asked = config.inter, config.intra
-    choice = choose_inter(shape, topology, pattern.layout, device, asked)
-    several = topology.inter_size > 1
+    return AttentionCall(
+        shape, topology, intra=config.intra, inter=config.inter,
+        heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
+        pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
+        layout=pattern.layout, mask=pattern.mask, device=device.type,
+        multiprocessors=_multiprocessors(device),
+    )  # fmt: skip
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return USUAL_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]:
+    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+
+    Args:
+        way: the call, with the group's hosts as rows.
+        config: what the user asked for.
+    """
+    choice = way.between_why
+    several = way.topology.inter_size > 1
     return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""
 
 
@@ -95,41 +110,32 @@ def set_up(
     backend, backend_choice = choose_backend(
         problem_of(q, k, v, config.deterministic), config.backend
     )
-    topology = carrier.topology
-    intra = choose_intra(topology, pattern.layout, q.device.type, config.intra, config.inter)
-    chosen = []
-    if intra.value == "ring" or topology.inter_size > 1:
-        circulate = choose_circulate(shape, config.circulate)
-        chosen.append(f"circulate {circulate}")
-    else:
-        circulate = Choice(Circulate.KV, "one host")
-    options: dict[str, object] = {}
-    if intra.value == "gather":
-        heads = choose_heads_per_round(shape, topology, config.heads_per_round, config.pieces)
-        chosen += [f"{heads} of {shape.heads_kv} key heads a round", f"{carrier.transfer}"]
-        options = {
-            "heads_kv": shape.heads_kv,
-            "heads_per_round": heads,
-            "rectangular_causal": backend.capability.rectangular_causal,
-        }
-    elif intra.value == "a2a":
-        heads = choose_heads_per_exchange(shape, topology, config.heads_per_round, config.pieces)
-        chosen += [f"{heads} key heads of a rank a round", f"{carrier.transfer}"]
-        options = {"heads_kv": shape.heads_kv, "heads_per_round": heads}
-    schedule = partial(_PLANS[intra.value], topology, carrier.cp_rank, **options)
-    backward = partial(schedule, circulate=Circulate(circulate.value))
-    rows = {"layout": pattern.layout, "mask": pattern.mask, "tokens": shape.tokens}
+    way = replace(
+        way_of(shape, q.device, carrier.topology, pattern, config),
+        rectangular_causal=backend.capability.rectangular_causal,
+    )
     call = Call(
-        forward=schedule(direction=Direction.FORWARD, **rows),
-        backward=backward(direction=Direction.BACKWARD, **rows),
+        forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
+        backward=way.schedule(carrier.cp_rank, Direction.BACKWARD),
         backend=backend,
         carrier=carrier,
         scale=pattern.scale,
         grad_dtype=grad_dtype,
         deterministic=config.deterministic,
     )
-    words = [f"{topology}", f"{intra}", *chosen, f"backend {backend_choice}"]
-    return call, "; ".join(words)
+    return call, "; ".join([*_words(way, carrier.transfer), f"backend {backend_choice}"])
+
+
+def _words(way: AttentionCall, transfer: object) -> list[str]:
+    """What was chosen for a call."""
+    words = [f"{way.topology}", f"{way.mode_why}"]
+    if way.mode == "ring" or way.arranged.inter_size > 1:
+        words.append(f"circulate {way.circulate_why}")
+    if way.mode == "gather":
+        words += [f"{way.heads} of {way.shape.heads_kv} key heads a round", f"{transfer}"]
+    elif way.mode == "a2a":
+        words += [f"{way.heads} key heads of a rank a round", f"{transfer}"]
+    return words
 
 
 def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:

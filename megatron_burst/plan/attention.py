@@ -6,6 +6,7 @@ from math import inf
 
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
+    Choice,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
@@ -14,7 +15,7 @@ from megatron_burst.plan.choose import (
 )
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -47,6 +48,10 @@ class AttentionCall:
         backend: attention kernel.
         layout: of the tokens.
         mask: of the sequence.
+        device: torch device type.
+        multiprocessors: of a GPU: how many heads a round fill it depends on them.
+        rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
+            None: as the backend of that name does.
     """
 
     shape: AttentionShape
@@ -62,12 +67,20 @@ class AttentionCall:
     backend: str = "auto"
     layout: Layout = Layout.ZIGZAG
     mask: Mask = Mask.CAUSAL
+    device: str = "cuda"
+    multiprocessors: int = USUAL_MULTIPROCESSORS
+    rectangular_causal: bool | None = None
+
+    @property
+    def between_why(self) -> Choice:
+        """How it goes between hosts, with the reason."""
+        asked = self.inter, self.intra
+        return choose_inter(self.shape, self.topology, self.layout, self.device, asked)
 
     @property
     def between(self) -> str:
         """ "ring", "a2a" (over all ranks) or "flat"."""
-        asked = self.inter, self.intra
-        return choose_inter(self.shape, self.topology, self.layout, "cuda", asked).value
+        return self.between_why.value
 
     @property
     def arranged(self) -> Topology:
@@ -75,9 +88,22 @@ class AttentionCall:
         return self.topology if self.between == "ring" else _flat(self.topology)
 
     @property
+    def mode_why(self) -> Choice:
+        """How it goes among the ranks of a row of `arranged`, with the reason."""
+        between = self.between
+        return choose_intra(self.arranged, self.layout, self.device, self.intra, between)
+
+    @property
     def mode(self) -> str:
-        """ "ring", "gather" or "a2a", among the ranks of a row of `arranged`."""
-        return choose_intra(self.arranged, self.layout, "cuda", self.intra, self.between).value
+        """ "ring", "gather" or "a2a"."""
+        return self.mode_why.value
+
+    @property
+    def circulate_why(self) -> Choice:
+        """What passes from rank to rank in backward, with the reason."""
+        if self.mode == "ring" or self.arranged.inter_size > 1:
+            return choose_circulate(self.shape, self.circulate)
+        return Choice(Circulate.KV, "one host")
 
     @property
     def in_words(self) -> str:
@@ -96,8 +122,10 @@ class AttentionCall:
     @property
     def heads(self) -> int:
         """Key heads of a round: gathered, or of a rank that exchanges."""
-        choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
-        return choose(self.shape, self.arranged, self.heads_per_round, self.pieces)
+        asked = self.heads_per_round, self.pieces
+        if self.mode == "a2a":
+            return choose_heads_per_exchange(self.shape, self.arranged, *asked)
+        return choose_heads_per_round(self.shape, self.arranged, self.multiprocessors, *asked)
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.
@@ -108,14 +136,16 @@ class AttentionCall:
         topology, mode, shape = self.arranged, self.mode, self.shape
         options = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
         options |= {"direction": direction, "circulate": Circulate.KV}
-        if direction is Direction.BACKWARD and (mode == "ring" or topology.inter_size > 1):
-            options["circulate"] = Circulate(choose_circulate(shape, self.circulate).value)
+        if direction is Direction.BACKWARD:
+            options["circulate"] = Circulate(self.circulate_why.value)
         if mode == "ring":
             return ring_schedule(topology, cp_rank, **options)
         options |= {"heads_kv": shape.heads_kv, "heads_per_round": self.heads}
         if mode == "a2a":
             return a2a_schedule(topology, cp_rank, **options)
-        whole = self.backend in ("auto", "fa4", "flash")
+        whole = self.rectangular_causal
+        if whole is None:
+            whole = self.backend in ("auto", "fa4", "flash")
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 
     def tflop(self, direction: Direction) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
+from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
@@ -13,7 +14,8 @@ _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them 
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
 _EXCHANGE_IF = 0.8
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
-_ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
+_WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
+_BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,17 @@ def choose_transfer(
 
 
 def choose_heads_per_round(
-    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+    shape: AttentionShape,
+    topology: Topology,
+    multiprocessors: int,
+    asked: int | None = None,
+    pieces: bool = True,
 ) -> int:
     """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+
+    A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last
+    wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
+    which so takes two heads.
 
     On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
     from another host and the last gradient that goes home are hidden by one step only, and the
@@ -173,6 +183,7 @@ def choose_heads_per_round(
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
+        multiprocessors: of a GPU.
         asked: by the user; None lets the rule decide.
         pieces: whether there may be several rounds.
 
@@ -193,9 +204,15 @@ def choose_heads_per_round(
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
-    chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
-    to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
-    return min(shape.heads_kv, max(1, in_bytes, to_fill))
+    chunk = -(-shape.tokens // 2)  # of zigzag: the queries of a tile
+    a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
+    fewest = min(shape.heads_kv, max(1, in_bytes))
+    for heads in range(fewest, shape.heads_kv):
+        rounds = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
+        busy = share_busy([a_head * some for some in rounds], multiprocessors)
+        if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
+            return heads
+    return shape.heads_kv
 
 
 def choose_heads_per_exchange(
