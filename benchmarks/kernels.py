@@ -192,7 +192,7 @@ def _measure(out: Path, case: Case, runs: Runs, backward: bool, deadline: float)
                     row, ratio=median(ratios), ratio_least=min(ratios), ratio_most=max(ratios)
                 )
         rows.append(row)
-    _append(out, rows)
+    append(out, rows)
     return {name: median(ms) for name, ms in times.items() if ms}
 
 
@@ -222,7 +222,7 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return first.elapsed_time(last)
 
 
-def _append(out: Path, rows: list[Row]) -> None:
+def append(out: Path, rows: list[Row]) -> None:
     new = not out.exists()
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
