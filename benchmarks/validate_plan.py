@@ -17,7 +17,6 @@ from typing import Annotated
 import typer
 from matplotlib.figure import Figure
 
-from megatron_burst.cli.cases import in_kilo
 from megatron_burst.cli.results import Row, read
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.buffers import buffer_bytes
@@ -28,6 +27,7 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.mask import Mask, Span, Tile
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.units import in_units
 
 FITTED = (64 << 10, 256 << 10)
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -145,7 +145,7 @@ def table(compared: Sequence[Compared]) -> list[str]:
         row, memory = one.row, one.memory_error
         gib = f"{row.peak_gib:.2f} | {one.gib:.2f} | {memory:+.1%}" if memory is not None else "| |"
         lines.append(
-            f"| {in_kilo(row.seq)} | {row.heads_q}/{row.heads_kv} | {row.impl}:{row.mode} | "
+            f"| {in_units(row.seq)} | {row.heads_q}/{row.heads_kv} | {row.impl}:{row.mode} | "
             f"{row.pass_} | {'yes' if one.fitted else ''} | {row.ms:.2f} | {one.ms:.2f} | "
             f"{one.error:+.1%} | {gib} |"
         )
