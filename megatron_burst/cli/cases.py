@@ -184,3 +184,19 @@ PRESETS = {
         (*(f"burst:{label}" for label in _BURST_HOSTS), "ceiling"),
     ),
 }
+
+
+def problems(preset: str, grid: Grid) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+    """Problems of a preset, or of lists alone if it is ""; implementations unless told.
+
+    Raises:
+        BurstError: if there is no such preset, or the lists leave nothing of it.
+    """
+    if not preset:
+        return grid.cases(), PEERS
+    if preset not in PRESETS:
+        raise BurstError(
+            f"{_WHO}: --preset must be one that there is, because it stands for a list of "
+            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
+        )
+    return PRESETS[preset].narrowed(grid), PRESETS[preset].impls
