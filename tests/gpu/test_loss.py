@@ -44,7 +44,7 @@ def errors(device, sizes, grads, chunk) -> dict:
 def test_errors_are_at_most_those_of_plain_bf16(grads, monkeypatch):
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 64 << 20)  # several tiles of classes
     tokens, width, vocab = HEAD
-    chosen = tiles.choose_tiles((tokens, vocab, width), 2, 1, False, 2048)
+    chosen = tiles.choose_tiles(tiles.Sizes(tokens, vocab, width, 2), False, 2048)
     assert chosen.rows < tokens and chosen.classes < vocab
     found = errors("cuda", HEAD, grads, 2048)
     print(grads, found)
@@ -99,15 +99,19 @@ def test_cuda_tensors_go_to_the_kernels_except_float64():
 
 
 def sums_of_products(device, dtype) -> tuple[float, bool]:
-    """Error of 32 products added up, and whether what lies beside them stayed what it was."""
+    """Error of 32 products added up, and whether what lies beside them stayed what it was.
+
+    The first is put in the place of NaN.
+    """
     generator = torch.Generator(device).manual_seed(3)
     total = torch.ones(1024, 512, device=device)
-    truth = total[256:768].double()
-    for _ in range(32):
+    total[256:768] = torch.nan
+    truth = torch.zeros(512, 512, dtype=torch.float64, device=device)
+    for turn in range(32):
         raw, x = (
             torch.randn(384, n, generator=generator, device=device).to(dtype) for n in (512, 512)
         )
-        add_product(total[256:768], raw.t(), x)
+        add_product(total[256:768], raw.t(), x, first=turn == 0)
         truth += raw.double().t() @ x.double()
     rest = torch.cat([total[:256], total[768:]])
     return off(total[256:768], truth), bool(rest.eq(1).all())
