@@ -174,7 +174,7 @@ def loss(
             counts(text, option) if text else default
             for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
         )
-        cases = [LossCase(n, h, v, dtype) for h in widths for v in vocabularies for n in lengths]
+        cases = [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
         plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
         rows = measure(plan, world, typer.echo)
         if world.rank == 0 and rows:
