@@ -1,6 +1,6 @@
 """Ways to compute an LM head's loss and gradients, for `bench loss`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_burst.cli.cases import counts
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import linear_cross_entropy
 
@@ -43,6 +44,38 @@ LOSS_PRESETS = {  # widths, vocabularies, tokens: what a run that is cut short s
         (4096, 8192), (128 * _K, 32 * _K, 256 * _K), (32 * _K, 8 * _K, 128 * _K, 256 * _K),
     ),
 }  # fmt: skip
+
+
+def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> list[LossCase]:
+    """Every combination of the lists, and of the preset's where one is empty.
+
+    Raises:
+        BurstError: if a list is none.
+    """
+    given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
+    widths, vocabularies, lengths = (
+        counts(text, option) if text else default
+        for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
+    )
+    return [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
+
+
+def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
+    """Heads such as "32K,4096,128K": tokens, width, classes.
+
+    Raises:
+        BurstError: if one has another number of sizes.
+    """
+    found = []
+    for text in texts:
+        sizes = counts(text, "--case")
+        if len(sizes) != 3:
+            raise BurstError(
+                "bench loss: --case must name tokens, width and classes, because these make a "
+                f"problem; got {text!r}; write for example 32K,4096,128K"
+            )
+        found.append(LossCase(*sizes, dtype))
+    return found
 
 
 @dataclass(slots=True)
