@@ -47,9 +47,7 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return out, lse
 
 
-def a2a_forward_leaving(
-    call: Call, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Left]:
+def a2a_forward_leaving(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Left]:
     """As `a2a_forward`; also what `a2a_backward_recalling` takes in place of q, k, v and lse.
 
     What is left is as large as q, k, v and lse.

@@ -36,7 +36,7 @@ def planned(
         shape, topology, intra=config.intra, inter=config.inter,
         heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
         pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
-        layout=pattern.layout, mask=pattern.mask,
+        layout=pattern.layout, mask=pattern.mask, again=config.keep != "none",
     )  # fmt: skip
     machine = _hardware(config.hardware)
     chosen = choose_call(call, machine)

@@ -13,6 +13,7 @@ from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
+    Asked,
     Choice,
     choose_circulate,
     choose_heads_per_exchange,
@@ -64,7 +65,9 @@ def settle_inter(
         pattern: mask, layout, scale.
         config: what the user asked for.
     """
-    asked = config.inter, config.intra
+    asked = Asked(
+        config.inter, config.intra, config.heads_per_round, config.pieces, config.keep != "none"
+    )
     choice = choose_inter(shape, topology, pattern.layout, device, asked)
     several = topology.inter_size > 1
     return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""

@@ -6,6 +6,7 @@ from math import inf
 
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
+    Asked,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
@@ -47,6 +48,7 @@ class AttentionCall:
         backend: attention kernel.
         layout: of the tokens.
         mask: of the sequence.
+        again: whether backward exchanges Q, K and V again: under recomputation with kept results.
     """
 
     shape: AttentionShape
@@ -62,11 +64,12 @@ class AttentionCall:
     backend: str = "auto"
     layout: Layout = Layout.ZIGZAG
     mask: Mask = Mask.CAUSAL
+    again: bool = False
 
     @property
     def between(self) -> str:
         """ "ring", "a2a" (over all ranks) or "flat"."""
-        asked = self.inter, self.intra
+        asked = Asked(self.inter, self.intra, self.heads_per_round, self.pieces, self.again)
         return choose_inter(self.shape, self.topology, self.layout, "cuda", asked).value
 
     @property
@@ -152,7 +155,7 @@ def attention_time(
     programmes = {}
     for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, timer, direction, call.by_copy_engine)
+        ops = programme_of(schedule, call.shape, timer, direction, call.by_copy_engine, call.again)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
 

@@ -11,7 +11,6 @@ from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
-_EXCHANGE_IF = 0.8
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
 
@@ -25,6 +24,26 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.value} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asked for, as far as it bears on the way between hosts.
+
+    Attributes:
+        inter: "auto", "ring", "a2a", "flat".
+        intra: "auto", "ring", "gather", "a2a".
+        heads_per_round: None lets the rule decide.
+        pieces: whether there may be several rounds.
+        again: whether a backward that exchanges heads exchanges Q, K and V again
+            (`exchange_widths`).
+    """
+
+    inter: str = "auto"
+    intra: str = "auto"
+    heads_per_round: int | None = None
+    pieces: bool = True
+    again: bool = False
 
 
 def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
@@ -92,35 +111,45 @@ def choose_intra(
 
 
 def choose_inter(
-    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: tuple[str, str]
+    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: Asked
 ) -> Choice:
     """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
 
-    The exchange must save a fifth of the ring's bytes: nothing hides its first round there and the
-    last one back, while a ring begins and ends with work on the host's own shards.
+    Bytes decide, and those that nothing hides count twice: of an exchange in R rounds the first
+    round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
+    the host's own shards.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
-        asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+        asked: what the configuration says.
     """
-    inter, intra = asked
-    if inter != "auto":
-        return Choice(inter, "asked for")
+    if asked.inter != "auto":
+        return Choice(asked.inter, "asked for")
     if topology.inter_size == 1:
         return Choice("ring", "one row of ranks")
-    if intra != "auto":
-        return Choice("ring", f"intra={intra} was asked for")
+    if asked.intra != "auto":
+        return Choice("ring", f"intra={asked.intra} was asked for")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
         return Choice("ring", "this layout or number of heads is not exchanged over all ranks")
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
-    exchange = exchange_bytes(shape, topology)
-    figures = f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}"
-    return Choice("a2a" if exchange < _EXCHANGE_IF * ring else "ring", figures)
+    exchange, rounds = exchange_bytes(shape, topology, asked.again), _rounds(shape, topology, asked)
+    figures = (
+        f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}, of which "
+        f"{_size(exchange // rounds)} have nothing to hide behind"
+    )
+    return Choice("a2a" if exchange + exchange // rounds < ring else "ring", figures)
+
+
+def _rounds(shape: AttentionShape, topology: Topology, asked: Asked) -> int:
+    """Rounds of an exchange over all ranks."""
+    flat = topology.flat()
+    heads = choose_heads_per_exchange(shape, flat, asked.heads_per_round, asked.pieces)
+    return -(-shape.heads_kv // (heads * topology.cp_size))
 
 
 def choose_transfer(
@@ -203,6 +232,9 @@ def choose_heads_per_exchange(
 ) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
 
+    On several hosts there are eight rounds, if heads and kernels allow: nothing hides the first one
+    there and the last one back.
+
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row exchange.
@@ -216,9 +248,10 @@ def choose_heads_per_exchange(
     if not pieces:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
-    if topology.inter_size > 1:
+    if topology.inter_size > 1 or topology.spans_hosts:
         in_bytes = min(in_bytes, -(-most // _PIECES))
-    return min(most, asked or in_bytes)
+    to_fill = -(-_ROUND_QUERIES // (shape.batch * shape.tokens * ranks * group))
+    return min(most, asked or max(in_bytes, to_fill))
 
 
 def _size(num_bytes: int) -> str:

@@ -166,7 +166,8 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
     )
     topology = topology_for(job, strategy)
     neighbours = min(job.gpus_per_host, job.gpus) // topology.intra_size
-    return AttentionCall(shape, topology, neighbours, strategy.intra, backend=backend)
+    again = strategy.recompute == "full" and strategy.keep != "none"
+    return AttentionCall(shape, topology, neighbours, strategy.intra, backend=backend, again=again)
 
 
 def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
