@@ -83,7 +83,10 @@ def _call(row: Row) -> AttentionCall:
         row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
         row.head_dim_qk, row.head_dim_v, itemsize, wide, wide,
     )  # fmt: skip
-    call = AttentionCall(shape, pretend_hosts(row.ranks, row.hosts), mask=Mask(row.mask))
+    call = AttentionCall(
+        shape, pretend_hosts(row.ranks, row.hosts), mask=Mask(row.mask),
+        again=True,  # the rows in results/ are from when every backward exchanged Q, K and V again
+    )  # fmt: skip
     if row.impl == "ceiling":
         return call
     for option in row.mode.split(","):

@@ -136,21 +136,16 @@ def a2a_backward(
         lse: [b, h, n].
         dout: [b, n, h, dv].
     """
-    by_delta = call.backend.capability.takes_delta or call.backward.circulate is Circulate.Q
-    last = as_rows(row_delta(dout, out)) if by_delta else out
-    there = Wholes(call, call.backward, (q, k, v, dout, as_rows(lse), last))
+    statistics = [as_rows(x) for x in (lse, row_delta(dout, out))]
+    there = Wholes(call, call.backward, (q, k, v, dout, *statistics))
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return _backward(_Backward(call, there, grads, by_delta))
+    return _backward(_Backward(call, there, grads))
 
 
 def a2a_backward_recalling(
     call: Call, left: Left, shapes: Sequence[torch.Size], out: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `a2a_backward`, with what forward has left: only dout and delta are exchanged, and grads.
-
-    A kernel that wants the output gets the stand-in that it gets where queries circulate: exact to
-    1e-8 in bf16. To keep the exchanged output too would spare delta, 4 bytes in 2 dv of a row, for
-    a quarter more memory.
 
     Args:
         call: the call.
@@ -162,7 +157,7 @@ def a2a_backward_recalling(
     grads = tuple(dout.new_empty(shape) for shape in shapes)
     there = Wholes(call, call.backward, (dout, as_rows(row_delta(dout, out))))
     recalled = Recalled(there, left, call.backward, grads)
-    return _backward(_Backward(call, recalled, grads, by_delta=True))
+    return _backward(_Backward(call, recalled, grads))
 
 
 def _backward(run: "_Backward") -> tuple[Tensor, Tensor, Tensor]:
@@ -175,22 +170,52 @@ def _backward(run: "_Backward") -> tuple[Tensor, Tensor, Tensor]:
     return run.finish()
 
 
-class _Backward:
-    """The backward pass of a call: exchanges, visitors and sums.
+class _Sides:
+    """The query side of this rank's heads of its host's rows, round by round.
+
+    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
+    stand-in made of it is nearer to the true delta than a rounded output.
 
     Args:
         call: the call.
-        there: q, k, v, dout, lse and delta of this rank's heads, round by round; or out for delta.
-        grads: of q, k and v, to be filled.
-        by_delta: whether the last of `there` is delta.
+        there: as in `_Backward`.
     """
 
-    def __init__(
-        self, call: Call, there: Wholes | Recalled, grads: tuple[Tensor, ...], by_delta: bool
-    ) -> None:
-        self._call, self.schedule = call, call.backward
-        self._there, self._grads, self._by_delta = there, grads, by_delta
+    def __init__(self, call: Call, there: Wholes | Recalled) -> None:
+        self._there = there
+        self._takes_delta = call.backend.capability.takes_delta
         self._made: tuple[int, QuerySide] | None = None
+
+    def make(self, round_: int) -> QuerySide:
+        """A round's side, made on the current stream."""
+        queries, _, _, douts, lses, deltas = self._there.of(round_)
+        delta = as_statistics(deltas)
+        out = None if self._takes_delta else delta_stand_in(douts, delta)
+        return QuerySide(queries, douts, as_statistics(lses), delta, out)
+
+    def of(self, round_: int) -> QuerySide:
+        """A round's side for kernels; made once, whoever's keys it meets."""
+        if self._made is None or self._made[0] != round_:
+            self._made = round_, self.make(round_)
+        return self._made[1]
+
+
+class _Backward:
+    """The backward pass of a call: exchanges, visitors and sums.
+
+    No part refers back to it: a cycle would hold all of its tensors until the garbage collector
+    comes by.
+
+    Args:
+        call: the call.
+        there: q, k, v, dout, lse and delta of this rank's heads, round by round.
+        grads: of q, k and v, to be filled.
+    """
+
+    def __init__(self, call: Call, there: Wholes | Recalled, grads: tuple[Tensor, ...]) -> None:
+        self._call, self.schedule = call, call.backward
+        self._there, self._grads = there, grads
+        self._sides = _Sides(call, there)
         schedule, (q, k, v) = self.schedule, grads
         shapes = [shapes_of(schedule, x, v) for x in (q, k)]
         self._back = Inbound(call, schedule, grads)
@@ -198,33 +223,18 @@ class _Backward:
         if schedule.circulate is Circulate.KV:
             self._keys = KeyVisitors(call, schedule.relay, there.keys, shapes[1], k)
         else:
-            self._queries = QueryVisitors(call, schedule.relay, self._side, shapes[0], q)
+            self._queries = QueryVisitors(call, schedule.relay, self._sides.make, shapes[0], q)
         visitors = self._keys or self._queries
         self._guests = Guests(call, schedule.relay, visitors, q.device)
         kinds = (LocalSums, TravellingSums) if self._keys else (TravellingSums, LocalSums)
         of_queries = [[shape[:4]] for shape in shapes[0]]
         of_keys = [[shape[:4], (*shape[:3], shape[4])] for shape in shapes[1]]
-        make = partial(self._make_sums, device=q.device)
-        self._of_queries = make(kinds[0], lambda i: self._back.results(i)[:1], of_queries)
-        self._of_keys = make(kinds[1], lambda i: self._back.results(i)[1:], of_keys)
+        self._of_queries = self._make_sums(kinds[0], slice(1), of_queries)
+        self._of_keys = self._make_sums(kinds[1], slice(1, None), of_keys)
 
-    def _make_sums(self, kind: type, targets, shapes: list, device: torch.device):
-        return kind(self._call, self.schedule.relay, targets, shapes, device)
-
-    def _side(self, round_: int) -> QuerySide:
-        """The query side of this rank's heads of its host's rows."""
-        queries, _, _, douts, lses, lasts = self._there.of(round_)
-        delta = as_statistics(lasts) if self._by_delta else None
-        out = None if self._by_delta else lasts
-        if self._by_delta and not self._call.backend.capability.takes_delta:
-            out = delta_stand_in(douts, delta)
-        return QuerySide(queries, douts, as_statistics(lses), delta, out)
-
-    def _own_side(self, round_: int) -> QuerySide:
-        """The same for kernels; made once a round, whoever's keys it meets."""
-        if self._made is None or self._made[0] != round_:
-            self._made = round_, self._side(round_)
-        return self._made[1]
+    def _make_sums(self, kind: type, part: slice, shapes: list):
+        schedule, device = self.schedule, self._grads[0].device
+        return kind(self._call, schedule.relay, partial(_results, self._back, part), shapes, device)
 
     def begin(self, index: int) -> None:
         """Let come what a step needs; start the next exchange."""
@@ -238,7 +248,7 @@ class _Backward:
         """A round of one host: one tile, whose results go back at once."""
         keys, values = self._there.keys(round_)
         self._call.backend.backward(
-            self._side(round_), keys, values, self._call.scale,
+            self._sides.make(round_), keys, values, self._call.scale,
             _causal(self.schedule.tiles[round_][0]),
             into=tuple(self._back.results(round_)), deterministic=self._call.deterministic,
         )  # fmt: skip
@@ -252,7 +262,7 @@ class _Backward:
         """A step's tiles, and the sums that they belong to."""
         round_ = self.schedule.relay.legs[index].round
         visits = self._guests.await_visitor(index)
-        side = self._queries.side(index) if visits and self._queries else self._own_side(round_)
+        side = self._queries.side(index) if visits and self._queries else self._sides.of(round_)
         keys = self._there.keys(round_)
         if visits and self._keys:
             keys = self._keys.split(self._keys.views(index)[0])
@@ -288,6 +298,11 @@ class _Backward:
         self._back.collect()
         self._guests.finish()
         return self._grads
+
+
+def _results(back: Inbound, part: slice, round_: int) -> list[Tensor]:
+    """Where some of a round's results are to be put."""
+    return back.results(round_)[part]
 
 
 def _sums(parts: Sequence[tuple[Span, Sequence[Tensor]]], count: int, length: int) -> list[Sum]:
