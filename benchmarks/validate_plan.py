@@ -117,7 +117,7 @@ def _with_option(call: AttentionCall, option: str) -> AttentionCall:
 def _ceiling(call: AttentionCall, row: Row, hardware: Hardware) -> float:
     """The kernel alone: the whole sequence, 1/P of the heads."""
     shape = replace(
-        call.shape,
+        call.priced,
         heads_q=row.heads_q // row.ranks,
         heads_kv=max(1, row.heads_kv // row.ranks),
     )

@@ -16,7 +16,7 @@ from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leavin
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.run import run_backward, run_forward
-from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter
+from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.engine.wholes import Left
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.a2a import A2ASchedule
@@ -110,17 +110,20 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     carrier = communicator_of(group, terms.config, hcp_groups)
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
-    shape = call_shape(q, k, v, terms.config)
-    config, plan = planned(shape, carrier.topology, pattern, terms.config)
+    shape = attention_shape(q, k, v)
+    way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
+    config, plan = planned(way, terms.config)
     if is_new and plan:
         board.agree({"the way that its hardware file leads to": str(config)}, _WHO)
-    config, between = settle_inter(shape, q.device.type, carrier.topology, pattern, config)
+    way = way_of(shape, q.device, carrier.topology, pattern, config)
+    config, between = settle_inter(way, config)
     if config.inter in ("a2a", "flat"):
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
     if is_new:
-        board.agree({"backend": call.backend.capability.name}, _WHO)
+        rounds = {"rounds (by heads_per_round, or the GPU's multiprocessors)": f"{call.num_rounds}"}
+        board.agree({"backend": call.backend.capability.name, **rounds}, _WHO)
         board.say_once(f"{_WHO}: {plan}{between}{choices}{kept}")
     return call, keeping
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,8 +21,8 @@ from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import megatron_arguments, model_of
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.search import SIZES, Candidate, candidate, search
-from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.plan.search import SIZES, Candidate, search
+from megatron_burst.plan.strategy import Job, attention_call, even_share
 from megatron_burst.plan.units import in_units, whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
@@ -83,9 +84,9 @@ def plan(
     offload: Annotated[bool | None, Option(help="--burst-keep-offload")] = None,
     offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload-inputs")] = None,
     do_search: Annotated[
-        bool, Option("--search", help="try every size and policy that is not given")
+        bool, Option("--search", help="show the strategies that the best was chosen among")
     ] = False,
-    top: Annotated[int, Option(min=1, help="strategies to show")] = 8,
+    top: Annotated[int, Option(min=1, help="of them to show")] = 8,
     json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
     picture: Annotated[
         Path | None, Option(help="draw one layer's attention, ranks x time (.png, .svg)")
@@ -93,7 +94,7 @@ def plan(
 ) -> None:
     """Time, memory and flags of a training job before it runs.
 
-    Without --search sizes that are not given are 1, and CP takes the GPUs that are left.
+    Sizes and policies that are not given are those of the fastest strategy that fits in memory.
     """
     with in_one_sentence():
         _check_outputs(json, picture)
@@ -101,8 +102,10 @@ def plan(
         job, asked = _job(
             model, seq_length, gpus, gpus_per_node, hardware, global_batch_size, asked
         )
-        found = _found(job, asked, do_search)
-        show(job, found, top)
+        given = asked.given()
+        _check_policy(given)
+        found = search(job, tuple(sorted(given.items())))
+        show(job, found, top if do_search else 0)
         if json:
             with _writing("--json", json):
                 json.write_text(as_json(job, found))
@@ -133,9 +136,19 @@ def _job(
     if batch:
         sequences = whole_number(batch, "--global-batch-size")
     else:
-        sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * count) // tokens)
-    job = Job(model_of(model), tokens, count, per_host or machine.host.gpus, sequences, machine)
+        sequences = _usual_batch(count, tokens)
+    share = per_host or even_share(count, machine.host.gpus)
+    job = Job(model_of(model), tokens, count, share, sequences, machine)
     return job, asked
+
+
+def _usual_batch(gpus: int, tokens: int) -> int:
+    """Sequences of a step. Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack
+    of 72, because CP and TP divide the sequence: the batch gets them, unless it grew fourfold.
+    """
+    sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
+    odd = gpus // (gpus & -gpus)
+    return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
 
 
 def _arguments_in(model: str) -> dict:
@@ -143,17 +156,6 @@ def _arguments_in(model: str) -> dict:
     if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
         return {}
     return megatron_arguments(path.read_text(errors="replace"))
-
-
-def _found(job: Job, asked: Asked, do_search: bool) -> tuple[Candidate, ...]:
-    given = asked.given()
-    _check_policy(given if do_search else {"recompute": "full", "keep": "none", **given})
-    if do_search:
-        return search(job, tuple(sorted(given.items())))
-    others = {name: given.get(name, 1) for name in ("tp", "pp", "dp")}
-    rest = max(1, job.gpus // (others["tp"] * others["pp"] * others["dp"]))
-    strategy = Strategy(**{"cp": rest, **given})
-    return (candidate(job, strategy),)
 
 
 def _check_policy(given: dict[str, object]) -> None:

@@ -8,13 +8,14 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
+from megatron_burst.plan.flat import flat_cost
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job, attention_call, megatron_flags
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.plan.units import in_units
 
 _LAYOUTS = 10  # of those that lose
@@ -26,7 +27,7 @@ def show(job: Job, found: Sequence[Candidate], top: int) -> None:
     Args:
         job: the job.
         found: candidates, the best first.
-        top: how many to show.
+        top: how many to show; 0: the best alone, with a line on how it was chosen.
     """
     console = Console(soft_wrap=False)
     console.print(
@@ -37,7 +38,11 @@ def show(job: Job, found: Sequence[Candidate], top: int) -> None:
     )
     best = found[0]
     fitting = [one for one in found if one.fits]
-    if len(found) > 1:
+    if note := idle_hosts(job):
+        console.print(f"[yellow]warning[/yellow]: {note}", highlight=False)
+    if not top:
+        console.print(_why_best(found), highlight=False)
+    elif len(found) > 1:
         title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
         console.print(_candidates(fitting[:top] or found[:top], best, title))
         losing = _other_layouts(found, {one.strategy.layout for one in fitting[:top]})
@@ -46,6 +51,35 @@ def show(job: Job, found: Sequence[Candidate], top: int) -> None:
     if not best.fits:
         console.print(f"[red]does not fit[/red]: {loses(best, best)}")
     _show_best(console, job, best)
+
+
+def _why_best(found: Sequence[Candidate]) -> str:
+    """How the best was chosen, in a line."""
+    best, fitting = found[0], [one for one in found if one.fits]
+    if len(found) == 1:
+        return "the only strategy with what is given"
+    if not fitting:
+        return f"none of {len(found)} strategies fits; the nearest: {best.strategy.layout}"
+    why = f"chosen: the fastest of {len(found)} strategies, of which {len(fitting)} fit in memory"
+    others = [one for one in fitting if one.strategy.layout != best.strategy.layout]
+    if others:
+        why += f"; {others[0].strategy.layout} would be {loses(others[0], best)}"
+    return f"{why}; --search shows them"
+
+
+def idle_hosts(job: Job) -> str:
+    """What it costs that the GPUs are no multiple of a host's; "" where they are."""
+    most = job.hardware.host.gpus
+    if job.on_host == job.gpus or most <= job.on_host or job.gpus % most == 0:
+        return ""
+    hosts, last = job.gpus // job.on_host, job.gpus % most
+    uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
+    return (
+        f"{job.gpus} GPUs are no multiple of a host's {most}: planned as {hosts} hosts with "
+        f"{job.on_host} each, {most - job.on_host} idle on each; start {job.on_host} ranks on each "
+        f"host. A group of ranks over hosts of {most} and {last} would be a flat ring: "
+        f"{flat_cost(uneven)}"
+    )
 
 
 def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table:
@@ -107,7 +141,7 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
 def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
     lines = [f"attention of a layer: {call.in_words}"]
     if call.mode == "ring" or call.arranged.inter_size > 1:
-        lines[0] += f"; backward circulates {choose_circulate(call.shape, call.circulate)}"
+        lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
     for direction in Direction:
         timeline = attention_time(call, job.hardware, direction)
         sent = _sent(call, direction)
@@ -123,8 +157,8 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
 def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
     schedule = call.schedule(0, direction)
     if isinstance(schedule, Schedule):
-        return link_bytes(schedule, call.shape)
+        return link_bytes(schedule, call.priced)
     if isinstance(schedule, GatherSchedule):
         share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-        return gather_bytes(schedule, call.shape, share)
-    return a2a_bytes(schedule, call.shape, call.again)
+        return gather_bytes(schedule, call.priced, share)
+    return a2a_bytes(schedule, call.priced, call.again)

@@ -32,3 +32,8 @@ class Call:
     scale: float
     grad_dtype: torch.dtype
     deterministic: bool = False
+
+    @property
+    def num_rounds(self) -> int:
+        """In which heads are gathered or exchanged; 0 of a ring."""
+        return 0 if isinstance(self.forward, Schedule) else len(self.forward.rounds)

@@ -6,16 +6,17 @@ from math import inf
 
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
-    Asked,
+    Choice,
+    Exchange,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
     choose_inter,
     choose_intra,
 )
-from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.cost import AttentionShape, on_wire
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -34,7 +35,7 @@ class AttentionCall:
     """An attention call and how it is to run; "auto" as in `BurstConfig`.
 
     Attributes:
-        shape: sizes on one rank.
+        shape: sizes on one rank; `grad_bytes` is left to `grad_wire`.
         topology: of the context-parallel group.
         neighbours: GPUs of a host that belong to other groups beside one rank of this one, plus it:
             the tensor-parallel size, where those ranks run their rings at the same time.
@@ -48,6 +49,11 @@ class AttentionCall:
         backend: attention kernel.
         layout: of the tokens.
         mask: of the sequence.
+        device: torch device type.
+        multiprocessors: of a GPU: how many heads a round fill it depends on them.
+        grad_wire: of gradients between ranks.
+        rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
+            None: as the backend of that name does.
         again: whether backward exchanges Q, K and V again: under recomputation with kept results.
     """
 
@@ -64,13 +70,32 @@ class AttentionCall:
     backend: str = "auto"
     layout: Layout = Layout.ZIGZAG
     mask: Mask = Mask.CAUSAL
+    device: str = "cuda"
+    multiprocessors: int = USUAL_MULTIPROCESSORS
+    grad_wire: str = "auto"
+    rectangular_causal: bool | None = None
     again: bool = False
+
+    @property
+    def between_why(self) -> Choice:
+        """How it goes between hosts, with the reason."""
+        asked = self.inter, self.intra
+        shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
+        exchange = Exchange(self._rounds_over_all, self.again)
+        return choose_inter(shape, self.topology, self.layout, self.device, asked, exchange)
+
+    @property
+    def _rounds_over_all(self) -> int:
+        """Rounds of an exchange over all ranks."""
+        everyone = _flat(self.topology)
+        asked = self.multiprocessors, self.heads_per_round, self.pieces
+        heads = choose_heads_per_exchange(self.shape, everyone, *asked)
+        return -(-self.shape.heads_kv // (heads * everyone.cp_size))
 
     @property
     def between(self) -> str:
         """ "ring", "a2a" (over all ranks) or "flat"."""
-        asked = Asked(self.inter, self.intra, self.heads_per_round, self.pieces, self.again)
-        return choose_inter(self.shape, self.topology, self.layout, "cuda", asked).value
+        return self.between_why.value
 
     @property
     def arranged(self) -> Topology:
@@ -78,9 +103,29 @@ class AttentionCall:
         return self.topology if self.between == "ring" else _flat(self.topology)
 
     @property
+    def mode_why(self) -> Choice:
+        """How it goes among the ranks of a row of `arranged`, with the reason."""
+        between = self.between
+        return choose_intra(self.arranged, self.layout, self.device, self.intra, between)
+
+    @property
     def mode(self) -> str:
-        """ "ring", "gather" or "a2a", among the ranks of a row of `arranged`."""
-        return choose_intra(self.arranged, self.layout, "cuda", self.intra, self.between).value
+        """ "ring", "gather" or "a2a"."""
+        return self.mode_why.value
+
+    @property
+    def circulate_why(self) -> Choice:
+        """What passes from rank to rank in backward, with the reason."""
+        if self.mode == "ring" or self.arranged.inter_size > 1:
+            return choose_circulate(self.priced, self.circulate)
+        return Choice(Circulate.KV, "one host")
+
+    @property
+    def priced(self) -> AttentionShape:
+        """The shape, with gradients as wide as they travel."""
+        ring = self.mode == "ring"
+        hops = (self.topology.cp_size if ring else self.arranged.inter_size) - 1
+        return on_wire(self.shape, self.grad_wire, hops)
 
     @property
     def in_words(self) -> str:
@@ -100,7 +145,8 @@ class AttentionCall:
     def heads(self) -> int:
         """Key heads of a round: gathered, or of a rank that exchanges."""
         choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
-        return choose(self.shape, self.arranged, self.heads_per_round, self.pieces)
+        asked = self.multiprocessors, self.heads_per_round, self.pieces
+        return choose(self.shape, self.arranged, *asked)
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.
@@ -111,14 +157,16 @@ class AttentionCall:
         topology, mode, shape = self.arranged, self.mode, self.shape
         options = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
         options |= {"direction": direction, "circulate": Circulate.KV}
-        if direction is Direction.BACKWARD and (mode == "ring" or topology.inter_size > 1):
-            options["circulate"] = Circulate(choose_circulate(shape, self.circulate).value)
+        if direction is Direction.BACKWARD:
+            options["circulate"] = Circulate(self.circulate_why.value)
         if mode == "ring":
             return ring_schedule(topology, cp_rank, **options)
         options |= {"heads_kv": shape.heads_kv, "heads_per_round": self.heads}
         if mode == "a2a":
             return a2a_schedule(topology, cp_rank, **options)
-        whole = self.backend in ("auto", "fa4", "flash")
+        whole = self.rectangular_causal
+        if whole is None:
+            whole = self.backend in ("auto", "fa4", "flash")
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 
     def tflop(self, direction: Direction) -> float:
@@ -155,7 +203,7 @@ def attention_time(
     programmes = {}
     for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, timer, direction, call.by_copy_engine, call.again)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
 

@@ -1,17 +1,19 @@
-"""What was measured on a machine, as data; `megatron-burst calibrate` writes it as TOML."""
+"""What `megatron-burst calibrate` measured on a machine, as data, and the hardware it makes."""
 
-import json
-import math
-import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan import hardware as planned
+from megatron_burst.plan.hardware import MIB, Curve, Hardware, preset, preset_names
+from megatron_burst.plan.tables import TomlFile, as_tables
 
 Kind = Literal["intra", "inter", "all_to_all", "all_gather", "copy_engine", "host"]
+_LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
+_BOTH = ("forward", "backward")
+_LEAST = 0.05  # of a message's time is its bytes', however noisy the measured latency is
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +75,18 @@ class Calibration:
     links: tuple[LinkSpeed, ...] = ()
 
 
-_TABLES = {"kernels": KernelSpeed, "links": LinkSpeed}
-
-
 def to_toml(calibration: Calibration) -> str:
     """The calibration as TOML: scalars, then an array of tables for each list."""
-    lines = ["# Written by `megatron-burst calibrate`."]
-    values = asdict(calibration)
-    lines += [_line(name, value) for name, value in values.items() if name not in _TABLES]
-    for table in _TABLES:
-        for row in values[table]:
-            lines += ["", f"[[{table}]]", *(_line(name, value) for name, value in row.items())]
-    return "\n".join(lines) + "\n"
+    return "# Written by `megatron-burst calibrate`.\n" + as_tables(calibration)
 
 
-def _line(name: str, value: str | int | float) -> str:
-    if not isinstance(value, str):
-        return f"{name} = {value!r}"  # every digit
-    # a JSON string is a TOML basic string, but for surrogate pairs and DEL
-    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return f"{name} = {text}"
+def from_toml(text: str, name: str) -> Calibration:
+    """The calibration in a TOML text; `name` is the file's in errors.
+
+    Raises:
+        BurstError: if it is not TOML, or holds other names or types.
+    """
+    return TomlFile(text, name).read(Calibration)
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -110,77 +104,74 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         ) from None
 
 
-def read_calibration(path: Path) -> Calibration:
-    """Read what `write_calibration` wrote, or a file of the same form.
+def hardware(found: Calibration, name: str) -> Hardware:
+    """The preset of the measured GPU with what was measured in place of its figures.
+
+    Speeds of kernels are those of the longest sequence: shorter calls never reach the power limit
+    that training runs at.
+
+    Args:
+        found: what was measured.
+        name: of the file, for complaints.
 
     Raises:
-        BurstError: if it cannot be read, is not TOML, or holds other names or types.
+        BurstError: if there is no preset of the GPU.
     """
-    try:
-        return from_toml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BurstError(
-            f"calibration: {path} must be a text file that can be read, because figures are taken "
-            f"from it; got {error}; pass a file that megatron-burst calibrate wrote"
-        ) from None
+    base = _preset_of(found.gpu, name)
+    of_kind = {kind: [row for row in found.links if row.kind == kind] for kind in (*_LINKS, "host")}
+    links = {
+        ours: _link(rows, _per_card(base, theirs))
+        for theirs, ours in _LINKS.items()
+        if (rows := of_kind[theirs])
+    }
+    gpu = replace(
+        base.gpu,
+        memory_gib=found.memory_gib,
+        matmul_tflops=found.matmul_tflops,
+        host_gbs=max((row.gb_per_s for row in of_kind["host"]), default=base.gpu.host_gbs),
+    )
+    kernels = _kernels(found.kernels)
+    measured = {(kernel.backend, kernel.head_dim) for kernel in kernels}
+    others = [k for k in base.kernels if (k.backend, k.head_dim) not in measured]
+    return replace(
+        base, name=found.name, gpu=gpu, links=replace(base.links, **links),
+        kernels=(*kernels, *others), sources={**base.sources, "measured": name},
+    )  # fmt: skip
 
 
-def from_toml(text: str, source: str) -> Calibration:
-    """The calibration in a TOML text; `source` names it in errors.
-
-    Raises:
-        BurstError: as `read_calibration` does.
-    """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BurstError(
-            f"calibration: {source} must be TOML, because that is what calibrate writes; got "
-            f"{error}; mend that line"
-        ) from None
-    lists = {}
-    for table, row_type in _TABLES.items():
-        rows = values.pop(table, [])
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise _refusal(source, f"must have [[{table}]] tables", f"{table} = {rows!r}")
-        where = (f"{source}, [[{table}]] number {number}" for number in range(1, len(rows) + 1))
-        lists[table] = tuple(
-            _build(row_type, row, place) for row, place in zip(rows, where, strict=False)
-        )
-    return _build(Calibration, values, source, lists)
+def _preset_of(gpu: str, name: str) -> Hardware:
+    for known in sorted(preset_names(), key=len, reverse=True):
+        if known.partition("-")[0].upper() in gpu.upper():
+            return preset(known)
+    raise BurstError(
+        f"hardware: {name} must be of a GPU that there is a preset of, because calibrate does not "
+        f"measure everything; got {gpu!r}; describe it in a TOML file like those of "
+        "megatron_burst/plan/machines"
+    )
 
 
-def _build(kind: type, values: Mapping[str, Any], where: str, given: Mapping | None = None) -> Any:
-    """An instance of a dataclass from a table, refusing what does not fit."""
-    given = given or {}
-    wanted = {field.name: field.type for field in fields(kind) if field.name not in given}
-    for name in values:
-        if name not in wanted:
-            near = get_close_matches(name, wanted, n=1) or [", ".join(wanted)]
-            raise _refusal(where, "must have no other names than those of calibrate", name, near[0])
-    checked = {}
-    for name, type_ in wanted.items():
-        if name not in values:
-            raise _refusal(where, f"must have {name}", "none")
-        checked[name] = _value(type_, values[name], f"{where}, {name}")
-    return kind(**checked, **given)
+def _kernels(rows: Iterable[KernelSpeed]) -> tuple[planned.KernelSpeed, ...]:
+    longest: dict[tuple[str, int], dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row.seq):
+        longest.setdefault((row.backend, row.head_dim), {})[row.direction] = row.tflops
+    return tuple(
+        planned.KernelSpeed(*key, *(Curve(((1.0, by[d]),)) for d in _BOTH))
+        for key, by in longest.items()
+        if set(by) == set(_BOTH)
+    )
 
 
-def _value(type_: Any, value: Any, where: str) -> Any:
-    if get_origin(type_) is Literal:
-        if value not in get_args(type_):
-            raise _refusal(where, f"must be one of {', '.join(get_args(type_))}", repr(value))
-        return value
-    if type_ is str and isinstance(value, str):
-        return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = type_ is not int or isinstance(value, int)
-    if type_ is not str and number and whole and math.isfinite(value) and value >= 0:
-        return type_(value)
-    words = {str: "a text", int: "a whole number, not negative", float: "a number, not negative"}
-    raise _refusal(where, f"must be {words[type_]}", repr(value))
+def _per_card(base: Hardware, kind: str) -> float:
+    """Ranks that shared a network card while all of them sent."""
+    return max(1.0, base.host.gpus / base.host.nics) if kind == "inter" else 1.0
 
 
-def _refusal(where: str, must: str, got: str, instead: str = "") -> BurstError:
-    change = f"write {instead}" if instead else "mend it, or run megatron-burst calibrate again"
-    return BurstError(f"calibration: {where} {must}, because plans rest on it; got {got}; {change}")
+def _link(rows: Sequence[LinkSpeed], ranks: float) -> planned.LinkSpeed:
+    """A link from messages whose GB/s include the time to start."""
+    latency_us = min(row.latency_us for row in rows)
+    points = []
+    for row in sorted(rows, key=lambda row: row.message_bytes):
+        seconds = row.message_bytes / (row.gb_per_s * 1e9)
+        moving = max(seconds - latency_us * 1e-6, seconds * _LEAST)
+        points.append((row.message_bytes / MIB, ranks * row.message_bytes / moving / 1e9))
+    return planned.LinkSpeed(latency_us, Curve(tuple(points)))

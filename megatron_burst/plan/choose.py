@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
+from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
@@ -12,7 +14,8 @@ from megatron_burst.plan.topology import Topology
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
-_ROUND_QUERIES = 32 << 10  # rows x query heads of a tile: 256 blocks of 128 fill a Hopper twice
+_WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
+_BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user asked for, as far as it bears on the way between hosts.
+class Exchange:
+    """How heads would be exchanged over all ranks.
 
     Attributes:
-        inter: "auto", "ring", "a2a", "flat".
-        intra: "auto", "ring", "gather", "a2a".
-        heads_per_round: None lets the rule decide.
-        pieces: whether there may be several rounds.
-        again: whether a backward that exchanges heads exchanges Q, K and V again
-            (`exchange_widths`).
+        rounds: in which.
+        again: whether backward exchanges Q, K and V again (`exchange_widths`).
     """
 
-    inter: str = "auto"
-    intra: str = "auto"
-    heads_per_round: int | None = None
-    pieces: bool = True
+    rounds: int
     again: bool = False
 
 
@@ -111,7 +107,12 @@ def choose_intra(
 
 
 def choose_inter(
-    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: Asked
+    shape: AttentionShape,
+    topology: Topology,
+    layout: Layout,
+    device: str,
+    asked: tuple[str, str],
+    exchange: Exchange,
 ) -> Choice:
     """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
 
@@ -124,32 +125,28 @@ def choose_inter(
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
-        asked: what the configuration says.
+        asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+        exchange: what the ring is compared with.
     """
-    if asked.inter != "auto":
-        return Choice(asked.inter, "asked for")
+    inter, intra = asked
+    if inter != "auto":
+        return Choice(inter, "asked for")
     if topology.inter_size == 1:
         return Choice("ring", "one row of ranks")
-    if asked.intra != "auto":
-        return Choice("ring", f"intra={asked.intra} was asked for")
+    if intra != "auto":
+        return Choice("ring", f"intra={intra} was asked for")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
         return Choice("ring", "this layout or number of heads is not exchanged over all ranks")
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
-    exchange, rounds = exchange_bytes(shape, topology, asked.again), _rounds(shape, topology, asked)
+    sent = exchange_bytes(shape, topology, exchange.again)
+    bare = sent // exchange.rounds
     figures = (
-        f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}, of which "
-        f"{_size(exchange // rounds)} have nothing to hide behind"
+        f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(sent)}, of which "
+        f"{_size(bare)} have nothing to hide behind"
     )
-    return Choice("a2a" if exchange + exchange // rounds < ring else "ring", figures)
-
-
-def _rounds(shape: AttentionShape, topology: Topology, asked: Asked) -> int:
-    """Rounds of an exchange over all ranks."""
-    flat = topology.flat()
-    heads = choose_heads_per_exchange(shape, flat, asked.heads_per_round, asked.pieces)
-    return -(-shape.heads_kv // (heads * topology.cp_size))
+    return Choice("a2a" if sent + bare < ring else "ring", figures)
 
 
 def choose_transfer(
@@ -191,9 +188,17 @@ def choose_transfer(
 
 
 def choose_heads_per_round(
-    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+    shape: AttentionShape,
+    topology: Topology,
+    multiprocessors: int,
+    asked: int | None = None,
+    pieces: bool = True,
 ) -> int:
     """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+
+    A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last
+    wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
+    which so takes two heads.
 
     On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
     from another host and the last gradient that goes home are hidden by one step only, and the
@@ -202,6 +207,7 @@ def choose_heads_per_round(
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
+        multiprocessors: of a GPU.
         asked: by the user; None lets the rule decide.
         pieces: whether there may be several rounds.
 
@@ -222,13 +228,23 @@ def choose_heads_per_round(
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
-    chunk = shape.batch * -(-shape.tokens // 2)  # of zigzag: the queries of a tile
-    to_fill = -(-_ROUND_QUERIES // (chunk * shape.heads_q // shape.heads_kv))
-    return min(shape.heads_kv, max(1, in_bytes, to_fill))
+    chunk = -(-shape.tokens // 2)  # of zigzag: the queries of a tile
+    a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
+    fewest = min(shape.heads_kv, max(1, in_bytes))
+    for heads in range(fewest, shape.heads_kv):
+        rounds = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
+        busy = share_busy([a_head * some for some in rounds], multiprocessors)
+        if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
+            return heads
+    return shape.heads_kv
 
 
 def choose_heads_per_exchange(
-    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+    shape: AttentionShape,
+    topology: Topology,
+    multiprocessors: int,
+    asked: int | None = None,
+    pieces: bool = True,
 ) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
 
@@ -238,6 +254,7 @@ def choose_heads_per_exchange(
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row exchange.
+        multiprocessors: of a GPU.
         asked: by the user; None lets the rule decide.
         pieces: whether there may be several rounds.
     """
@@ -250,7 +267,8 @@ def choose_heads_per_exchange(
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
     if topology.inter_size > 1 or topology.spans_hosts:
         in_bytes = min(in_bytes, -(-most // _PIECES))
-    to_fill = -(-_ROUND_QUERIES // (shape.batch * shape.tokens * ranks * group))
+    blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
+    to_fill = ceil(_WAVES * multiprocessors / blocks)
     return min(most, asked or max(in_bytes, to_fill))
 
 

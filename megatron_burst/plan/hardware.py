@@ -12,6 +12,7 @@ from importlib.resources import files
 from math import log
 
 MIB, GIB = 1 << 20, 1 << 30
+USUAL_MULTIPROCESSORS = 132  # of a GPU that nothing is known of: a Hopper's
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """How long kernels take on given hardware."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -10,6 +11,17 @@ from megatron_burst.plan.schedule import Direction
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
+
+
+def thread_blocks(rows: int) -> int:
+    """Thread blocks of a tile with so many rows, for each head of each sequence."""
+    return ceil(rows / _BLOCK)
+
+
+def share_busy(kernels: Sequence[int], multiprocessors: int) -> float:
+    """Share of the multiprocessors that compute, over all waves of kernels with so many blocks."""
+    waves = sum(ceil(blocks / multiprocessors) for blocks in kernels)
+    return sum(kernels) / (multiprocessors * waves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +49,10 @@ class Timer:
         dims = shape.dim_qk + shape.dim_v if forward else 3 * shape.dim_qk + 2 * shape.dim_v
         flops = 2 * tile.pairs * shape.batch * shape.heads_q * dims
         rows = len(tile.q) if forward else len(tile.kv)
-        blocks = ceil(rows / _BLOCK) * shape.batch * shape.heads_q
+        blocks = thread_blocks(rows) * shape.batch * shape.heads_q
         units = self.hardware.gpu.multiprocessors
-        waves = max(1.0, blocks / units) if tile.mask is Mask.CAUSAL else ceil(blocks / units)
-        busy = blocks / (units * waves)
+        causal = tile.mask is Mask.CAUSAL
+        busy = min(1.0, blocks / units) if causal else share_busy([blocks], units)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
         launches = 1 if forward else _BACKWARD_KERNELS

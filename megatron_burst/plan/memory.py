@@ -75,7 +75,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
         weights, gradients, optimizer, saved, all_kept,
         layer=a_layer.working, attention=buffer_bytes(attention_call(job, strategy)),
         head=head,
-        host=on_host * min(job.gpus_per_host, job.gpus),
+        host=on_host * job.on_host,
     )  # fmt: skip
 
 

@@ -78,13 +78,16 @@ class Relayed:
         """Whether gradients of keys (else of queries) follow what circulates."""
         return not self.alone and of_keys == (self.schedule.circulate is Circulate.KV)
 
-    def add(self, index: int, of_keys: bool, read_bytes: float) -> list[Op]:
+    def add(
+        self, index: int, of_keys: bool, read_bytes: float, after: tuple[tuple, ...] = ()
+    ) -> list[Op]:
         """Add what this host contributes in a step to gradients of keys or queries.
 
         Args:
             index: number of the step.
             of_keys: keys' gradients, else queries'.
             read_bytes: of the parts that are added.
+            after: transfers that bring parts of a sum that is formed beside kernels.
         """
         leg = self.schedule.relay.legs[index]
         elements = self._elements(leg.round, of_keys)
@@ -92,8 +95,10 @@ class Relayed:
             num_bytes = read_bytes + elements * self._local_width(index)
             return [self._merge(num_bytes, index)]
         num_bytes = read_bytes + elements * self.shape.grad_bytes * (1 if leg.fresh else 2)
-        ops = [*self._land_grads(index), self._merge(num_bytes, index), *self._join(index)]
-        return ops + [self._post(index, place, hop) for place, hop in enumerate(leg.grads)]
+        leave = [self._post(index, place, hop, after) for place, hop in enumerate(leg.grads)]
+        ops = [self._merge(num_bytes, index), *leave]
+        land = self._land_grads(index)
+        return [*(ops + land if leg.fresh else land + ops), *self._join(index)]
 
     def finish(self) -> list[Op]:
         """The last gradients come home."""

@@ -159,10 +159,10 @@ class _Programme:
 
     def _leaves(self, round_: int, away: int) -> int:
         """The step during whose preparation a hop starts: as soon as its piece is there; a rank's
-        own one, behind the last hop of the round before."""
+        own one, as soon as the last hop of the round before has landed."""
         if away:
             return self.at[round_, away]
-        return self.at[round_ - 1, self.hosts - 2] if round_ else 0
+        return self.at[round_ - 1, self.hosts - 1] if round_ else 0
 
     def lay_grads(self) -> None:
         waiting = {}

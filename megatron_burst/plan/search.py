@@ -64,7 +64,7 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
 def _look_at(job: Job, strategy: Strategy) -> Candidate:
     memory = memory_of(job, strategy)
     over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
-    host_gib = job.hardware.host.memory_gib * min(job.gpus_per_host, job.gpus)
+    host_gib = job.hardware.host.memory_gib * job.on_host
     host_gib *= 0.8 / job.hardware.host.gpus  # the rest is for programs and the page cache
     host_over = memory.host / GIB - host_gib
     fits = over <= 0 and host_over <= 0
@@ -93,6 +93,9 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
         options = " or ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
         change = f"leave out {options}, or change" if fixed else "change"
         given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
+        sizes = {name: value for name, value in fixed if name in SIZES}
+        if {"tp", "cp", "pp", "dp"} <= set(sizes) and (why := misfit(job, Strategy(**sizes))):
+            given += f" ({why})"
         raise BurstError(
             "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
             f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/"
@@ -115,7 +118,7 @@ def _sizes(strategy: Strategy) -> dict[str, int]:
 
 def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
     """Every (TP, CP, PP, DP, EP) that divides evenly."""
-    for tp in _divisors(job.gpus_per_host, fixed.get("tp")):
+    for tp in _divisors(job.on_host, fixed.get("tp")):
         for pp in _divisors(job.gpus, fixed.get("pp")):
             if pp > job.model.layers or job.gpus % (tp * pp):
                 continue

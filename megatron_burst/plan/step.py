@@ -151,7 +151,7 @@ class _Layer:
             return 0.0
         moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
         moved *= 1 - 1 / strategy.ep
-        hosts = max(1.0, strategy.ep / self._job.gpus_per_host)
+        hosts = max(1.0, strategy.ep / self._job.on_host)
         links, share = self._job.hardware.links, _network_share(self._job.hardware)
         seconds = links.intra.seconds(moved / hosts)
         if hosts > 1:
@@ -200,7 +200,7 @@ def _boundary_seconds(job: Job, strategy: Strategy) -> float:
 def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
     """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
     ranks = strategy.dp * strategy.cp
-    local = max(1, min(job.gpus_per_host, job.gpus) // strategy.tp)
+    local = max(1, job.on_host // strategy.tp)
     num_bytes = memory.weights + memory.gradients
     links = job.hardware.links
     moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))

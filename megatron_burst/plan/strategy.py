@@ -25,7 +25,7 @@ class Job:
         model: the model.
         seq: tokens of a sequence.
         gpus: of the job.
-        gpus_per_host: of an NVLink domain.
+        gpus_per_host: of an NVLink domain; a job on a single one may be smaller.
         batch: sequences of a step, all GPUs together; micro-batches hold one.
         hardware: the cluster's.
     """
@@ -44,6 +44,33 @@ class Job:
                 f"got {self.gpus} and {self.gpus_per_host}; choose "
                 f"{self.gpus // self.gpus_per_host * self.gpus_per_host} or another multiple"
             )
+
+    @property
+    def on_host(self) -> int:
+        """GPUs of the job on a host."""
+        return min(self.gpus_per_host, self.gpus)
+
+
+def even_share(gpus: int, gpus_per_host: int) -> int:
+    """GPUs that a job uses of each host: equally many, as most of them as comes out even.
+
+    Hosts with unequal numbers of ranks cannot have nested rings.
+
+    Raises:
+        BurstError: if half of each host or more would be idle.
+    """
+    if gpus <= gpus_per_host:
+        return gpus
+    least = ceil(gpus / gpus_per_host)
+    for hosts in range(least, 2 * least):
+        if gpus % hosts == 0:
+            return gpus // hosts
+    near = gpus // gpus_per_host * gpus_per_host
+    raise BurstError(
+        "plan: --gpus must come out even over the hosts, because rings between them join equally "
+        f"many ranks of each; got {gpus} on hosts of {gpus_per_host}; choose {near} or "
+        f"{near + gpus_per_host}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +132,8 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
     model, ranks = job.model, ranks_per_host(job, strategy)
     if strategy.gpus != job.gpus:
         return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"
-    if strategy.tp > min(job.gpus_per_host, job.gpus) or job.gpus_per_host % strategy.tp:
-        return f"TP {strategy.tp} does not divide the {job.gpus_per_host} GPUs of a host"
+    if job.on_host % strategy.tp:
+        return f"TP {strategy.tp} does not divide the {job.on_host} GPUs of a host"
     if model.heads_q % strategy.tp or max(model.heads_kv, strategy.tp) % min(
         model.heads_kv, strategy.tp
     ):
@@ -137,7 +164,7 @@ def stage_layers(model: Model, strategy: Strategy) -> int:
 
 def ranks_per_host(job: Job, strategy: Strategy) -> int:
     """Ranks of a context-parallel group that one host can hold."""
-    return max(1, min(job.gpus_per_host, job.gpus) // strategy.tp)
+    return max(1, job.on_host // strategy.tp)
 
 
 def topology_for(job: Job, strategy: Strategy) -> Topology:
@@ -165,9 +192,12 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
         grad_bytes=4,
     )
     topology = topology_for(job, strategy)
-    neighbours = min(job.gpus_per_host, job.gpus) // topology.intra_size
-    again = strategy.recompute == "full" and strategy.keep != "none"
-    return AttentionCall(shape, topology, neighbours, strategy.intra, backend=backend, again=again)
+    neighbours = job.on_host // topology.intra_size
+    return AttentionCall(
+        shape, topology, neighbours, strategy.intra, backend=backend,
+        multiprocessors=job.hardware.gpu.multiprocessors,
+        again=strategy.recompute == "full" and strategy.keep != "none",
+    )  # fmt: skip
 
 
 def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
@@ -210,7 +240,7 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> dict[s
         flags["--burst-fused-loss"] = True
     flags |= _recompute_flags(strategy)
     if host_bytes:
-        gib = host_bytes / min(job.gpus_per_host, job.gpus) / (1 << 30)
+        gib = host_bytes / job.on_host / (1 << 30)
         flags["--burst-keep-host-gib"] = ceil(1.1 * gib)
     return flags
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import planned
-from megatron_burst.engine.setup import Pattern
+from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import preset
@@ -29,9 +29,13 @@ LONG = AttentionShape(1, 1 << 16, 32, 8, 128, 128, 2, 4, 4)
 PATTERN = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
 
 
+def way(config):
+    return way_of(LONG, torch.device("cpu"), pretend_hosts(8, 2), PATTERN, config)
+
+
 def test_without_hardware_nothing_changes():
     config = BurstConfig(intra="gather")
-    assert planned(LONG, pretend_hosts(8, 2), PATTERN, config) == (config, "")
+    assert planned(way(config), config) == (config, "")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,8 @@ def test_without_hardware_nothing_changes():
     ],
 )  # fmt: skip
 def test_what_was_asked_for_stays(asked):
-    config, _ = planned(LONG, pretend_hosts(8, 2), PATTERN, BurstConfig(hardware="h200", **asked))
+    config = BurstConfig(hardware="h200", **asked)
+    config, _ = planned(way(config), config)
     assert {name: getattr(config, name) for name in asked} == asked
     assert "auto" not in (config.intra, config.inter)
 

@@ -12,7 +12,7 @@ from megatron_burst.cli.calibrate import calibrate
 from megatron_burst.cli.main import app
 from megatron_burst.cli.speeds import Mover, rings
 from megatron_burst.cli.world import world_of
-from megatron_burst.plan.calibration import read_calibration
+from megatron_burst.plan.calibration import from_toml
 from megatron_burst.plan.topology import Link, topology_of
 from tests.ranks import preload, run_ranks
 
@@ -97,7 +97,7 @@ def test_the_command_writes_what_is_read(tmp_path):
     out = tmp_path / "machine.toml"
     done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    found = read_calibration(out)
+    found = from_toml(out.read_text(), str(out))
     assert found.gpu == "CPU" and kinds(found) == {"host"} and len(found.kernels) == 8
 
 

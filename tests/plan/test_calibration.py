@@ -12,13 +12,13 @@ from megatron_burst.plan.calibration import (
     KernelSpeed,
     LinkSpeed,
     from_toml,
-    read_calibration,
     to_toml,
     write_calibration,
 )
+from megatron_burst.plan.hardware_file import read_hardware
 
-numbers = st.floats(0, 1e6)
-sizes = st.integers(0, 2**40)
+numbers = st.floats(1e-6, 1e6)
+sizes = st.integers(1, 2**40)
 texts = st.text(st.characters(codec="utf-8"))
 kernels = st.builds(
     KernelSpeed, texts, st.sampled_from(["forward", "backward"]), sizes, sizes, numbers
@@ -30,7 +30,8 @@ calibrations = st.builds(
 )  # fmt: skip
 ONE = Calibration(
     "mine", "NVIDIA H200", 139.8, 700.0,
-    (KernelSpeed("fa4", "forward", 128, 65536, 650.5),), (LinkSpeed("intra", 2**28, 380.0, 9.5),),
+    (KernelSpeed("fa4", "forward", 128, 65536, 650.5),),
+    (LinkSpeed("intra", 2**28, 380.0, 9.5), LinkSpeed("inter", 2**28, 40.0, 20.0)),
 )  # fmt: skip
 
 
@@ -42,9 +43,11 @@ def test_what_is_written_is_read(calibration):
 def test_files(tmp_path):
     path = tmp_path / "machine.toml"
     write_calibration(ONE, path)
-    assert read_calibration(path) == ONE
-    with pytest.raises(BurstError, match="nowhere.toml must be a text file that can be read"):
-        read_calibration(tmp_path / "nowhere.toml")
+    assert from_toml(path.read_text(), "x") == ONE
+    machine = read_hardware(path)
+    assert machine.name == "mine" and machine.gpu.matmul_tflops == 700
+    with pytest.raises(BurstError, match="nowhere.toml must be a readable text file"):
+        read_hardware(tmp_path / "nowhere.toml")
     with pytest.raises(BurstError, match="must be writable.*pass another --out"):
         write_calibration(ONE, Path(tmp_path / "no" / "folder.toml"))
 
@@ -53,15 +56,17 @@ def test_files(tmp_path):
     "old, new, match",
     [
         ("memory_gib = 139.8", "memory_gib = ", "must be TOML.*line 4"),
-        ("memory_gib = 139.8", "", "must have memory_gib"),
-        ("memory_gib", "memory_gb", "got memory_gb; write memory_gib"),
-        ("139.8", '"139.8"', "x, memory_gib must be a number.*got '139.8'"),
-        ("139.8", "nan", "must be a number, not negative.*got nan"),
-        ("139.8", "true", "must be a number.*got True"),
-        ('"intra"', '"nvlink"', r"number 1, kind must be one of intra, inter, .*got 'nvlink'"),
-        ("seq = 65536", "seq = 65536.5", r"\[\[kernels\]\] number 1, seq must be a whole number"),
-        ("[[links]]", "[links]", r"must have \[\[links\]\] tables"),
-        ("gb_per_s = 380.0", "gb_per_s = -1", "gb_per_s must be a number, not negative.*got -1"),
+        ("memory_gib = 139.8", "", "the file must hold name, gpu.*got no 'memory_gib'; add it"),
+        ("memory_gib", "memory_gb", "line 4,.*key 'memory_gb', did you mean 'memory_gib'"),
+        ("139.8", '"139.8"', "x, line 4, memory_gib must be a positive number.*got '139.8'"),
+        ("139.8", "nan", "must be a positive number.*got nan"),
+        ("139.8", "true", "must be a positive number.*got True"),
+        ('"inter"', '"nvlink"', r"line 21, links 2.kind must be one of intra, .*got 'nvlink'"),
+        ("seq = 65536", "seq = 65536.5", r"kernels 1.seq must be a positive whole number"),
+        ("[[kernels]]", "[kernels]", r"write \[\[kernels\]\]"),
+        ("gb_per_s = 40.0", "gb_per_s = 0", "line 23, links 2.gb_per_s must be a positive number"),
+        ("gb_per_s = 40.0", "gb_per_s = inf", "must be a positive number.*got inf"),
+        ("latency_us = 20.0", "", "links 2 must hold kind, .*got no 'links 2.latency_us'"),
     ],
 )
 def test_what_is_wrong_is_named(old, new, match):

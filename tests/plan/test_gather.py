@@ -238,7 +238,7 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
     def heads(tokens, heads_q, heads_kv, asked=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
-        return choose_heads_per_round(shape, pretend_hosts(4, 1), asked)
+        return choose_heads_per_round(shape, pretend_hosts(4, 1), 132, asked)
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
@@ -246,12 +246,25 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(131072, 32, 32) == heads(131072, 8, 1) == 1
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
-    assert (
-        choose_heads_per_round(wide, pretend_hosts(16, 1), None) == 16
-    )  # 256 MiB each, but shorter tiles
+    # 256 MiB each, but shorter tiles
+    assert choose_heads_per_round(wide, pretend_hosts(16, 1), 132) == 16
     assert heads(16384, 32, 8, asked=5) == 5
     with pytest.raises(BurstError, match="must not exceed the key heads.*got 3 of 2; leave it out"):
         heads(16384, 8, 2, asked=3)
+
+
+@pytest.mark.parametrize(
+    "multiprocessors, expected",
+    [
+        (132, {65536: 1, 32768: 2, 16384: 4}),  # 256, 128, 64 blocks a head: 1.94 waves
+        (108, {65536: 2, 32768: 4, 16384: 5}),  # 256 would be 2.4 waves, 512 are 4.7
+        (148, {65536: 4, 32768: 8, 16384: 9}),  # 256 are 1.7, 512 are 3.5, 1024 are 6.9
+    ],
+)
+def test_a_round_fills_the_waves_of_any_gpu(multiprocessors, expected):
+    for tokens, heads in expected.items():
+        shape = AttentionShape(1, tokens, 32, 32, 128, 128, 2, 4, 4)
+        assert choose_heads_per_round(shape, pretend_hosts(16, 4), multiprocessors) == heads
 
 
 def test_several_hosts_have_several_rounds_or_one_if_asked():
@@ -259,7 +272,7 @@ def test_several_hosts_have_several_rounds_or_one_if_asked():
 
     def heads(heads_q, heads_kv, tokens=65536, **options):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 64, 64, 2, 4, 4)
-        return choose_heads_per_round(shape, two, None, **options)
+        return choose_heads_per_round(shape, two, 132, **options)
 
     assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
     assert heads(32, 32, tokens=2048) == 32  # whatever fills the kernels comes first

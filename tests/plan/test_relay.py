@@ -6,12 +6,14 @@ more hops than the way home needs.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.choose import Asked, choose_inter
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.choose import Exchange, choose_inter
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes, nested_bytes, relay_bytes
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
@@ -180,25 +182,28 @@ def shape_of(heads_q, heads_kv, grad_bytes=4):
     return AttentionShape(1, 16384, heads_q, heads_kv, 128, 128, 2, 4, grad_bytes)
 
 
+EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
+
+
 @pytest.mark.parametrize(
-    "shape, hosts, device, asked, value",
+    "shape, hosts, device, asked, exchange, value",
     [
-        (shape_of(32, 8), 2, "cuda", Asked(), "ring"),  # few key heads: K, V are small
-        (shape_of(32, 32), 2, "cuda", Asked(), "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", Asked(), "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", Asked(again=True), "ring"),
-        (shape_of(32, 32), 4, "cuda", Asked(again=True), "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", Asked(pieces=False), "ring"),  # all of it is waited for
-        (shape_of(32, 32, 2), 2, "cuda", Asked(heads_per_round=2), "ring"),
-        (shape_of(32, 32), 4, "cpu", Asked(), "ring"),
-        (shape_of(32, 30), 4, "cuda", Asked(), "ring"),  # 8 ranks do not divide the heads
-        (shape_of(32, 32), 1, "cuda", Asked(), "ring"),
-        (shape_of(32, 32), 1, "cuda", Asked("a2a"), "a2a"),
-        (shape_of(32, 8), 2, "cuda", Asked("flat"), "flat"),
+        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few key heads: K, V are small
+        (shape_of(32, 32), 2, "cuda", "auto", EIGHT, "a2a"),
+        (shape_of(32, 32, 2), 2, "cuda", "auto", EIGHT, "a2a"),
+        (shape_of(32, 32, 2), 2, "cuda", "auto", AGAIN, "ring"),
+        (shape_of(32, 32), 4, "cuda", "auto", AGAIN, "a2a"),
+        (shape_of(32, 32, 2), 2, "cuda", "auto", Exchange(2), "ring"),  # half of it is waited for
+        (shape_of(32, 32), 4, "cpu", "auto", EIGHT, "ring"),
+        (shape_of(32, 30), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
+        (shape_of(32, 32), 1, "cuda", "auto", EIGHT, "ring"),
+        (shape_of(32, 32), 1, "cuda", "a2a", EIGHT, "a2a"),
+        (shape_of(32, 8), 2, "cuda", "flat", EIGHT, "flat"),
     ],
 )
-def test_between_hosts_bytes_decide(shape, hosts, device, asked, value):
-    choice = choose_inter(shape, pretend_hosts(8, hosts), Layout.ZIGZAG, device, asked)
+def test_between_hosts_bytes_decide(shape, hosts, device, asked, exchange, value):
+    topology = pretend_hosts(8, hosts)
+    choice = choose_inter(shape, topology, Layout.ZIGZAG, device, (asked, "auto"), exchange)
     assert choice.value == value
 
 
@@ -210,17 +215,19 @@ def test_what_nothing_hides_counts_twice():
     assert exchange_bytes(shape, topology) == 4 * unit + statistics
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     assert ring == 5 * unit + 2 * statistics
-    choice = choose_inter(shape, topology, Layout.ZIGZAG, "cuda", Asked())
-    assert choice.value == "a2a"
-    assert choice.reason == (
+    found = AttentionCall(shape, topology)
+    assert found.between == found.mode == "a2a" and found.heads == 1
+    assert found.between_why.reason == (
         "between hosts a ring sends 644 MiB a rank, an exchange 514 MiB, of which 64.2 MiB have "
         "nothing to hide behind"
     )
+    for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
+        assert replace(found, **other).between == "ring"
 
 
 def test_what_was_asked_for_inside_a_host_stays():
     choice = choose_inter(
-        shape_of(32, 32), pretend_hosts(8, 4), Layout.ZIGZAG, "cuda", Asked(intra="gather")
+        shape_of(32, 32), pretend_hosts(8, 4), Layout.ZIGZAG, "cuda", ("auto", "gather"), EIGHT
     )
     assert choice.value == "ring" and "intra=gather was asked for" in choice.reason
 

@@ -63,7 +63,7 @@ def computing(call, machine, direction) -> float:
     timer, most = Timer(machine, call.backend), 0.0
     for rank in range(call.topology.cp_size):
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, timer, direction, again=call.again)
+        ops = programme_of(schedule, call.priced, timer, direction, again=call.again)
         kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
         most = max(most, kernels)
     return most
@@ -142,16 +142,16 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
     come, gone = Counter(), Counter()
     for rank in range(call.topology.cp_size):
         schedule = call.schedule(rank, direction)
-        for op in programme_of(schedule, call.shape, Timer(H200), direction, again=call.again):
+        for op in programme_of(schedule, call.priced, Timer(H200), direction, again=call.again):
             if isinstance(op, Post):
                 come[op.link] += op.num_bytes
         if isinstance(schedule, Schedule):
-            gone.update(link_bytes(schedule, call.shape))
+            gone.update(link_bytes(schedule, call.priced))
         elif isinstance(schedule, GatherSchedule):
-            share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-            gone.update(gather_bytes(schedule, call.shape, share))
+            share = call.priced.itemsize if direction is Direction.BACKWARD else 0
+            gone.update(gather_bytes(schedule, call.priced, share))
         else:
-            gone.update(a2a_bytes(schedule, call.shape, call.again))
+            gone.update(a2a_bytes(schedule, call.priced, call.again))
     for link in Link:
         assert come[link] == pytest.approx(gone[link], rel=1e-9)
     if call.topology.inter_size > 1:
@@ -165,7 +165,7 @@ def test_every_transfer_that_is_waited_for_was_posted_and_ranks_keep_step(call, 
     kinds = set()
     for rank in range(call.topology.cp_size):
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, Timer(H200), direction, again=call.again)
+        ops = programme_of(schedule, call.priced, Timer(H200), direction, again=call.again)
         kinds.add(tuple(type(op) for op in ops))
         posted, waited = set(), set()
         for op in ops:
