@@ -12,13 +12,17 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.comm.groups import board_of, communicator_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
+from megatron_burst.engine.wholes import Left
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
+from megatron_burst.recompute.frames import recording
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.terms import Terms, check, terms_of
@@ -130,6 +134,9 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    exchanges = isinstance(call.forward, A2ASchedule) and not recording()
+    if exchanges and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return ExchangingAttentionFunction.apply(q, k, v, call)
     return BurstAttentionFunction.apply(q, k, v, call)
 
 
@@ -157,6 +164,36 @@ class BurstAttentionFunction(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             grads = run_backward(ctx.call, q, k, v, out, lse, dout)
         return *(grad.to(q.dtype) for grad in grads), None
+
+
+class ExchangingAttentionFunction(torch.autograd.Function):
+    """Forward and backward of one `Call` that exchanges heads, where backward follows this forward.
+
+    Saves out and what was exchanged, in place of q, k, v and lse: as much memory, and backward need
+    not exchange them again. Where results are kept for a replay it would be more memory, and
+    `BurstAttentionFunction` runs.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, left = a2a_forward_leaving(call, q, k, v)
+        ctx.save_for_backward(out, *left.tensors)
+        ctx.call, ctx.shapes = call, tuple(x.shape for x in (q, k, v))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse):
+        if dout is None:
+            return None, None, None, None
+        out, *left = ctx.saved_tensors
+        dout = _readable(dout)
+        with torch.autocast(out.device.type, enabled=False):
+            grads = a2a_backward_recalling(ctx.call, Left.of(left), ctx.shapes, out, dout)
+        return *grads, None
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -161,4 +161,4 @@ def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
     if isinstance(schedule, GatherSchedule):
         share = call.shape.itemsize if direction is Direction.BACKWARD else 0
         return gather_bytes(schedule, call.priced, share)
-    return a2a_bytes(schedule, call.priced)
+    return a2a_bytes(schedule, call.priced, call.again)

@@ -6,11 +6,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.aside import Aside
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.exchanged import Inbound, Outbound
+from megatron_burst.engine.exchanged import Inbound
 from megatron_burst.engine.relayed import LocalSums, Sum, TravellingSums
-from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors, Shape
+from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
+from megatron_burst.engine.wholes import (
+    Left,
+    Recalled,
+    Wholes,
+    as_rows,
+    as_statistics,
+    dense_copy,
+    shapes_of,
+)
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
     accumulate_dtype,
@@ -35,14 +43,30 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     Returns:
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
     """
+    out, lse, _ = _forward(call, q, k, v, stays=False)
+    return out, lse
+
+
+def a2a_forward_leaving(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Left]:
+    """As `a2a_forward`; also what `a2a_backward_recalling` takes in place of q, k, v and lse.
+
+    What is left is as large as q, k, v and lse.
+    """
+    return _forward(call, q, k, v, stays=True)
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, stays: bool
+) -> tuple[Tensor, Tensor, Left]:
     schedule = call.forward
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=accumulate_dtype(q.dtype))
-    there = _Wholes(call, schedule, (q, k, v))
+    there = Wholes(call, schedule, (q, k, v), stays)
     back = Inbound(call, schedule, (out, lse))
-    keys = _keys(call, schedule, there, k, v)
+    keys = KeyVisitors(call, schedule.relay, there.keys, shapes_of(schedule, k, v), k)
     guests = Guests(call, schedule.relay, keys, q.device)
     parts: list[tuple[Tile, Tensor, Tensor]] = []
+    lses: list[Tensor] = []
     for index, leg in enumerate(schedule.relay.legs):
         if schedule.relay.is_first(index):
             queries, *home = there.of(leg.round)
@@ -59,13 +83,16 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
             )  # fmt: skip
             parts.append((tile, *part))
         if schedule.relay.is_last(index):
-            _merge(parts, *back.results(leg.round))
+            results = back.results(leg.round)
+            _merge(parts, *results)
             parts.clear()
+            if stays:
+                lses.append(dense_copy(as_statistics(results[1])))
             back.collect()
             back.post(leg.round)
     back.collect()
     guests.finish()
-    return out, lse.squeeze(-1).transpose(1, 2).contiguous()
+    return out, as_statistics(lse), Left(there.rows, tuple(lses))
 
 
 def _only_result(back: Inbound, schedule: A2ASchedule, round_: int) -> tuple[Tensor, Tensor] | None:
@@ -93,7 +120,7 @@ def _merge(parts: Sequence[tuple[Tile, Tensor, Tensor]], out: Tensor, whole_lse:
                     rows = span.moved(-tile.q.start).slice
                     held.append((tile_out[:, rows], tile_lse[:, :, rows]))
             merge_parts(out[:, span.slice], lse[:, :, span.slice], held)
-    whole_lse.copy_(_as_rows(lse))
+    whole_lse.copy_(as_rows(lse))
 
 
 def a2a_backward(
@@ -110,63 +137,110 @@ def a2a_backward(
         lse: [b, h, n].
         dout: [b, n, h, dv].
     """
-    run = _Backward(call, q, k, v, out, lse, dout)
-    for index, leg in enumerate(call.backward.relay.legs):
+    statistics = [as_rows(x) for x in (lse, row_delta(dout, out))]
+    there = Wholes(call, call.backward, (q, k, v, dout, *statistics))
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return _backward(_Backward(call, there, grads))
+
+
+def a2a_backward_recalling(
+    call: Call, left: Left, shapes: Sequence[torch.Size], out: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `a2a_backward`, with what forward has left: only dout and delta are exchanged, and grads.
+
+    Args:
+        call: the call.
+        left: by `a2a_forward_leaving`; not changed.
+        shapes: of q, k and v.
+        out: [b, n, h, dv].
+        dout: [b, n, h, dv].
+    """
+    grads = tuple(dout.new_empty(shape) for shape in shapes)
+    there = Wholes(call, call.backward, (dout, as_rows(row_delta(dout, out))))
+    recalled = Recalled(there, left, call.backward, grads)
+    return _backward(_Backward(call, recalled, grads))
+
+
+def _backward(run: "_Backward") -> tuple[Tensor, Tensor, Tensor]:
+    for index, leg in enumerate(run.schedule.relay.legs):
         run.begin(index)
-        if call.backward.topology.inter_size == 1:
+        if run.schedule.topology.inter_size == 1:
             run.compute_alone(leg.round)
         else:
             run.compute(index)
     return run.finish()
 
 
-class _Backward:
-    """The backward pass of a call: exchanges, visitors and sums."""
+class _Sides:
+    """The query side of this rank's heads of its host's rows, round by round.
 
-    def __init__(self, call, q, k, v, out, lse, dout) -> None:
-        self._call, self._schedule = call, call.backward
-        schedule = self._schedule
-        self._grads = tuple(
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
-        by_delta = call.backend.capability.takes_delta or schedule.circulate is Circulate.Q
-        self._by_delta = by_delta
-        last = _as_rows(row_delta(dout, out)) if by_delta else out
-        self._there = _Wholes(call, schedule, (q, k, v, dout, _as_rows(lse), last))
-        self._back = Inbound(call, schedule, self._grads)
+    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
+    stand-in made of it is nearer to the true delta than a rounded output.
+
+    Args:
+        call: the call.
+        there: as in `_Backward`.
+    """
+
+    def __init__(self, call: Call, there: Wholes | Recalled) -> None:
+        self._there = there
+        self._takes_delta = call.backend.capability.takes_delta
+        self._made: tuple[int, QuerySide] | None = None
+
+    def make(self, round_: int) -> QuerySide:
+        """A round's side, made on the current stream."""
+        queries, _, _, douts, lses, deltas = self._there.of(round_)
+        delta = as_statistics(deltas)
+        out = None if self._takes_delta else delta_stand_in(douts, delta)
+        return QuerySide(queries, douts, as_statistics(lses), delta, out)
+
+    def of(self, round_: int) -> QuerySide:
+        """A round's side for kernels; made once, whoever's keys it meets."""
+        if self._made is None or self._made[0] != round_:
+            self._made = round_, self.make(round_)
+        return self._made[1]
+
+
+class _Backward:
+    """The backward pass of a call: exchanges, visitors and sums.
+
+    No part refers back to it: a cycle would hold all of its tensors until the garbage collector
+    comes by.
+
+    Args:
+        call: the call.
+        there: q, k, v, dout, lse and delta of this rank's heads, round by round.
+        grads: of q, k and v, to be filled.
+    """
+
+    def __init__(self, call: Call, there: Wholes | Recalled, grads: tuple[Tensor, ...]) -> None:
+        self._call, self.schedule = call, call.backward
+        self._there, self._grads = there, grads
+        self._sides = _Sides(call, there)
+        schedule, (q, k, v) = self.schedule, grads
+        shapes = [shapes_of(schedule, x, v) for x in (q, k)]
+        self._back = Inbound(call, schedule, grads)
         self._keys = self._queries = None
         if schedule.circulate is Circulate.KV:
-            self._keys = _keys(call, schedule, self._there, k, v)
+            self._keys = KeyVisitors(call, schedule.relay, there.keys, shapes[1], k)
         else:
-            self._queries = QueryVisitors(
-                call, schedule.relay, self._side, self._there.shapes(q, v), q
-            )
+            self._queries = QueryVisitors(call, schedule.relay, self._sides.make, shapes[0], q)
         visitors = self._keys or self._queries
         self._guests = Guests(call, schedule.relay, visitors, q.device)
         kinds = (LocalSums, TravellingSums) if self._keys else (TravellingSums, LocalSums)
-        shapes = [self._there.shapes(q, v), self._there.shapes(k, v)]
         of_queries = [[shape[:4]] for shape in shapes[0]]
         of_keys = [[shape[:4], (*shape[:3], shape[4])] for shape in shapes[1]]
-        make = partial(self._make_sums, device=q.device)
-        self._of_queries = make(kinds[0], lambda i: self._back.results(i)[:1], of_queries)
-        self._of_keys = make(kinds[1], lambda i: self._back.results(i)[1:], of_keys)
+        self._of_queries = self._make_sums(kinds[0], slice(1), of_queries)
+        self._of_keys = self._make_sums(kinds[1], slice(1, None), of_keys)
 
-    def _make_sums(self, kind: type, targets, shapes: list, device: torch.device):
-        return kind(self._call, self._schedule.relay, targets, shapes, device)
-
-    def _side(self, round_: int) -> QuerySide:
-        """The query side of this rank's heads of its host's rows."""
-        queries, _, _, douts, lses, lasts = self._there.of(round_)
-        delta = _as_statistics(lasts) if self._by_delta else None
-        out = None if self._by_delta else lasts
-        if self._by_delta and not self._call.backend.capability.takes_delta:
-            out = delta_stand_in(douts, delta)
-        return QuerySide(queries, douts, _as_statistics(lses), delta, out)
+    def _make_sums(self, kind: type, part: slice, shapes: list):
+        schedule, device = self.schedule, self._grads[0].device
+        return kind(self._call, schedule.relay, partial(_results, self._back, part), shapes, device)
 
     def begin(self, index: int) -> None:
         """Let come what a step needs; start the next exchange."""
-        round_ = self._schedule.relay.legs[index].round
-        if self._schedule.relay.is_first(index):
+        round_ = self.schedule.relay.legs[index].round
+        if self.schedule.relay.is_first(index):
             self._there.of(round_)
             self._there.post(round_ + 1)
         self._guests.expect(index)
@@ -174,10 +248,10 @@ class _Backward:
 
     def compute_alone(self, round_: int) -> None:
         """A round of one host: one tile, whose results go back at once."""
-        _, keys, values, *_ = self._there.of(round_)
+        keys, values = self._there.keys(round_)
         self._call.backend.backward(
-            self._side(round_), keys, values, self._call.scale,
-            _causal(self._schedule.tiles[round_][0]),
+            self._sides.make(round_), keys, values, self._call.scale,
+            _causal(self.schedule.tiles[round_][0]),
             into=tuple(self._back.results(round_)), deterministic=self._call.deterministic,
         )  # fmt: skip
         self._send_back(round_)
@@ -188,13 +262,13 @@ class _Backward:
 
     def compute(self, index: int) -> None:
         """A step's tiles, and the sums that they belong to."""
-        round_ = self._schedule.relay.legs[index].round
+        round_ = self.schedule.relay.legs[index].round
         visits = self._guests.await_visitor(index)
-        side = self._queries.side(index) if visits and self._queries else self._side(round_)
-        keys = self._there.of(round_)[1:3]
+        side = self._queries.side(index) if visits and self._queries else self._sides.of(round_)
+        keys = self._there.keys(round_)
         if visits and self._keys:
             keys = self._keys.split(self._keys.views(index)[0])
-        parts = [(tile, self._tile(tile, side, keys)) for tile in self._schedule.tiles[index]]
+        parts = [(tile, self._tile(tile, side, keys)) for tile in self.schedule.tiles[index]]
         rows, seen = side.q.shape[1], keys[0].shape[1]
         of_queries = _sums([(tile.q, grads[:1]) for tile, grads in parts], 1, rows)
         of_keys = _sums([(tile.kv, grads[1:]) for tile, grads in parts], 2, seen)
@@ -216,65 +290,22 @@ class _Backward:
         )  # fmt: skip
 
     def _send_home(self, turn: int) -> None:
-        for coming in self._schedule.relay.homecomings[turn]:
+        for coming in self.schedule.relay.homecomings[turn]:
             self._send_back(coming.round)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for the last results."""
         for sums in (self._of_queries, self._of_keys):
             sums.finish()
-        self._send_home(len(self._schedule.relay.legs))
+        self._send_home(len(self.schedule.relay.legs))
         self._back.collect()
         self._guests.finish()
         return self._grads
 
 
-class _Wholes:
-    """What has been exchanged, round by round: waited for once.
-
-    On several hosts that is beside the kernels: what goes on to the next host is needed earlier.
-    """
-
-    def __init__(self, call: Call, schedule: A2ASchedule, tensors: tuple[Tensor, ...]) -> None:
-        self._carrier, self._schedule = call.carrier, schedule
-        self._num_keys, self._device = tensors[1].shape[2], tensors[0].device
-        self._exchanges = Outbound(call, schedule, tensors)
-        self._landed: dict[int, tuple[list[Tensor], Aside]] = {}
-        self.post(0)
-
-    def post(self, round_: int) -> None:
-        """Start the exchange of a round, if there is such a round."""
-        self._exchanges.post(round_)
-
-    def of(self, round_: int) -> list[Tensor]:
-        """The tensors of this rank's heads over all rows of the host, [b, s, heads, d]."""
-        if round_ not in self._landed:
-            several = self._schedule.topology.inter_size > 1
-            aside = self._carrier.beside(self._device) if several else Aside(None)
-            with aside as landed:
-                self._landed[round_] = self._exchanges.land(round_), landed
-            self._landed.pop(round_ - 2, None)
-        tensors, landed = self._landed[round_]
-        landed.wait()
-        return tensors
-
-    def shapes(self, x: Tensor, v: Tensor) -> list[Shape]:
-        """What a rank has of a tensor [b, n, heads, d] in each round, and the width of values."""
-        group, ranks = x.shape[2] // self._num_keys, len(self._schedule.ranks)
-        return [
-            (x.shape[0], self._schedule.num_rows, len(heads) // ranks * group, x.shape[3],
-             v.shape[3])
-            for heads in self._schedule.rounds
-        ]  # fmt: skip
-
-
-def _keys(call: Call, schedule: A2ASchedule, there: _Wholes, k: Tensor, v: Tensor) -> KeyVisitors:
-    """The keys and values that come from other hosts."""
-
-    def own(round_: int) -> list[Tensor]:
-        return there.of(round_)[1:3]
-
-    return KeyVisitors(call, schedule.relay, own, there.shapes(k, v), k)
+def _results(back: Inbound, part: slice, round_: int) -> list[Tensor]:
+    """Where some of a round's results are to be put."""
+    return back.results(round_)[part]
 
 
 def _sums(parts: Sequence[tuple[Span, Sequence[Tensor]]], count: int, length: int) -> list[Sum]:
@@ -293,13 +324,3 @@ def _sums(parts: Sequence[tuple[Span, Sequence[Tensor]]], count: int, length: in
 
 def _causal(tile: Tile) -> bool:
     return tile.mask is Mask.CAUSAL
-
-
-def _as_rows(statistics: Tensor) -> Tensor:
-    """[b, h, n] as [b, n, h, 1]."""
-    return statistics.transpose(1, 2).unsqueeze(-1)
-
-
-def _as_statistics(rows: Tensor) -> Tensor:
-    """[b, s, h, 1] as [b, h, s], dense."""
-    return rows.squeeze(-1).transpose(1, 2).contiguous()

@@ -1,6 +1,7 @@
 """Buffers of a call that exchanges heads: tensors on their way there, results on their way back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.call import Call
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.a2a import A2ASchedule
-from megatron_burst.plan.mask import Span
 from megatron_burst.plan.schedule import Cargo
 
 
@@ -18,37 +18,60 @@ class Outbound:
     """A round's heads of all rows on their way to the ranks that compute them.
 
     A slot holds this rank's rows once for each rank, with that rank's heads: [P, n, b, bytes].
+
+    Args:
+        call: the call.
+        schedule: of the pass.
+        tensors: [b, n, heads, d] each.
+        stays: whether what has come stays until after the call: in memory of its own, not in two
+            buffers in turn.
     """
 
-    def __init__(self, call: Call, schedule: A2ASchedule, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, call: Call, schedule: A2ASchedule, tensors: Sequence[Tensor], stays: bool = False
+    ) -> None:
         self._schedule, self._tensors = schedule, tensors
-        self._batch = tensors[0].shape[0]
-        self._num_keys = tensors[1].shape[2]
-        self._width = row_bytes(_fields(schedule, 0, tensors, self._num_keys))
-        num_bytes = schedule.num_rows * self._batch * self._width
-        device, rounds = tensors[0].device, len(schedule.rounds)
+        self._batch, device = tensors[0].shape[0], tensors[0].device
+        num_bytes = schedule.num_rows * self._batch * row_bytes(self._fields(0))
+        rounds = len(schedule.rounds)
         self._slots = call.carrier.slots(Cargo.READ, rounds, num_bytes, device)
-        self._wholes = call.carrier.buffers("heads", min(2, rounds), num_bytes, device)
+        if stays:
+            self._wholes: list[Tensor] = []
+        else:
+            self._wholes = call.carrier.buffers("heads", min(2, rounds), num_bytes, device)
+        self._stays = stays
         self._under_way: dict[int, UnderWay] = {}
+
+    def _fields(self, index: int) -> list[Field]:
+        return fields_of(self._schedule, index, self._tensors)
 
     def _shape(self, fields: Sequence[Field]) -> tuple[int, ...]:
         return self._schedule.num_rows, self._batch, row_bytes(fields)
 
     def _whole(self, index: int, fields: Sequence[Field]) -> Tensor:
-        buffer, shape = self._wholes[index % len(self._wholes)], self._shape(fields)
-        return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+        shape = self._shape(fields)
+        if self._stays and index == len(self._wholes):
+            device = self._tensors[0].device
+            self._wholes.append(torch.empty(shape, dtype=torch.uint8, device=device))
+        buffer = self._wholes[index % len(self._wholes)]
+        return buffer.view(-1)[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    @property
+    def wholes(self) -> tuple[Tensor, ...]:
+        """What has come and stays, of each round that was posted: [s, b, bytes]."""
+        return tuple(self._wholes)
 
     def post(self, index: int) -> None:
         """Start to exchange a round's heads, if there is such a round."""
         schedule = self._schedule
         if index >= len(schedule.rounds):
             return
-        fields = _fields(schedule, index, self._tensors, self._num_keys)
+        fields = self._fields(index)
         slot = self._slots.view(index, self._shape(fields), torch.uint8)
         ranks = schedule.ranks
         of_ranks = slot.unflatten(0, (len(ranks), schedule.tokens))
         for view, tensor in zip(field_views(of_ranks, fields), self._tensors, strict=True):
-            heads = _heads_of(schedule.rounds[index], tensor, self._num_keys)
+            heads = _heads_of(schedule, index, tensor)
             dealt = tensor[:, :, heads].unflatten(2, (len(ranks), view.shape[3]))
             view.copy_(dealt.permute(2, 1, 0, 3, 4))
         mine, tokens, whole = schedule.cp_rank, schedule.tokens, self._whole(index, fields)
@@ -71,9 +94,7 @@ class Outbound:
     def land(self, index: int) -> list[Tensor]:
         """Wait for a round; the tensors of this rank's heads over all rows, [b, s, heads, d]."""
         self._under_way.pop(index).wait()
-        fields = _fields(self._schedule, index, self._tensors, self._num_keys)
-        views = field_views(self._whole(index, fields), fields)
-        return [view.transpose(0, 1) for view in views]
+        return views_of(self._whole(index, self._fields(index)), self._fields(index))
 
 
 class Inbound:
@@ -94,12 +115,8 @@ class Inbound:
         self._under_way: tuple[int, UnderWay] | None = None
 
     def _fields(self, index: int) -> list[Field]:
-        part = len(self._schedule.rounds[index]) // len(self._schedule.ranks)
-        every = self._schedule.rounds[-1].stop
-        return [
-            Field(part * x.shape[2] // every, x.shape[3], dtype)
-            for x, dtype in zip(self._targets, self._dtypes, strict=True)
-        ]
+        fields = fields_of(self._schedule, index, self._targets)
+        return [replace(one, dtype=d) for one, d in zip(fields, self._dtypes, strict=True)]
 
     def _slot(self, index: int) -> Tensor:
         shape = self._schedule.num_rows, self._batch, row_bytes(self._fields(index))
@@ -107,8 +124,7 @@ class Inbound:
 
     def results(self, index: int) -> list[Tensor]:
         """Where a round's results are to be put: [b, s, heads, d] each."""
-        views = field_views(self._slot(index), self._fields(index))
-        return [view.transpose(0, 1) for view in views]
+        return views_of(self._slot(index), self._fields(index))
 
     def _staged(self, index: int) -> Tensor:
         width = row_bytes(self._fields(index))
@@ -142,24 +158,28 @@ class Inbound:
         index, under_way = self._under_way
         under_way.wait()
         self._under_way = None
-        every, round_ = self._schedule.rounds[-1].stop, self._schedule.rounds[index]
         views = field_views(self._staged(index), self._fields(index))
         for target, view in zip(self._targets, views, strict=True):
-            heads = _heads_of(round_, target, every)
+            heads = _heads_of(self._schedule, index, target)
             dealt = target[:, :, heads].unflatten(2, (len(self._schedule.ranks), view.shape[3]))
             dealt.copy_(view.permute(2, 1, 0, 3, 4))
 
 
-def _fields(
-    schedule: A2ASchedule, index: int, tensors: Sequence[Tensor], num_keys: int
-) -> list[Field]:
+def fields_of(schedule: A2ASchedule, index: int, tensors: Sequence[Tensor]) -> list[Field]:
+    """What a row of a round has of tensors [b, n, heads, d]: one rank's heads of each."""
     part = len(schedule.rounds[index]) // len(schedule.ranks)
-    return [Field(part * x.shape[2] // num_keys, x.shape[3], x.dtype) for x in tensors]
+    every = schedule.rounds[-1].stop
+    return [Field(part * x.shape[2] // every, x.shape[3], x.dtype) for x in tensors]
 
 
-def _heads_of(round_: Span, tensor: Tensor, num_keys: int) -> slice:
+def views_of(rows: Tensor, fields: Sequence[Field]) -> list[Tensor]:
+    """The tensors [b, s, heads, d] in rows [s, b, bytes]."""
+    return [view.transpose(0, 1) for view in field_views(rows, fields)]
+
+
+def _heads_of(schedule: A2ASchedule, index: int, tensor: Tensor) -> slice:
     """A tensor's heads that belong to a round's key heads."""
-    group = tensor.shape[2] // num_keys
+    group, round_ = tensor.shape[2] // schedule.rounds[-1].stop, schedule.rounds[index]
     return slice(round_.start * group, round_.stop * group)
 
 

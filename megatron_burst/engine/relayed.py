@@ -52,7 +52,6 @@ class Visitors:
         call: the call.
         relay: of the pass.
         segments: of a round's piece.
-        pack: writes the rank's own piece of a round into tensors of these segments.
         device: of the buffers.
     """
 
@@ -61,11 +60,14 @@ class Visitors:
         call: Call,
         relay: Relay,
         segments: Sequence[list[Segment]],
-        pack: Callable[[int, tuple[Tensor, ...]], None],
         device: torch.device,
     ) -> None:
-        self._relay, self._pack, self._mine = relay, pack, call.carrier.cp_rank
+        self._relay, self._mine = relay, call.carrier.cp_rank
         self._hops = _Hops(call, Cargo.READ, relay.read_slots, segments, device)
+
+    def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
+        """Write the rank's own piece of a round into tensors of its segments."""
+        raise NotImplementedError
 
     def land(self, index: int) -> None:
         """Let the current stream wait for the piece of a step."""
@@ -75,7 +77,7 @@ class Visitors:
         """Send the rank's own piece, if it is to leave in a step."""
         for hop in self._relay.legs[index].reads:
             if hop.sends == self._mine:
-                self._pack(hop.round, self._hops.views(hop.from_slot, hop.round))
+                self._pack_own(hop.round, self._hops.views(hop.from_slot, hop.round))
                 self._hops.start(hop)
 
     def pass_on(self, index: int) -> None:

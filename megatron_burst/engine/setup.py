@@ -51,6 +51,7 @@ def way_of(
         pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
         multiprocessors=_multiprocessors(device), grad_wire=config.grad_wire,
+        again=config.keep != "none",
     )  # fmt: skip
 
 

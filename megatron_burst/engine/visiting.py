@@ -40,7 +40,7 @@ class KeyVisitors(Visitors):
             [Segment((rows, batch, heads, sum(dims)), like.dtype)]
             for batch, rows, heads, *dims in shapes
         ]
-        super().__init__(call, relay, segments, self._pack_own, like.device)
+        super().__init__(call, relay, segments, like.device)
 
     def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
         for target, own in zip(self.split(piece[0]), self._own(round_), strict=True):
@@ -73,7 +73,7 @@ class QueryVisitors(Visitors):
         self._own, self._carrier = own, call.carrier
         self._takes_delta = call.backend.capability.takes_delta
         segments = [_side_segments(*shape, like.dtype) for shape in shapes]
-        super().__init__(call, relay, segments, self._pack_own, like.device)
+        super().__init__(call, relay, segments, like.device)
 
     def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
         side = self._own(round_)

@@ -7,6 +7,7 @@ from math import inf
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
     Choice,
+    Exchange,
     choose_circulate,
     choose_heads_per_exchange,
     choose_heads_per_round,
@@ -53,6 +54,7 @@ class AttentionCall:
         grad_wire: of gradients between ranks.
         rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
             None: as the backend of that name does.
+        again: whether backward exchanges Q, K and V again: under recomputation with kept results.
     """
 
     shape: AttentionShape
@@ -72,13 +74,23 @@ class AttentionCall:
     multiprocessors: int = USUAL_MULTIPROCESSORS
     grad_wire: str = "auto"
     rectangular_causal: bool | None = None
+    again: bool = False
 
     @property
     def between_why(self) -> Choice:
         """How it goes between hosts, with the reason."""
         asked = self.inter, self.intra
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
-        return choose_inter(shape, self.topology, self.layout, self.device, asked)
+        exchange = Exchange(self._rounds_over_all, self.again)
+        return choose_inter(shape, self.topology, self.layout, self.device, asked, exchange)
+
+    @property
+    def _rounds_over_all(self) -> int:
+        """Rounds of an exchange over all ranks."""
+        everyone = _flat(self.topology)
+        asked = self.multiprocessors, self.heads_per_round, self.pieces
+        heads = choose_heads_per_exchange(self.shape, everyone, *asked)
+        return -(-self.shape.heads_kv // (heads * everyone.cp_size))
 
     @property
     def between(self) -> str:
@@ -132,10 +144,9 @@ class AttentionCall:
     @property
     def heads(self) -> int:
         """Key heads of a round: gathered, or of a rank that exchanges."""
-        asked = self.heads_per_round, self.pieces
-        if self.mode == "a2a":
-            return choose_heads_per_exchange(self.shape, self.arranged, *asked)
-        return choose_heads_per_round(self.shape, self.arranged, self.multiprocessors, *asked)
+        choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
+        asked = self.multiprocessors, self.heads_per_round, self.pieces
+        return choose(self.shape, self.arranged, *asked)
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.
@@ -192,7 +203,7 @@ def attention_time(
     programmes = {}
     for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
 

@@ -96,13 +96,17 @@ def _step_bytes(shape: AttentionShape, step: GatherStep, in_place: bool) -> floa
 
 
 def _a2a_bytes(call: AttentionCall, schedule: A2ASchedule) -> float:
+    """Slots serve both passes, so they are as large as either wants them; what has come in forward
+    either stays, in place of q, k and v, or comes again in backward."""
     shape, rounds = call.priced, len(schedule.rounds)
-    there, back = exchange_widths(shape)[Direction.BACKWARD]
+    widths = exchange_widths(shape, call.again)
+    came = widths[Direction.BACKWARD][0]
+    there, back = map(max, zip(*widths.values(), strict=True))
     part = shape.batch * shape.tokens * len(schedule.rounds[0]) / shape.heads_kv
     reads = slot_count(Cargo.READ, rounds, part * there, call.by_copy_engine)
     grads = slot_count(Cargo.GRAD, rounds, part * back, call.by_copy_engine)
     wholes = min(2, rounds)
-    slots = part * ((reads + wholes) * there + (grads + 1) * back)
+    slots = part * (reads * there + wholes * came + (grads + 1) * back)
     one = part_of_heads(shape, len(schedule.rounds[0]) // len(schedule.ranks))
     alone = schedule.topology.inter_size == 1
     tiles = max(_tiles_bytes(one, some, alone) for some in schedule.tiles)

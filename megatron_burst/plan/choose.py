@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
@@ -12,7 +13,6 @@ from megatron_burst.plan.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
-_EXCHANGE_IF = 0.8
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
 _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
@@ -27,6 +27,19 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.value} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How heads would be exchanged over all ranks.
+
+    Attributes:
+        rounds: in which.
+        again: whether backward exchanges Q, K and V again (`exchange_widths`).
+    """
+
+    rounds: int
+    again: bool = False
 
 
 def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
@@ -94,12 +107,18 @@ def choose_intra(
 
 
 def choose_inter(
-    shape: AttentionShape, topology: Topology, layout: Layout, device: str, asked: tuple[str, str]
+    shape: AttentionShape,
+    topology: Topology,
+    layout: Layout,
+    device: str,
+    asked: tuple[str, str],
+    exchange: Exchange,
 ) -> Choice:
     """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
 
-    The exchange must save a fifth of the ring's bytes: nothing hides its first round there and the
-    last one back, while a ring begins and ends with work on the host's own shards.
+    Bytes decide, and those that nothing hides count twice: of an exchange in R rounds the first
+    round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
+    the host's own shards.
 
     Args:
         shape: sizes of the call on one rank.
@@ -107,6 +126,7 @@ def choose_inter(
         layout: how tokens are dealt out.
         device: torch device type.
         asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+        exchange: what the ring is compared with.
     """
     inter, intra = asked
     if inter != "auto":
@@ -120,9 +140,13 @@ def choose_inter(
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
         return Choice("ring", "this layout or number of heads is not exchanged over all ranks")
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
-    exchange = exchange_bytes(shape, topology)
-    figures = f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(exchange)}"
-    return Choice("a2a" if exchange < _EXCHANGE_IF * ring else "ring", figures)
+    sent = exchange_bytes(shape, topology, exchange.again)
+    bare = sent // exchange.rounds
+    figures = (
+        f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(sent)}, of which "
+        f"{_size(bare)} have nothing to hide behind"
+    )
+    return Choice("a2a" if sent + bare < ring else "ring", figures)
 
 
 def choose_transfer(
@@ -216,13 +240,21 @@ def choose_heads_per_round(
 
 
 def choose_heads_per_exchange(
-    shape: AttentionShape, topology: Topology, asked: int | None, pieces: bool = True
+    shape: AttentionShape,
+    topology: Topology,
+    multiprocessors: int,
+    asked: int | None = None,
+    pieces: bool = True,
 ) -> int:
     """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
+
+    On several hosts there are eight rounds, if heads and kernels allow: nothing hides the first one
+    there and the last one back.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row exchange.
+        multiprocessors: of a GPU.
         asked: by the user; None lets the rule decide.
         pieces: whether there may be several rounds.
     """
@@ -233,9 +265,11 @@ def choose_heads_per_exchange(
     if not pieces:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
-    if topology.inter_size > 1:
+    if topology.inter_size > 1 or topology.spans_hosts:
         in_bytes = min(in_bytes, -(-most // _PIECES))
-    return min(most, asked or in_bytes)
+    blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
+    to_fill = ceil(_WAVES * multiprocessors / blocks)
+    return min(most, asked or max(in_bytes, to_fill))
 
 
 def _size(num_bytes: int) -> str:

@@ -121,19 +121,13 @@ def relay_bytes(schedule: GatherSchedule | A2ASchedule, shape: AttentionShape) -
     )
 
 
-def exchange_bytes(shape: AttentionShape, topology: Topology) -> int:
+def exchange_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
     """Bytes that a rank sends to other hosts in both passes if all ranks exchange heads.
 
-    Forward: Q, K, V there; the output and lse back. Backward: Q, K, V, dO, lse and delta there; dQ,
-    dK, dV back. Of each 1 - 1/N goes to other hosts.
+    Of all that is exchanged (`exchange_widths`) 1 - 1/N goes to other hosts.
     """
-    both_dims = shape.dim_qk + shape.dim_v
-    of_queries = shape.rows_q * (both_dims * shape.itemsize + shape.stat_bytes)
-    of_keys = shape.rows_kv * both_dims * shape.itemsize
-    forward = of_queries + of_keys
-    backward = of_queries + of_keys + shape.rows_q * shape.stat_bytes
-    grads = shape.rows_q * shape.dim_qk + shape.rows_kv * both_dims
-    every = forward + backward + grads * shape.itemsize
+    widths = exchange_widths(shape, again).values()
+    every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
     return every - every // topology.inter_size
 
 
@@ -144,15 +138,23 @@ def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
-def exchange_widths(shape: AttentionShape) -> dict[Direction, tuple[int, int]]:
-    """Bytes of a token's heads that are exchanged, there and back, by direction."""
+def exchange_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
+    """Bytes of a token's heads that are exchanged, there and back, by direction.
+
+    Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
+
+    Args:
+        shape: sizes of the call on one rank.
+        again: whether backward exchanges Q, K, V and lse too: where kept results stand for the
+            forward that would have left them.
+    """
     q = shape.heads_q * shape.dim_qk * shape.itemsize
     out = shape.heads_q * shape.dim_v * shape.itemsize
     kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
     stats = shape.heads_q * shape.stat_bytes
     return {
         Direction.FORWARD: (q + kv, out + stats),
-        Direction.BACKWARD: (q + kv + out + 2 * stats, q + kv),
+        Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
     }
 
 
@@ -164,9 +166,17 @@ def exchange_shares(schedule: A2ASchedule) -> dict[Link, float]:
     return {link: links.count(link) / len(schedule.ranks) for link in used}
 
 
-def a2a_bytes(schedule: A2ASchedule, shape: AttentionShape) -> dict[Link, float]:
-    """Bytes that a rank of a schedule that exchanges heads sends on each link."""
-    both = sum(exchange_widths(shape)[schedule.direction]) * shape.batch * shape.tokens
+def a2a_bytes(
+    schedule: A2ASchedule, shape: AttentionShape, again: bool = False
+) -> dict[Link, float]:
+    """Bytes that a rank of a schedule that exchanges heads sends on each link.
+
+    Args:
+        schedule: of the rank, for one pass.
+        shape: sizes of the call.
+        again: as in `exchange_widths`.
+    """
+    both = sum(exchange_widths(shape, again)[schedule.direction]) * shape.batch * shape.tokens
     sent = {link: both * share for link, share in exchange_shares(schedule).items()}
     sent[Link.INTER] = sent.get(Link.INTER, 0) + relay_bytes(schedule, shape)
     return sent

@@ -19,6 +19,7 @@ def programme_of(
     timer: Timer,
     direction: Direction,
     pulled: bool = True,
+    again: bool = False,
 ) -> tuple[Op, ...]:
     """The operations of a schedule's rank.
 
@@ -28,12 +29,13 @@ def programme_of(
         timer: how long kernels take.
         direction: of the pass; the schedule's, where it has one.
         pulled: whether what is gathered or exchanged inside a host goes by copy engine.
+        again: whether a backward that exchanges heads exchanges Q, K and V too.
     """
     if isinstance(schedule, Schedule):
         return _ring(schedule, shape, timer)
     if isinstance(schedule, GatherSchedule):
         return gather_operations(schedule, shape, timer, direction, pulled)
-    return a2a_operations(schedule, shape, timer, pulled)
+    return a2a_operations(schedule, shape, timer, pulled, again)
 
 
 def _ring(schedule: Schedule, shape: AttentionShape, timer: Timer) -> tuple[Op, ...]:

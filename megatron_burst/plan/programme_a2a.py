@@ -8,14 +8,14 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.operations import Compute, Op, Wait, part_of_heads, tile_runner
 from megatron_burst.plan.programme_gather import merged_rows
 from megatron_burst.plan.programme_relay import Relayed, carried
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.schedule import Circulate, Direction
 
 
 def a2a_operations(
-    schedule: A2ASchedule, shape: AttentionShape, timer: Timer, pulled: bool
+    schedule: A2ASchedule, shape: AttentionShape, timer: Timer, pulled: bool, again: bool
 ) -> tuple[Op, ...]:
     """The operations of a rank that exchanges heads; arguments as in `programme_of`."""
-    programme = _Exchange(schedule, shape, timer, pulled, Relayed(schedule, shape, timer))
+    programme = _Exchange(schedule, shape, timer, pulled, again, Relayed(schedule, shape, timer))
     return tuple(programme.operations())
 
 
@@ -25,6 +25,7 @@ class _Exchange:
     shape: AttentionShape
     timer: Timer
     pulled: bool
+    again: bool
     relayed: Relayed
 
     def operations(self) -> list[Op]:
@@ -34,8 +35,8 @@ class _Exchange:
             if relay.is_first(index):
                 ops += self._wait("there", leg.round)
                 ops += self._post("there", leg.round + 1)
-            keys = tuple(wait.key for wait in self._wait("there", self._own_round(index)))
-            ops += self.relayed.set_out(index, keys) + self.relayed.pass_on(index)
+            ops += self.relayed.set_out(index, self._before_own(index))
+            ops += self.relayed.pass_on(index)
             ops += [*self.relayed.await_visitor(index), self._attention(index)]
             backward = self.schedule.direction is Direction.BACKWARD
             if backward and not self.relayed.alone:
@@ -46,6 +47,14 @@ class _Exchange:
             ops += self.relayed.finish() + self._send_home(len(relay.legs), sent)
         return ops + self._collect(sent)
 
+    def _before_own(self, index: int) -> tuple[tuple, ...]:
+        """What a rank's own piece waits for before it sets out: nothing, if forward left it."""
+        schedule = self.schedule
+        backward = schedule.direction is Direction.BACKWARD
+        if backward and schedule.circulate is Circulate.KV and not self.again:
+            return ()
+        return tuple(wait.key for wait in self._wait("there", self._own_round(index)))
+
     def _own_round(self, index: int) -> int:
         """The round whose own piece sets out in a step."""
         mine = self.schedule.cp_rank
@@ -54,7 +63,7 @@ class _Exchange:
         return rounds[0] if rounds else self.schedule.relay.legs[index].round
 
     def _num_bytes(self, what: str, round_: int) -> float:
-        width = exchange_widths(self.shape)[self.schedule.direction][what == "back"]
+        width = exchange_widths(self.shape, self.again)[self.schedule.direction][what == "back"]
         heads = len(self.schedule.rounds[round_]) / self.shape.heads_kv
         return heads * self.shape.batch * self.shape.tokens * width
 

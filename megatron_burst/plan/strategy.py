@@ -193,10 +193,11 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
     )
     topology = topology_for(job, strategy)
     neighbours = job.on_host // topology.intra_size
-    units = job.hardware.gpu.multiprocessors
     return AttentionCall(
-        shape, topology, neighbours, strategy.intra, backend=backend, multiprocessors=units
-    )
+        shape, topology, neighbours, strategy.intra, backend=backend,
+        multiprocessors=job.hardware.gpu.multiprocessors,
+        again=strategy.recompute == "full" and strategy.keep != "none",
+    )  # fmt: skip
 
 
 def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:

@@ -27,11 +27,11 @@ class Frame[T]:
     def __enter__(self) -> "Frame[T]":
         run = Run(self, replays=self._has_run)
         self._has_run = True
-        self._tokens.append(_RUNNING.set((*_RUNNING.get(), run)))
+        self._tokens.append(_RUNNING.set((*running(), run)))
         return self
 
     def __exit__(self, *_) -> None:
-        if _RUNNING.get()[-1].replays:
+        if running()[-1].replays:
             self._kept.clear()  # also where the replay failed or stopped early
         _RUNNING.reset(self._tokens.pop())
 
@@ -72,19 +72,26 @@ class Run[T]:
 
 
 # Which frames run in this thread, outermost first; like a call stack it is empty when none does.
-_RUNNING: ContextVar[tuple[Run, ...]] = ContextVar("megatron_burst_frames", default=())
+# None while an attention function is being recorded.
+_RUNNING: ContextVar[tuple[Run, ...] | None] = ContextVar("megatron_burst_frames", default=())
 
 
 def running() -> tuple[Run, ...]:
     """The frames whose functions run in this thread right now, outermost first."""
-    return _RUNNING.get()
+    return _RUNNING.get() or ()
+
+
+def recording() -> bool:
+    """Whether an attention function is being recorded: of what its graph saves, all but its inputs
+    and outputs takes memory until the replay."""
+    return _RUNNING.get() is None
 
 
 class Hidden:
     """While entered, no frame is seen to run: for the attention function that is being recorded."""
 
     def __enter__(self) -> None:
-        self._token = _RUNNING.set(())
+        self._token = _RUNNING.set(None)
 
     def __exit__(self, *_) -> None:
         _RUNNING.reset(self._token)

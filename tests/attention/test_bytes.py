@@ -1,21 +1,25 @@
 """Bytes on the wire, counted by wrapping torch.distributed, against the plan's numbers."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.setup import attention_shape
-from megatron_burst.plan.cost import gather_bytes, link_bytes
+from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.plan.cost import a2a_bytes, exchange_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
 PASSES = [
@@ -124,3 +128,65 @@ def test_bytes_of_gathering_are_exactly_the_plans():
         assert len(found) == len(GATHERS)
         for sent, planned in found:
             assert sent == planned and sum(sent.values()) > 0
+
+
+EXCHANGES = [
+    (hosts, inter, circulate, keep)
+    for hosts, inter in ((1, "auto"), (2, "ring"), (4, "ring"), (2, "a2a"))
+    for circulate in (Circulate if inter == "ring" else (Circulate.KV,))
+    for keep in ("plain", "none", "all")
+]
+
+
+def exchanged_and_planned(rank, world):
+    """By case: bytes sent and planned in each pass, and those that auto expects between hosts.
+
+    Rows are of 16 bytes and multiples, so nothing is padded.
+    """
+    restore = dict(vars(dist))
+    found = []
+    for patch in torch_patches():
+        patch.apply()
+    for hosts, inter, circulate, keep in EXCHANGES:
+        topology = pretend_hosts(world, hosts)
+        config = BurstConfig(
+            hosts=hosts, intra="a2a", inter=inter, heads_per_round=1, circulate=circulate.value,
+            keep="all" if keep == "all" else "none",
+        )  # fmt: skip
+        q, k, v = (torch.randn(2, 6, h, d) for h, d in ((16, 8), (4, 8), (4, 4)))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        attend = partial(burst_attention, config=config)
+        if keep != "plain":
+            attend = partial(checkpoint, attend, use_reentrant=True)
+        sent = count_sends(topology, rank)
+        out = attend(q, k, v)
+        forward = dict(+sent)
+        sent.clear()
+        out.sum().backward()
+        vars(dist).update(restore)
+        shape = attention_shape(q, k, v, torch.float32)
+        flat = topology.flat() if inter == "a2a" else topology
+        planned = {}
+        for direction in Direction:
+            schedule = a2a_schedule(
+                flat, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=4,
+                heads_per_round=1, direction=direction,
+                circulate=circulate if direction is Direction.BACKWARD else Circulate.KV,
+            )  # fmt: skip
+            planned[direction] = Counter(a2a_bytes(schedule, shape, keep == "all"))
+        if keep == "none":  # the replay
+            planned[Direction.BACKWARD].update(planned[Direction.FORWARD])
+        planned = [dict(+planned[direction]) for direction in Direction]
+        over_all = exchange_bytes(shape, topology, keep == "all") if inter == "a2a" else None
+        found.append(([forward, dict(+sent)], planned, over_all))
+    return found
+
+
+def test_bytes_of_exchanging_are_exactly_the_plans():
+    """Backward exchanges q, k and v where kept results stand for the forward, and nowhere else."""
+    for found in run_ranks(exchanged_and_planned, 4, 4):
+        assert len(found) == len(EXCHANGES)
+        for (*_, keep), (sent, planned, over_all) in zip(EXCHANGES, found, strict=True):
+            assert sent == planned and all(sent)
+            if over_all and keep != "none":
+                assert sum(of_links[Link.INTER] for of_links in sent) == over_all

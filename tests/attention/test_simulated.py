@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import attention_shape
@@ -78,7 +79,36 @@ def planned_bytes(schedules, shape):
     return sum(sum(link_bytes(schedule, shape).values()) for schedule in schedules)
 
 
-def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, seed=0, pulls=False):
+def both_passes(call, q, k, v, dout):
+    """(out, dq, dk, dv); backward knows nothing but forward's inputs and results."""
+    out, lse = run_forward(call, q, k, v)
+    return [out, *run_backward(call, q, k, v, out, lse, dout)]
+
+
+def both_passes_recalling(call, q, k, v, dout):
+    """(out, dq, dk, dv); backward takes what forward has exchanged, twice."""
+    out, _, left = a2a_forward_leaving(call, q, k, v)
+    shapes = [x.shape for x in (q, k, v)]
+    left_before = [x.clone() for x in left.tensors]
+    run_forward(call, q, -k, -v)  # a call in between must not spoil it
+    a2a_backward_recalling(call, left, shapes, out, -dout)
+    assert all(map(torch.equal, left.tensors, left_before))
+    return [out, *a2a_backward_recalling(call, left, shapes, out, dout)]
+
+
+def run_engine(
+    topology,
+    tensors,
+    *,
+    layout,
+    mask,
+    schedules,
+    backend,
+    scale,
+    seed=0,
+    pulls=False,
+    passes=both_passes,
+):
     """(out, dq, dk, dv) of each rank; `schedules` makes a rank's two."""
     size = topology.cp_size
     tokens = tensors[0].shape[1] // size
@@ -89,9 +119,9 @@ def run_engine(topology, tensors, *, layout, mask, schedules, backend, scale, se
         call = Call(*made, backends()[backend], carrier, scale, torch.float64)
         run_forward(call, q, -k, -v)  # neither call may see or spoil the other's keys
         carrier.sent_bytes = 0
-        out, lse = run_forward(call, q, k, v)
-        grads = run_backward(call, q, k, v, out, lse, dout)
-        return [out, *grads], planned_bytes(made, attention_shape(q, k, v, torch.float64))
+        return passes(call, q, k, v, dout), planned_bytes(
+            made, attention_shape(q, k, v, torch.float64)
+        )
 
     results, carriers = run_simulated(one, size, seed, pulls)
     for carrier, (_, planned) in zip(carriers, results, strict=True):
@@ -198,6 +228,7 @@ def a2a_cases(draw):
         "scale": 0.5,
         "seed": seed,
         "pulls": draw(st.sampled_from([False, True, "one slot"])),
+        "passes": draw(st.sampled_from([both_passes, both_passes_recalling])),
     }
     tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, dims, seed)
     return draw(scattered(hosts, ranks)), tensors, options

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.kernels.backends import backends
@@ -92,6 +93,8 @@ class Streams(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.empty.memory_format and result.dtype is torch.uint8:
+            self.track(result)  # what stays of an exchange
         named = [*zip(function._schema.arguments, args, strict=False)]
         by_name = {argument.name: argument for argument in function._schema.arguments}
         named += [(by_name[name], given) for name, given in (kwargs or {}).items()]
@@ -208,7 +211,17 @@ class PulledInTime:
         return Ordered(self._streams, under_way, done)
 
 
-def races(monkeypatch, hosts, ranks, schedules, pulls):
+def both_passes(call, q, k, v, dout):
+    out, lse = run_forward(call, q, k, v)
+    run_backward(call, q, k, v, out, lse, dout)
+
+
+def both_passes_recalling(call, q, k, v, dout):
+    out, _, left = a2a_forward_leaving(call, q, k, v)
+    a2a_backward_recalling(call, left, [x.shape for x in (q, k, v)], out, dout)
+
+
+def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
     """Uses that are not ordered, in two passes back to back on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
     topology, tokens = pretend_hosts(hosts * ranks, hosts), 8
@@ -222,8 +235,7 @@ def races(monkeypatch, hosts, ranks, schedules, pulls):
         call = Call(*made, backends()["reference"], carrier, 0.5, torch.float64)
         with carrier.streams:
             for _ in range(2):
-                out, lse = run_forward(call, q, k, v)
-                run_backward(call, q, k, v, out, lse, dout)
+                passes(call, q, k, v, dout)
         return carrier.streams.races, carrier.streams.unfinished()
 
     return simulated.run_simulated(one, topology.cp_size, pulls=pulls)[0]
@@ -233,7 +245,7 @@ GRIDS = [(1, 2), (2, 1), (3, 2)]  # hosts, ranks on each
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("way", ["gather", "a2a"])
+@pytest.mark.parametrize("way", ["gather", "a2a", "a2a, recalling"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulate):
     def schedules(*args, **rows):
@@ -241,6 +253,7 @@ def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulat
             return gather_schedules(*args, (4, 2, True), circulate, **rows)
         return a2a_schedules(*args, (4, 1), circulate, **rows)
 
+    passes = both_passes_recalling if way == "a2a, recalling" else both_passes
     for pulls in (False, True, "one slot") if grid[1] > 1 else (False,):
-        for found, unfinished in races(monkeypatch, *grid, schedules, pulls):
+        for found, unfinished in races(monkeypatch, *grid, schedules, pulls, passes):
             assert found == [] and unfinished == []

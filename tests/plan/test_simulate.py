@@ -50,6 +50,7 @@ def calls(draw) -> AttentionCall:
         circulate=draw(st.sampled_from(["auto", "kv", "q"])),
         pulled=draw(st.booleans()), mask=draw(st.sampled_from(list(Mask))),
         layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
+        again=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -61,7 +62,8 @@ def computing(call, machine, direction) -> float:
     """Seconds of kernels of the rank that has most of them."""
     timer, most = Timer(machine, call.backend), 0.0
     for rank in range(call.topology.cp_size):
-        ops = programme_of(call.schedule(rank, direction), call.priced, timer, direction)
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, timer, direction, again=call.again)
         kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
         most = max(most, kernels)
     return most
@@ -140,7 +142,7 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
     come, gone = Counter(), Counter()
     for rank in range(call.topology.cp_size):
         schedule = call.schedule(rank, direction)
-        for op in programme_of(schedule, call.priced, Timer(H200), direction):
+        for op in programme_of(schedule, call.priced, Timer(H200), direction, again=call.again):
             if isinstance(op, Post):
                 come[op.link] += op.num_bytes
         if isinstance(schedule, Schedule):
@@ -149,7 +151,7 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
             share = call.priced.itemsize if direction is Direction.BACKWARD else 0
             gone.update(gather_bytes(schedule, call.priced, share))
         else:
-            gone.update(a2a_bytes(schedule, call.priced))
+            gone.update(a2a_bytes(schedule, call.priced, call.again))
     for link in Link:
         assert come[link] == pytest.approx(gone[link], rel=1e-9)
     if call.topology.inter_size > 1:
@@ -162,7 +164,8 @@ def test_every_transfer_that_is_waited_for_was_posted_and_ranks_keep_step(call, 
     """Ranks have equally many operations of the same kinds; no wait precedes its transfer."""
     kinds = set()
     for rank in range(call.topology.cp_size):
-        ops = programme_of(call.schedule(rank, direction), call.priced, Timer(H200), direction)
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, Timer(H200), direction, again=call.again)
         kinds.add(tuple(type(op) for op in ops))
         posted, waited = set(), set()
         for op in ops:
