@@ -120,7 +120,8 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
     assert done.exit_code == 0, done.output
     predicted = read([out])
     names = [(row.impl, row.mode, row.pass_) for row in predicted]
-    attention = [("burst", "auto", "fwd"), ("burst", "auto", "fwd_bwd")]
+    impls = ("burst", "auto"), ("te", "p2p")
+    attention = [(*impl, pass_) for impl in impls for pass_ in ("fwd", "fwd_bwd")]
     assert names == (attention if command[0] == "attention" else [("burst", "all", "fwd_bwd")])
     assert all(row.versions.startswith("planner at commit ") for row in predicted)
     assert all(
