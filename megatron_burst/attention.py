@@ -15,7 +15,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.run import run_backward, run_forward
-from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter, way_of
+from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -106,7 +106,7 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     carrier = communicator_of(group, terms.config, hcp_groups)
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
-    shape = call_shape(q, k, v, terms.config)
+    shape = attention_shape(q, k, v)
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
     config, plan = planned(way, terms.config)
     if is_new and plan:

@@ -33,7 +33,8 @@ class BurstConfig:
         deterministic: compute bitwise the same gradients every time.
         hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
-            whose error does not grow with the number of ranks; "input" halves bf16's bytes.
+            whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
+            is "input" where a sum makes one hop only, "accumulate" where it makes more.
         transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels; "auto"
             takes what was measured to be faster.
@@ -65,7 +66,7 @@ class BurstConfig:
     hardware: str | None = None
     deterministic: bool = False
     hosts: int | None = None
-    grad_wire: Literal["accumulate", "input"] = "accumulate"
+    grad_wire: Literal["auto", "accumulate", "input"] = "auto"
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     overlap: bool = True

@@ -147,6 +147,10 @@ def loss(
     hidden: Annotated[str, Option(help="width of the hidden states, e.g. 4096,8192")] = "",
     vocab: Annotated[str, Option(help="classes of all ranks, e.g. 32K,128K")] = "",
     preset: Annotated[Literal["quick", "full"], Option(help="what is not listed")] = "quick",
+    case: Annotated[
+        list[str] | None,
+        Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
+    ] = None,
     impl: Annotated[
         list[str] | None, Option(help="repeatable, e.g. burst:forward, megatron:fused, liger")
     ] = None,
@@ -158,18 +162,13 @@ def loss(
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
     from megatron_burst.cli.bench_loss import LossPlan, measure
-    from megatron_burst.cli.loss_peers import LOSS_PRESETS, LossCase, peers_of
+    from megatron_burst.cli.loss_peers import cases_of, listed_cases, peers_of
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.world import started
 
     with in_one_sentence(), started(device, None) as world:
         dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
-        given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
-        widths, vocabularies, lengths = (
-            counts(text, option) if text else default
-            for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
-        )
-        cases = [LossCase(n, h, v, dtype) for h in widths for v in vocabularies for n in lengths]
+        cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
         plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
         rows = measure(plan, world, typer.echo)
         if world.rank == 0 and rows:

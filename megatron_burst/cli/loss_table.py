@@ -1,5 +1,6 @@
 """The LM head and loss beside its peers: as a table, and as a picture."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +27,17 @@ def loss_table(rows: Sequence[LossRow]) -> str:
             ]
         errors = (row.error_loss, row.error_dhidden, row.error_dweight)
         shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
-        status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
+        status = row.status if row.status == "ok" else f"{row.status}: {_short(row.note)}"
         size = f"{row.hidden} x {in_units(row.vocab)}"
         lines.append(
             [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _short(note: str) -> str:
+    """A reason that fits a table; the CSV has all of it."""
+    return textwrap.shorten(note.replace("|", "/"), 60, placeholder=" ...")
 
 
 def _head(row: LossRow) -> tuple:

@@ -141,7 +141,7 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
 def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
     lines = [f"attention of a layer: {call.in_words}"]
     if call.mode == "ring" or call.arranged.inter_size > 1:
-        lines[0] += f"; backward circulates {choose_circulate(call.shape, call.circulate)}"
+        lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
     for direction in Direction:
         timeline = attention_time(call, job.hardware, direction)
         sent = _sent(call, direction)
@@ -157,8 +157,8 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
 def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
     schedule = call.schedule(0, direction)
     if isinstance(schedule, Schedule):
-        return link_bytes(schedule, call.shape)
+        return link_bytes(schedule, call.priced)
     if isinstance(schedule, GatherSchedule):
         share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-        return gather_bytes(schedule, call.shape, share)
-    return a2a_bytes(schedule, call.shape)
+        return gather_bytes(schedule, call.priced, share)
+    return a2a_bytes(schedule, call.priced)

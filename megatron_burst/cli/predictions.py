@@ -90,10 +90,9 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     """The call of a row, as the engine would have it on that hardware."""
     mode = row.mode if row.impl == "burst" else "auto"
     (impl,) = impls_of((f"burst:{mode}",))
-    grad_bytes = 2 if impl.config.grad_wire == "input" else 4
     shape = AttentionShape(
         row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
-        row.head_dim_qk, row.head_dim_v, 2, 4, grad_bytes,
+        row.head_dim_qk, row.head_dim_v, 2, 4, 4,
     )  # fmt: skip
     pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
     hosts = pretend_hosts(row.ranks, row.hosts)

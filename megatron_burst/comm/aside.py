@@ -4,9 +4,13 @@ import torch
 
 
 class Aside:
-    """Queues what is called within it on a stream of its own, behind the current stream.
+    """Queues what is called within it on a stream of its own, behind what was queued on the current
+    stream when this was made.
 
-    Without a stream it is queued where it is.
+    Made before kernels and entered after them, it runs beside them and yet lies behind them in the
+    GPU's queue. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for, there is one for all
+    streams, and whatever waits in it holds up everything behind it. Without a stream, what is
+    called within is queued where it is.
 
     Args:
         stream: the stream; None on CPU, and where nothing is to overlap.
@@ -14,11 +18,12 @@ class Aside:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
+        self._since = stream and torch.cuda.current_stream(stream.device).record_event()
         self._done: torch.cuda.Event | None = None
 
     def __enter__(self) -> "Aside":
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_event(self._since)
             self._inside = torch.cuda.stream(self._stream)
             self._inside.__enter__()
         return self

@@ -47,7 +47,8 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         if schedule.relay.is_first(index):
             queries, *home = there.of(leg.round)
             there.post(leg.round + 1)
-        guests.prepare(index)
+        guests.expect(index)
+        guests.receive(index)
         visits = guests.await_visitor(index)
         k_there, v_there = keys.split(keys.views(index)[0]) if visits else home
         for tile in schedule.tiles[index]:
@@ -168,7 +169,8 @@ class _Backward:
         if self._schedule.relay.is_first(index):
             self._there.of(round_)
             self._there.post(round_ + 1)
-        self._guests.prepare(index)
+        self._guests.expect(index)
+        self._guests.receive(index)
 
     def compute_alone(self, round_: int) -> None:
         """A round of one host: one tile, whose results go back at once."""
@@ -202,6 +204,7 @@ class _Backward:
         travelling, local = sums
         # what came home goes back before the next round's results take a place there
         travelling[0].add(index, travelling[1])
+        travelling[0].come_home(index)
         self._send_home(index)
         local[0].add(index, local[1])
 

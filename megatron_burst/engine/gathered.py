@@ -88,6 +88,7 @@ class KeyGrads:
 
     Attributes:
         in_one_slot: a step must be collected before the next one's tiles are computed.
+        device: of the gradients.
     """
 
     def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
@@ -99,6 +100,7 @@ class KeyGrads:
         sizes = [
             size_in_bytes(self._shape(0, rows), self._dtype) for rows in (schedule.share_rows, come)
         ]
+        self.device = k.device
         self._slots = call.carrier.slots(Cargo.GRAD, len(steps), sizes[0], k.device)
         self.in_one_slot = len(self._slots) == 1
         (self._staging,) = call.carrier.buffers("staging", 1, sizes[1], k.device)

@@ -71,12 +71,18 @@ class Visitors:
         """Let the current stream wait for the piece of a step."""
         self._hops.land(index)
 
-    def pass_on(self, index: int) -> None:
-        """Send on what is to go on in a step."""
+    def set_out(self, index: int) -> None:
+        """Send the rank's own piece, if it is to leave in a step."""
         for hop in self._relay.legs[index].reads:
             if hop.sends == self._mine:
                 self._pack(hop.round, self._hops.views(hop.from_slot, hop.round))
-            self._hops.start(hop)
+                self._hops.start(hop)
+
+    def pass_on(self, index: int) -> None:
+        """Send on what came for a step, if it is to go on."""
+        for hop in self._relay.legs[index].reads:
+            if hop.sends != self._mine:
+                self._hops.start(hop)
 
     def views(self, index: int) -> tuple[Tensor, ...] | None:
         """The visiting piece of a step; None if it is the rank's own."""
@@ -111,25 +117,29 @@ class TravellingSums:
         return tuple(view.transpose(0, 1) for view in self._hops.views(slot, round_))
 
     def add(self, index: int, sums: Sequence[Sum]) -> None:
-        """Add what this host contributes in a step; `sums` name every row once."""
+        """Add what this host contributes in a step and send it on; `sums` name every row once.
+
+        A sum that starts here waits for nothing that arrives.
+        """
         leg = self._relay.legs[index]
-        self._hops.land(index)
+        if not leg.fresh:
+            self._hops.land(index)
         home = leg.grad_slot == HOME
         totals = self._targets(leg.round) if home else self._views(leg.grad_slot, leg.round)
         for span, parts in sums:
             for total, own in zip(totals, parts, strict=True):
                 rows = total[:, span.slice]
                 add_up(rows, own, fresh=leg.fresh)
-        self._come_home(index)
         for hop in leg.grads:
             self._hops.start(hop)
 
     def finish(self) -> None:
         """Wait for the last of the rank's own gradients."""
-        self._hops.land(len(self._relay.legs))
-        self._come_home(len(self._relay.legs))
+        self.come_home(len(self._relay.legs))
 
-    def _come_home(self, index: int) -> None:
+    def come_home(self, index: int) -> None:
+        """Wait for the rank's own gradients that come home in a step, behind its sum."""
+        self._hops.land(index)
         for coming in self._relay.homecomings[index]:
             self._join(coming)
 
@@ -183,6 +193,9 @@ class LocalSums:
                     sum_parts(target[:, span.slice], [rows, *own])
                 else:
                     add_up(rows, own, fresh=first)
+
+    def come_home(self, index: int) -> None:
+        """Nothing travels."""
 
     def finish(self) -> None:
         """Nothing is under way."""

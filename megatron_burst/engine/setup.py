@@ -29,18 +29,6 @@ class Pattern:
     scale: float
 
 
-def call_shape(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> AttentionShape:
-    """Sizes of a call on one rank.
-
-    Args:
-        q: [b, n, h, d_qk].
-        k: [b, n, h_kv, d_qk].
-        v: [b, n, h_kv, d_v].
-        config: says the gradients' dtype on the wire.
-    """
-    return attention_shape(q, k, v, _grad_dtype(q, config))
-
-
 def way_of(
     shape: AttentionShape,
     device: torch.device,
@@ -62,7 +50,7 @@ def way_of(
         heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
         pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
-        multiprocessors=_multiprocessors(device),
+        multiprocessors=_multiprocessors(device), grad_wire=config.grad_wire,
     )  # fmt: skip
 
 
@@ -85,10 +73,6 @@ def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, 
     return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""
 
 
-def _grad_dtype(q: Tensor, config: BurstConfig) -> torch.dtype:
-    return q.dtype if config.grad_wire == "input" else accumulate_dtype(q.dtype)
-
-
 def set_up(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
 ) -> tuple[Call, str]:
@@ -105,8 +89,7 @@ def set_up(
     Raises:
         BurstError: if the user asked for what this call cannot have.
     """
-    grad_dtype = _grad_dtype(q, config)
-    shape = attention_shape(q, k, v, grad_dtype)
+    shape = attention_shape(q, k, v)
     backend, backend_choice = choose_backend(
         problem_of(q, k, v, config.deterministic), config.backend
     )
@@ -114,13 +97,14 @@ def set_up(
         way_of(shape, q.device, carrier.topology, pattern, config),
         rectangular_causal=backend.capability.rectangular_causal,
     )
+    narrow = way.priced.grad_bytes == q.dtype.itemsize
     call = Call(
         forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
         backward=way.schedule(carrier.cp_rank, Direction.BACKWARD),
         backend=backend,
         carrier=carrier,
         scale=pattern.scale,
-        grad_dtype=grad_dtype,
+        grad_dtype=q.dtype if narrow else accumulate_dtype(q.dtype),
         deterministic=config.deterministic,
     )
     return call, "; ".join([*_words(way, carrier.transfer), f"backend {backend_choice}"])
@@ -138,8 +122,11 @@ def _words(way: AttentionCall, transfer: object) -> list[str]:
     return words
 
 
-def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) -> AttentionShape:
-    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire."""
+def attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None
+) -> AttentionShape:
+    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire; None: that
+    in which they are summed."""
     batch, tokens, heads_q, dim_qk = q.shape
     return AttentionShape(
         batch=batch,
@@ -150,5 +137,5 @@ def attention_shape(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype) ->
         dim_v=v.shape[3],
         itemsize=q.dtype.itemsize,
         stat_bytes=accumulate_dtype(q.dtype).itemsize,
-        grad_bytes=grad_dtype.itemsize,
+        grad_bytes=(grad_dtype or accumulate_dtype(q.dtype)).itemsize,
     )

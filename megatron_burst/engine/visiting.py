@@ -102,25 +102,43 @@ class Guests:
     ) -> None:
         self._carrier, self._relay, self._device = call.carrier, relay, device
         self._visitors = visitors
+        self._expected: dict[int, tuple[Aside, Aside, Callable[[], None] | None]] = {}
         self._landed: dict[int, Aside] = {}
 
-    def prepare(self, index: int, then: Callable[[], None] | None = None) -> None:
-        """Let the visitor of a step come, do what `then` does with it, send on what goes on.
+    def expect(self, index: int, then: Callable[[], None] | None = None) -> None:
+        """Say that the visitor of a step may come from here on; before the kernels beside which it
+        comes.
 
-        Where nobody comes, `then` runs on the current stream: it has nothing to wait for, and
-        behind kernels that fill the GPU it would begin late.
+        Where nobody comes, `then` runs at once, on the current stream: it has nothing to wait for,
+        and behind kernels that fill the GPU it would begin late.
         """
         if index >= len(self._relay.legs):
             return
-        if self._visitors and self._relay.legs[index].distance:
-            with self._carrier.beside(self._device) as self._landed[index]:
+        comes = self._visitors and self._relay.legs[index].distance
+        if then and not comes:
+            then()
+        if self._visitors:
+            aside = self._carrier.beside
+            then = then if comes else None
+            self._expected[index] = aside(self._device), aside(self._device), then
+
+    def receive(self, index: int) -> None:
+        """Let the visitor of a step come, do with it what was to be done, send on what goes on;
+        behind these kernels in the GPU's queue, as it waits for other hosts."""
+        if index not in self._expected:
+            return
+        coming, going, then = self._expected.pop(index)
+        if self._relay.legs[index].reads:
+            with going:
+                self._visitors.set_out(index)
+        if self._relay.legs[index].distance:
+            with coming:
                 self._visitors.land(index)
                 if then:
                     then()
-        elif then:
-            then()
-        if self._visitors and self._relay.legs[index].reads:
-            with self._carrier.beside(self._device):
+            self._landed[index] = coming
+        if self._relay.legs[index].reads:
+            with going:
                 self._visitors.pass_on(index)
 
     def await_visitor(self, index: int) -> bool:

@@ -23,7 +23,8 @@ _ATTENTION = {
     "backend": "attention kernel",
     "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
     "what simulation finds fastest",
-    "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's",
+    "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's; auto is "
+    "the model's where a sum makes a single hop",
     "transfer": "inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
     "nccl_ctas": "most thread blocks of a transfer",
     "timeout_s": "seconds a rank waits for others",

@@ -13,7 +13,7 @@ from megatron_burst.plan.choose import (
     choose_inter,
     choose_intra,
 )
-from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.cost import AttentionShape, on_wire
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
 from megatron_burst.plan.kernel_time import Timer
@@ -34,7 +34,7 @@ class AttentionCall:
     """An attention call and how it is to run; "auto" as in `BurstConfig`.
 
     Attributes:
-        shape: sizes on one rank.
+        shape: sizes on one rank; `grad_bytes` is left to `grad_wire`.
         topology: of the context-parallel group.
         neighbours: GPUs of a host that belong to other groups beside one rank of this one, plus it:
             the tensor-parallel size, where those ranks run their rings at the same time.
@@ -50,6 +50,7 @@ class AttentionCall:
         mask: of the sequence.
         device: torch device type.
         multiprocessors: of a GPU: how many heads a round fill it depends on them.
+        grad_wire: of gradients between ranks.
         rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
             None: as the backend of that name does.
     """
@@ -69,13 +70,15 @@ class AttentionCall:
     mask: Mask = Mask.CAUSAL
     device: str = "cuda"
     multiprocessors: int = USUAL_MULTIPROCESSORS
+    grad_wire: str = "auto"
     rectangular_causal: bool | None = None
 
     @property
     def between_why(self) -> Choice:
         """How it goes between hosts, with the reason."""
         asked = self.inter, self.intra
-        return choose_inter(self.shape, self.topology, self.layout, self.device, asked)
+        shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
+        return choose_inter(shape, self.topology, self.layout, self.device, asked)
 
     @property
     def between(self) -> str:
@@ -102,8 +105,15 @@ class AttentionCall:
     def circulate_why(self) -> Choice:
         """What passes from rank to rank in backward, with the reason."""
         if self.mode == "ring" or self.arranged.inter_size > 1:
-            return choose_circulate(self.shape, self.circulate)
+            return choose_circulate(self.priced, self.circulate)
         return Choice(Circulate.KV, "one host")
+
+    @property
+    def priced(self) -> AttentionShape:
+        """The shape, with gradients as wide as they travel."""
+        ring = self.mode == "ring"
+        hops = (self.topology.cp_size if ring else self.arranged.inter_size) - 1
+        return on_wire(self.shape, self.grad_wire, hops)
 
     @property
     def in_words(self) -> str:
@@ -182,7 +192,7 @@ def attention_time(
     programmes = {}
     for rank in _simulated(call) if ranks is None else ranks:
         schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.shape, timer, direction, call.by_copy_engine)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
 

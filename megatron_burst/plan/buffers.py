@@ -38,7 +38,7 @@ def buffer_bytes(call: AttentionCall) -> float:
 
 
 def _ring_bytes(call: AttentionCall, schedule: Schedule) -> float:
-    shape = call.shape
+    shape = call.priced
     sizes = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
     slots = (schedule.read_slots + 1) * sizes[Cargo.READ] + schedule.grad_slots * sizes[Cargo.GRAD]
     dims = shape.dim_qk + shape.dim_v
@@ -50,7 +50,7 @@ def _ring_bytes(call: AttentionCall, schedule: Schedule) -> float:
 
 
 def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
-    shape = call.shape
+    shape = call.priced
     heads, steps = len(schedule.rounds[0]), schedule.steps
     row = shape.batch * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
     pulled, share = call.by_copy_engine, row * schedule.share_rows
@@ -96,7 +96,7 @@ def _step_bytes(shape: AttentionShape, step: GatherStep, in_place: bool) -> floa
 
 
 def _a2a_bytes(call: AttentionCall, schedule: A2ASchedule) -> float:
-    shape, rounds = call.shape, len(schedule.rounds)
+    shape, rounds = call.priced, len(schedule.rounds)
     there, back = exchange_widths(shape)[Direction.BACKWARD]
     part = shape.batch * shape.tokens * len(schedule.rounds[0]) / shape.heads_kv
     reads = slot_count(Cargo.READ, rounds, part * there, call.by_copy_engine)

@@ -1,7 +1,7 @@
 """Bytes per link and FLOPs of a schedule, counted from its steps."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.gather import GatherSchedule
@@ -44,6 +44,19 @@ class AttentionShape:
     def rows_kv(self) -> int:
         """(token, key head) pairs on a rank."""
         return self.batch * self.tokens * self.heads_kv
+
+
+def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
+    """The shape with gradients as wide as they travel between ranks.
+
+    Args:
+        shape: sizes of the call.
+        grad_wire: "accumulate", "input" or "auto": the model's dtype where a sum makes no more than
+            one hop. It is rounded once then, as what the kernels return is, and joined in float32.
+        hops: that a sum of gradients makes.
+    """
+    narrow = grad_wire == "input" or (grad_wire == "auto" and hops <= 1)
+    return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
 def hop_bytes(

@@ -35,7 +35,7 @@ class _Exchange:
                 ops += self._wait("there", leg.round)
                 ops += self._post("there", leg.round + 1)
             keys = tuple(wait.key for wait in self._wait("there", self._own_round(index)))
-            ops += self.relayed.pass_on(index, keys)
+            ops += self.relayed.set_out(index, keys) + self.relayed.pass_on(index)
             ops += [*self.relayed.await_visitor(index), self._attention(index)]
             backward = self.schedule.direction is Direction.BACKWARD
             if backward and not self.relayed.alone:

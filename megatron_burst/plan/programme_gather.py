@@ -55,8 +55,9 @@ class _Gather:
             run = tile_runner(self.timer, shape, Direction.BACKWARD)
             ops += [Compute(run(step.before), index), *self._land(index)]
             ops += self._prepare(index + 1)
-            ops.append(Compute(run(step.tiles), index))
-            ops += self._sum_keys(index - 1)
+            tiles = Compute(run(step.tiles), index)
+            sums = self._sum_keys(index - 1)
+            ops += [*sums, tiles] if self.relayed.travels(of_keys=True) else [tiles, *sums]
             ops += [self._leave(index), Compute(run(step.after), index)]
             ops += self._sum_queries(index)
         return ops + self._sum_keys(len(self.schedule.steps) - 1) + self.relayed.finish()
@@ -70,7 +71,7 @@ class _Gather:
         """Let the visitor of a step come, gather its keys, send on what goes on."""
         if index >= len(self.schedule.steps):
             return []
-        ops: list[Op] = []
+        ops = self.relayed.set_out(index)
         if self._begins(index):
             row = self._row_bytes(index)
             pieces = self.schedule.reads[self.schedule.steps[index].gather][self.schedule.cp_rank]
@@ -106,8 +107,10 @@ class _Gather:
         if index < 0:
             return []
         rows = self._arriving_rows(index) + self.shape.tokens  # of others and of its own
-        ops = self.relayed.add(index, True, rows * self._row_bytes(index))
-        return [Wait(("grad", index)), *ops]
+        num_bytes, come = rows * self._row_bytes(index), ("grad", index)
+        if self.relayed.travels(of_keys=True) and index < len(self.schedule.steps) - 1:
+            return self.relayed.add(index, True, num_bytes, after=(come,))  # beside the kernels
+        return [Wait(come), *self.relayed.add(index, True, num_bytes)]
 
     def _sum_queries(self, index: int) -> list[Op]:
         """Add up the dq of a step's tiles."""

@@ -45,24 +45,28 @@ class Relayed:
         """Kernels of a step wait for its visitor."""
         return [Wait(key) for key in self.landing(index)]
 
-    def pass_on(self, index: int, own_after: tuple[tuple, ...] = ()) -> list[Op]:
-        """Send on what is to go on while a step is prepared.
+    def set_out(self, index: int, after: tuple[tuple, ...] = ()) -> list[Op]:
+        """Send the rank's own piece, if it is to leave while a step is prepared.
 
         Args:
             index: number of the step.
-            own_after: transfers that bring what the rank's own piece is made of.
+            after: transfers that bring what the piece is made of.
         """
         ops: list[Op] = []
-        for place, hop in enumerate(self.schedule.relay.legs[index].reads):
-            after = self.landing(index)
-            if hop.sends == self.schedule.cp_rank:
-                after += own_after
-            # who sends an own piece packs it; all ranks do so in the same step
-            packs = hop.sends == self.schedule.cp_rank
-            num_bytes = 2 * self._bytes(hop) if packs else 0
-            ops.append(Compute((("copy", self.timer.memory(num_bytes)),), index))
+        for place, hop in self._reads(index, own=True):
+            ops.append(Compute((("copy", self.timer.memory(2 * self._bytes(hop))),), index))
             ops.append(self._post(index, place, hop, after))
         return ops
+
+    def pass_on(self, index: int) -> list[Op]:
+        """Send on what came for a step, if it is to go on."""
+        landing = self.landing(index)
+        reads = self._reads(index, own=False)
+        return [self._post(index, place, hop, landing) for place, hop in reads]
+
+    def _reads(self, index: int, own: bool) -> list[tuple[int, Hop]]:
+        hops = enumerate(self.schedule.relay.legs[index].reads)
+        return [(n, hop) for n, hop in hops if own == (hop.sends == self.schedule.cp_rank)]
 
     def _post(self, index: int, place: int, hop: Hop, after: tuple[tuple, ...] = ()) -> Post:
         key = (index, hop.ring, hop.cargo, place)
@@ -78,13 +82,16 @@ class Relayed:
         """Whether gradients of keys (else of queries) follow what circulates."""
         return not self.alone and of_keys == (self.schedule.circulate is Circulate.KV)
 
-    def add(self, index: int, of_keys: bool, read_bytes: float) -> list[Op]:
+    def add(
+        self, index: int, of_keys: bool, read_bytes: float, after: tuple[tuple, ...] = ()
+    ) -> list[Op]:
         """Add what this host contributes in a step to gradients of keys or queries.
 
         Args:
             index: number of the step.
             of_keys: keys' gradients, else queries'.
             read_bytes: of the parts that are added.
+            after: transfers that bring parts of a sum that is formed beside kernels.
         """
         leg = self.schedule.relay.legs[index]
         elements = self._elements(leg.round, of_keys)
@@ -92,8 +99,10 @@ class Relayed:
             num_bytes = read_bytes + elements * self._local_width(index)
             return [self._merge(num_bytes, index)]
         num_bytes = read_bytes + elements * self.shape.grad_bytes * (1 if leg.fresh else 2)
-        ops = [*self._land_grads(index), self._merge(num_bytes, index), *self._join(index)]
-        return ops + [self._post(index, place, hop) for place, hop in enumerate(leg.grads)]
+        leave = [self._post(index, place, hop, after) for place, hop in enumerate(leg.grads)]
+        ops = [self._merge(num_bytes, index), *leave]
+        land = self._land_grads(index)
+        return [*(ops + land if leg.fresh else land + ops), *self._join(index)]
 
     def finish(self) -> list[Op]:
         """The last gradients come home."""

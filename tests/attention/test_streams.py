@@ -57,8 +57,8 @@ class Streams(TorchDispatchMode):
             known[stream] = max(known[stream], time)
 
     @contextmanager
-    def on(self, stream):
-        before, times = self.current, self.here()
+    def on(self, stream, times=None):
+        before, times = self.current, self.here() if times is None else times
         self.current = stream
         self.wait(times)
         yield
@@ -108,10 +108,10 @@ class Side:
     """An `Aside` of these streams."""
 
     def __init__(self, streams):
-        self._streams = streams
+        self._streams, self._since = streams, streams.here()
 
     def __enter__(self):
-        self._on = self._streams.on("side")
+        self._on = self._streams.on("side", self._since)
         self._on.__enter__()
         return self
 

@@ -73,10 +73,18 @@ def test_one_row_for_each_mode(results):
     from megatron_burst.cli.modes import MODES
 
     ((rows, said, _), _), path = results
-    assert [f"{row.impl}:{row.mode}" for row in rows] == list(MODES)
+    assert [f"{row.impl}:{row.mode}" for row in rows if row.pass_ == "fwd_bwd"] == list(MODES)
+    (attention,) = (row for row in rows if row.pass_ == "fwd")  # alone; Megatron's cannot run
+    assert (attention.impl, attention.mode) == ("burst", "attention")
+    # 2 layers x 2 x 4 heads x 8 x 64 x 64 on 2 ranks: two products, half of them behind the mask
+    assert attention.tflops_per_gpu == pytest.approx(
+        2 * 2 * 4 * 8 * 64 * 64 / 2 / attention.ms / 1e9
+    )
     assert [row.mode for row in read([path])] == [row.mode for row in rows]
-    assert len(said) == 1
+    assert len(said) == 2
     for row in rows:
+        if row is attention:
+            continue
         if row.impl == "burst":
             assert row.status == "ok" and row.ms_min <= row.ms <= row.ms_max
             # 6 (2 layers (weights 32 8 (4 + 4 + 2 + 2) + 3 32 48) + 2 4 8 64) 64 FLOPs on 2 ranks

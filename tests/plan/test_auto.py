@@ -121,7 +121,7 @@ def with_network(gbs: float):
 def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(grouped, pretend_hosts(16, 2))
+    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather")
     # smaller pieces are hidden sooner and come home sooner
     assert choose_call(call, slow).call.heads < choose_call(call, fast).call.heads
     call = AttentionCall(grouped, pretend_hosts(8, 4))
@@ -147,7 +147,7 @@ def test_schedules_are_the_engines_own(options, hosts):
     import torch
 
     from megatron_burst.config import BurstConfig
-    from megatron_burst.engine.setup import Pattern, call_shape, set_up, settle_inter, way_of
+    from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 
     topology = pretend_hosts(4, hosts)
     shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
@@ -155,7 +155,7 @@ def test_schedules_are_the_engines_own(options, hosts):
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
     pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
     config = BurstConfig(backend="reference", **options)
-    made_of = call_shape(q, k, v, config)
+    made_of = attention_shape(q, k, v)
     config, _ = settle_inter(way_of(made_of, q.device, topology, pattern, config), config)
     assert config.inter == call.between
     arranged = topology if config.inter == "ring" else topology.flat()

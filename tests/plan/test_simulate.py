@@ -61,7 +61,7 @@ def computing(call, machine, direction) -> float:
     """Seconds of kernels of the rank that has most of them."""
     timer, most = Timer(machine, call.backend), 0.0
     for rank in range(call.topology.cp_size):
-        ops = programme_of(call.schedule(rank, direction), call.shape, timer, direction)
+        ops = programme_of(call.schedule(rank, direction), call.priced, timer, direction)
         kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
         most = max(most, kernels)
     return most
@@ -140,16 +140,16 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
     come, gone = Counter(), Counter()
     for rank in range(call.topology.cp_size):
         schedule = call.schedule(rank, direction)
-        for op in programme_of(schedule, call.shape, Timer(H200), direction):
+        for op in programme_of(schedule, call.priced, Timer(H200), direction):
             if isinstance(op, Post):
                 come[op.link] += op.num_bytes
         if isinstance(schedule, Schedule):
-            gone.update(link_bytes(schedule, call.shape))
+            gone.update(link_bytes(schedule, call.priced))
         elif isinstance(schedule, GatherSchedule):
-            share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-            gone.update(gather_bytes(schedule, call.shape, share))
+            share = call.priced.itemsize if direction is Direction.BACKWARD else 0
+            gone.update(gather_bytes(schedule, call.priced, share))
         else:
-            gone.update(a2a_bytes(schedule, call.shape))
+            gone.update(a2a_bytes(schedule, call.priced))
     for link in Link:
         assert come[link] == pytest.approx(gone[link], rel=1e-9)
     if call.topology.inter_size > 1:
@@ -162,7 +162,7 @@ def test_every_transfer_that_is_waited_for_was_posted_and_ranks_keep_step(call, 
     """Ranks have equally many operations of the same kinds; no wait precedes its transfer."""
     kinds = set()
     for rank in range(call.topology.cp_size):
-        ops = programme_of(call.schedule(rank, direction), call.shape, Timer(H200), direction)
+        ops = programme_of(call.schedule(rank, direction), call.priced, Timer(H200), direction)
         kinds.add(tuple(type(op) for op in ops))
         posted, waited = set(), set()
         for op in ops:
