@@ -19,7 +19,7 @@ from typer import Option
 
 from megatron_burst.cli.cases import Case, Grid, Pass, counts, head_counts, problems
 from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.modes import modes_of
+from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
 from megatron_burst.cli.predictions import predict
 from megatron_burst.cli.results import Row, append
 from megatron_burst.cli.sentence import in_one_sentence
@@ -101,15 +101,18 @@ def recompute(
     hardware: Machine = "h200",
     link: Link = "",
 ) -> None:
-    """Problems of `bench recompute`."""
+    """Problems of `bench recompute`, and attention's forward alone."""
     with in_one_sentence():
         ((heads_q, heads_kv),) = head_counts(heads)
         note = f"{layers} layers, hidden {hidden}, ffn {ffn}"
-        every = product(counts(seq, "--seq"), modes_of(mode or ()))
+        modes = modes_of(mode or ())
+        alone = [Mode(impl, ATTENTION) for impl in dict.fromkeys(one.impl for one in modes)]
+        every = product(counts(seq, "--seq"), [*modes, *alone])
         rows = [
             _row(
                 hosts=hosts, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
-                impl=one.impl, mode=one.name, pass_="fwd_bwd", note=note,
+                impl=one.impl, mode=one.name, note=note,
+                pass_="fwd" if one.name == ATTENTION else "fwd_bwd",
             )
             for tokens, one in every
         ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from matplotlib.figure import Figure
 
-from megatron_burst.cli.predictions import Prediction, is_of_layers, predict
+from megatron_burst.cli.predictions import Prediction, is_of_layers, is_standin, predict
 from megatron_burst.cli.results import COLUMNS, Row, read
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
@@ -32,6 +32,7 @@ SHAPE = (
 KINDS = (  # what is summed up apart
     "64K and 256K on one host (speeds fitted)", "other lengths on one host",
     "several hosts (links as measured in the run)", "layers of Megatron's under recomputation",
+    "TransformerEngine's p2p, for which a ring of K, V over all ranks stands in",
 )  # fmt: skip
 Predictor = Callable[[Row], Prediction | None]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -60,6 +61,8 @@ class Compared:
         """One of `KINDS`."""
         if is_of_layers(self.row):
             return KINDS[3]
+        if is_standin(self.row):
+            return KINDS[4]
         if self.row.hosts > 1:
             return KINDS[2]
         return KINDS[self.row.seq not in FITTED]
@@ -145,7 +148,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind, colour in zip(KINDS, ("tab:gray", "tab:red", "tab:blue", "tab:green"), strict=True):
+    for kind, colour in zip(KINDS, (f"C{i}" for i in (7, 3, 0, 2, 1)), strict=True):
         for kernel, marker in ((False, "o"), (True, "^")):
             some = [c for c in compared if c.kind == kind and (c.row.impl == "ceiling") == kernel]
             if not some:
@@ -160,7 +163,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     right.axhspan(-10, 10, color="tab:green", alpha=0.1)
     right.axhline(0, c="0.5", lw=0.8)
     right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
-    left.legend(fontsize=7)
+    left.legend(fontsize=6, loc="lower right")
     figure.savefig(path, dpi=110)
 
 

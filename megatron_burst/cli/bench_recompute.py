@@ -10,7 +10,7 @@ from statistics import median
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.links import link_speed
-from megatron_burst.cli.modes import Mode
+from megatron_burst.cli.modes import ATTENTION, Mode
 from megatron_burst.cli.results import Row
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
@@ -106,7 +106,7 @@ class _Part:
         """What keeping can save: the forward pass of attention alone."""
         Mode(self.impl, "off", "off").apply(self.stack, self.widths, self.plan.options)
         (ms,) = self._times({"attention": self.stack.attention_alone()}).values()
-        return self._row(Mode(self.impl, "attention"), ms, "fwd", self.widths.attention_flops)
+        return self._row(Mode(self.impl, ATTENTION), ms, "fwd", self.widths.attention_flops)
 
     def _try_out(self, mode: Mode) -> str | None:
         """Run it twice: the first pass makes what lasts, the second's memory counts."""

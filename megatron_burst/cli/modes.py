@@ -41,6 +41,7 @@ class Mode:
         stack.set(self.recompute, burst, layers)
 
 
+ATTENTION = "attention"  # in the column of modes: attention's forward alone, in all layers
 MODES = {
     str(mode): mode
     for mode in (

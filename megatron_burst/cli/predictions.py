@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.modes import MODES, Mode
+from megatron_burst.cli.modes import ATTENTION, MODES, Mode
 from megatron_burst.cli.results import Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall, attention_time
@@ -41,6 +41,11 @@ def is_of_layers(row: Row) -> bool:
     return bool(_LAYERS.match(row.note))
 
 
+def is_standin(row: Row) -> bool:
+    """Whether a row is TransformerEngine's ring, which a ring of ours stands in for."""
+    return (row.impl, row.mode) == ("te", "p2p")
+
+
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     """The prediction for a row; None where the planner has nothing to say.
 
@@ -56,9 +61,9 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
         return None
     layers = is_of_layers(row)
-    if row.impl not in (("burst", "megatron") if layers else ("burst", "ceiling")):
-        return None
-    if layers and (row.batch > 1 or f"{row.impl}:{row.mode}" not in MODES):
+    alone = row.mode == ATTENTION and row.impl in ("burst", "megatron")
+    known = (alone or f"{row.impl}:{row.mode}" in MODES) and row.batch == 1
+    if not (known if layers else row.impl in ("burst", "ceiling") or is_standin(row)):
         return None
     hardware = hardware or preset_of(row.gpu, "a benchmark's row")
     if layers:
@@ -68,8 +73,10 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     call = _call(row, hardware)
+    if is_standin(row):
+        call = _as_megatron(call, hardware)
     hardware = _with_links(row, hardware, call)
-    work, seconds = call.tflop(Direction.FORWARD), 0.0
+    work = call.tflop(Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
     gib = None
     if row.pass_ == "fwd_bwd":
@@ -133,7 +140,7 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     layers, hidden, ffn = map(int, _LAYERS.match(row.note).groups())
     heads = row.heads_q, row.heads_kv
     model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
-    mode = MODES[f"{row.impl}:{row.mode}"]
+    mode = MODES.get(f"{row.impl}:{row.mode}", Mode(row.impl, row.mode))
     job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
     seconds = waiting = working = 0.0
     for share, strategy in _strategies(row, layers, mode):
@@ -141,10 +148,12 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
         if row.impl == "megatron":
             call = _as_megatron(call, hardware)
         links = _with_links(row, hardware, call)
+        again = attention_time(call, links, Direction.FORWARD).seconds
+        if mode.name == ATTENTION:
+            return Prediction(1e3 * layers * again, None)
         on_links = replace(job, hardware=links)
         seconds += share * layers * layer_seconds(on_links, strategy, call)
         if mode.recompute == "selective":  # attention alone is computed again
-            again = attention_time(call, links, Direction.FORWARD).seconds
             seconds += share * layers * again
         memory = memory_of(job, strategy)
         waiting += share * (memory.saved + memory.kept)

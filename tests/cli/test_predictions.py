@@ -77,6 +77,7 @@ def test_what_is_kept_is_not_computed_again():
     call = attention_call(*layer_model())
     attention = 4e3 * attention_time(call, H200, Direction.FORWARD).seconds
     assert times["none"] - times["all"] == pytest.approx(attention)
+    assert ms(replace(LAYERS, mode="attention", pass_="fwd")) == pytest.approx(attention)
     assert times["none"] - times["half"] == pytest.approx(0.75 * attention)
     assert times["none"] - times["some"] == pytest.approx(attention / 2)
     assert times["selective"] - times["off"] == pytest.approx(attention)
@@ -120,8 +121,10 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
     assert done.exit_code == 0, done.output
     predicted = read([out])
     names = [(row.impl, row.mode, row.pass_) for row in predicted]
-    attention = [("burst", "auto", "fwd"), ("burst", "auto", "fwd_bwd")]
-    assert names == (attention if command[0] == "attention" else [("burst", "all", "fwd_bwd")])
+    impls = ("burst", "auto"), ("te", "p2p")
+    attention = [(*impl, pass_) for impl in impls for pass_ in ("fwd", "fwd_bwd")]
+    layers = [("burst", "all", "fwd_bwd"), ("burst", "attention", "fwd")]
+    assert names == (attention if command[0] == "attention" else layers)
     assert all(row.versions.startswith("planner at commit ") for row in predicted)
     assert all(
         row.ms == pytest.approx(ms(replace(row, gpu=ROW.gpu)), rel=1e-5) for row in predicted
