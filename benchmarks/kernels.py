@@ -23,11 +23,13 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.candidates import candidates
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
 from megatron_burst.kernels.triton_blocks import Blocks, Pass, blocks_for
 
 HEADS = ((32, 8), (32, 32))
 STANDARD = "fa4"
+COMPILED = ("fa4", "triton")  # those that compile, and keep on disk what they have compiled
 TURNS, SHORT = 7, 256  # repetitions; rows of the problem that is only compiled
 
 
@@ -104,8 +106,8 @@ def main(
         return
     names = [name for name in only.split(",") if name] or list(_able(cases[0]))
     variants = {replace(case, seq=SHORT) for case in cases}
-    failures = _compile([(_run_all, case, names) for case in variants], deadline - budget_s / 3)
-    print(*failures, sep="\n")
+    jobs = [(run_once, case, name) for case in variants for name in names if name in COMPILED]
+    print(*compile_all(jobs, deadline - budget_s / 3), sep="\n")
     for case in cases:
         if monotonic() > deadline:
             print(f"no time was left for {case}")
@@ -138,14 +140,20 @@ def _runs(case: Case, names: list[str], backward: bool) -> Runs:
     return runs
 
 
-def _run_all(case: Case, names: list[str]) -> None:
+def run_once(case: Case, name: str) -> None:
+    """Forward and backward of a backend, in a process that may lack what others have.
+
+    Raises:
+        RuntimeError: its package cannot be used here, and why.
+    """
+    if reason := backends()[name].missing():
+        raise RuntimeError(reason)
     for backward in (False, True):
-        for run in _runs(case, names, backward).values():
-            run()
+        _runs(case, [name], backward)[name]()
     torch.cuda.synchronize()
 
 
-def _compile(jobs: list[tuple], deadline: float) -> list[str]:
+def compile_all(jobs: list[tuple], deadline: float) -> list[str]:
     """Do jobs in processes that fill the compilers' caches; what failed, in words."""
     failures = []
     workers = max(1, min(len(jobs), (os.cpu_count() or 1) - 1, 24))
@@ -153,7 +161,8 @@ def _compile(jobs: list[tuple], deadline: float) -> list[str]:
         futures = {pool.submit(*job): job for job in jobs}
         for future in as_completed(futures):
             if error := future.exception():
-                failures.append(f"{futures[future][1:]}: {str(error).partition(chr(10))[0]}")
+                reason = str(error).partition("\n")[0]
+                failures.append(f"{futures[future][1:]}: {type(error).__name__}: {reason}")
             if monotonic() > deadline:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
@@ -183,7 +192,7 @@ def _measure(out: Path, case: Case, runs: Runs, backward: bool, deadline: float)
                     row, ratio=median(ratios), ratio_least=min(ratios), ratio_most=max(ratios)
                 )
         rows.append(row)
-    _append(out, rows)
+    append(out, rows)
     return {name: median(ms) for name, ms in times.items() if ms}
 
 
@@ -213,7 +222,7 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return first.elapsed_time(last)
 
 
-def _append(out: Path, rows: list[Row]) -> None:
+def append(out: Path, rows: list[Row]) -> None:
     new = not out.exists()
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
@@ -232,30 +241,21 @@ def _append(out: Path, rows: list[Row]) -> None:
         print(f"{name} {row.what:34} {row.ms:8.2f} ms {row.tflops:5.0f} {spread}", flush=True)
 
 
-CANDIDATES = {
-    Pass.FORWARD: [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4)],
-    Pass.KEY_GRADS: [(64, 128, 8), (32, 128, 8), (64, 64, 8), (64, 64, 4), (128, 128, 8)],
-    Pass.QUERY_GRADS: [(128, 128, 8), (128, 64, 8), (64, 128, 8), (64, 64, 4), (64, 128, 4)],
-}
-
-
 def _sweep(out: Path, cases: list[Case], deadline: float) -> None:
     """Time one kernel's blocks at a time, the others as in the table; print the best."""
-    tried = [
-        (which, Blocks(*sizes, stages, tma))
-        for which, every in CANDIDATES.items()
-        for sizes, stages, tma in product(every, (2, 3), (True, False))
-        if tma or stages == 2
-    ]
-    variants = {replace(case, seq=SHORT) for case in cases}
-    jobs = [(_run_blocks, case, *each) for case in variants for each in tried]
-    _compile(jobs, deadline - (deadline - monotonic()) / 3)  # what does not fit fails again below
+    tma = torch.cuda.get_device_capability()[0] >= 9
+    tried = {case: candidates(case.dim, tma) for case in cases}
+    variants = {replace(case, seq=SHORT): each for case, each in tried.items()}
+    jobs = [(_run_blocks, case, *each) for case, every in variants.items() for each in every]
+    started = monotonic()
+    failures = compile_all(jobs, deadline - (deadline - started) / 3)
+    print(f"compiled in {monotonic() - started:.0f} s, {len(failures)} of {len(jobs)} do not fit")
     for case in cases:
         for which in Pass:
             if monotonic() > deadline:
                 print(f"no time was left for {which.value} of {case}")
                 continue
-            blocks = {str(b): b for of, b in tried if of is which}
+            blocks = {str(b): b for of, b in tried[case] if of is which}
             runs = {name: _run_with(case, which, b) for name, b in blocks.items()}
             medians = _measure(out, case, runs, which is not Pass.FORWARD, deadline)
             for name in sorted(medians, key=medians.__getitem__)[:3]:

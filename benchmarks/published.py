@@ -1,6 +1,7 @@
 """What others published beside what the planner says of the same set-ups, as a Markdown table.
 
-python benchmarks/published.py
+python benchmarks/published.py            as they ran: nested rings
+python benchmarks/published.py --auto     as burst would
 
 BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
 8 a host, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
@@ -8,7 +9,8 @@ half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host,
 recomputed, inputs offloaded, FlashAttention-3).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import typer
 
@@ -71,7 +73,11 @@ PUBLISHED = (
 
 
 def predicted(row: Published) -> Candidate:
-    """What the planner says of it."""
+    """What the planner says of it.
+
+    Raises:
+        BurstError: if its sizes do not fit.
+    """
     job = Job(PRESETS[row.model], row.seq, row.gpus, 8, 1, preset(row.hardware))
     return candidate(job, row.strategy)
 
@@ -92,14 +98,19 @@ def line(row: Published) -> str:
     )
 
 
-def main() -> None:
+def main(
+    auto: Annotated[
+        bool, typer.Option("--auto", help="rings as burst's `auto` would run them instead")
+    ] = False,
+) -> None:
     """Print the table."""
     typer.echo(
         "| | model | seq | GPUs | tok/s/GPU published | predicted | | MFU predicted | "
         "GB published | predicted | |\n" + "| --- " * 11 + "|"
     )
     for row in PUBLISHED:
-        typer.echo(line(row))
+        strategy = replace(row.strategy, intra="auto") if auto else row.strategy
+        typer.echo(line(replace(row, strategy=strategy)))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,13 @@ def record(
     modes: Annotated[
         str, typer.Option(help="configurations, separated by ;")
     ] = "intra=gather,transfer=pull;intra=gather,transfer=send;intra=ring",
+    hosts: Annotated[int, typer.Option(help="pretend so many, with sockets between them")] = 1,
 ) -> None:
     """Profile one pass of each mode on every rank; rank 0 writes its own."""
+    if hosts > 1:  # before NCCL starts
+        host = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])
+        os.environ["NCCL_HOSTID"] = f"pretended-{host}"
+        modes = ";".join(f"{mode},hosts={hosts}" for mode in modes.split(";"))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     num_q, num_kv = map(int, heads.split("/"))

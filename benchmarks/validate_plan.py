@@ -1,15 +1,15 @@
-"""Predictions of the planner beside measured rows: a table, a picture, and what was fitted.
+"""The planner beside measurements: a table, a picture, and what was fitted.
 
-python benchmarks/validate_plan.py benchmarks/results/attention_4xh200_one_host.csv \
-    benchmarks/results/ablation_4xh200_one_host.csv --hardware h200 \
-    --table docs/planner_errors.md --picture docs/planner_errors.png
+python benchmarks/validate_plan.py             all results; writes docs/planner_errors.*
+python benchmarks/validate_plan.py MINE.csv    prints the table
+python benchmarks/validate_plan.py MINE.csv --predictions P.csv    beside what predict.py wrote
 
-Speeds of the preset were fitted to the rows of 64K and 256K tokens only; the others are predicted.
-Rows of other implementations and failures are not predicted, and counted as such.
+Speeds of the H200's preset were fitted to one host's rows of 64K and 256K tokens only. Rows of
+other implementations, of CPUs and failures are not predicted, and counted as such.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -17,118 +17,76 @@ from typing import Annotated
 import typer
 from matplotlib.figure import Figure
 
-from megatron_burst.cli.cases import in_kilo
-from megatron_burst.cli.results import Row, read
-from megatron_burst.plan.attention import AttentionCall, attention_time
-from megatron_burst.plan.buffers import buffer_bytes
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.hardware import GIB, Hardware
+from megatron_burst.cli.predictions import Prediction, is_of_layers, predict
+from megatron_burst.cli.results import COLUMNS, Row, read
+from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.plan.units import in_units
 
+ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+SHAPE = (
+    "hosts", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
+    "dtype", "impl", "mode", "pass_",
+)  # fmt: skip
+KINDS = (  # what is summed up apart
+    "64K and 256K on one host (speeds fitted)", "other lengths on one host",
+    "several hosts (links as measured in the run)", "layers of Megatron's under recomputation",
+)  # fmt: skip
+Predictor = Callable[[Row], Prediction | None]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A row and what was predicted for it; memory where it was measured and is burst's."""
+    """A row and what was predicted for it."""
 
     row: Row
-    ms: float
-    gib: float | None
+    predicted: Prediction
 
     @property
     def error(self) -> float:
         """Relative error of the predicted time."""
-        return self.ms / self.row.ms - 1
+        return self.predicted.ms / self.row.ms - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the predicted memory."""
-        return self.gib / self.row.peak_gib - 1 if self.gib and self.row.peak_gib else None
+        """Relative error of the predicted memory, where both are known."""
+        gib = self.predicted.gib
+        return gib / self.row.peak_gib - 1 if gib and self.row.peak_gib else None
 
     @property
-    def fitted(self) -> bool:
-        """Whether speeds were fitted to rows of its length."""
-        return self.row.seq in FITTED
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if is_of_layers(self.row):
+            return KINDS[3]
+        if self.row.hosts > 1:
+            return KINDS[2]
+        return KINDS[self.row.seq not in FITTED]
 
 
-def compare(row: Row, hardware: Hardware) -> Compared | None:
-    """The prediction for a row, or None where the planner has nothing to say."""
-    if row.status != "ok" or row.impl not in ("burst", "ceiling"):
-        return None
-    call = _call(row)
-    if row.impl == "ceiling":
-        return Compared(row, 1e3 * _ceiling(call, row, hardware), None)
-    work = call.tflop(Direction.FORWARD)
-    seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
-    gib = None
-    if row.pass_ == "fwd_bwd":
-        work += call.tflop(Direction.BACKWARD)
-        seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
-        if call.backend == "auto":  # other kernels' own memory is not known
-            gib = buffer_bytes(call) / GIB
-    return Compared(row, 1e3 * seconds, gib)
+def compare(rows: Sequence[Row], predictor: Predictor = predict) -> list[Compared]:
+    """Rows that could run and are predicted."""
+    able = [row for row in rows if row.status == "ok"]
+    return [Compared(row, found) for row in able if (found := predictor(row))]
 
 
-def _call(row: Row) -> AttentionCall:
-    itemsize = _ITEMSIZE[row.dtype]
-    wide = max(4, itemsize)
-    shape = AttentionShape(
-        row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
-        row.head_dim_qk, row.head_dim_v, itemsize, wide, wide,
-    )  # fmt: skip
-    call = AttentionCall(
-        shape, pretend_hosts(row.ranks, row.hosts), mask=Mask(row.mask),
-        again=True,  # the rows in results/ are from when every backward exchanged Q, K and V again
-    )  # fmt: skip
-    if row.impl == "ceiling":
-        return call
-    for option in row.mode.split(","):
-        call = _with_option(call, option)
-    return call
+def written(predictions: Sequence[Row]) -> Predictor:
+    """Predictions that predict.py wrote before a row was measured; later ones do not count."""
+    known: Mapping[tuple, list[Row]] = {}
+    for one in predictions:
+        known.setdefault(_problem(one), []).append(one)
+
+    def look_up(row: Row) -> Prediction | None:
+        before = [one for one in known.get(_problem(row), ()) if one.date < row.date]
+        return Prediction(before[-1].ms, before[-1].peak_gib) if before else None
+
+    return look_up
 
 
-def _with_option(call: AttentionCall, option: str) -> AttentionCall:
-    name, _, value = option.partition("=")
-    match name:
-        case "auto" | "deterministic":
-            return call
-        case "overlap":
-            return replace(call, overlap=value != "false")
-        case "transfer":
-            return replace(call, pulled=value == "pull")
-        case "heads_per_round":
-            return replace(call, heads_per_round=int(value))
-        case "pieces":
-            return replace(call, pieces=value != "false")
-        case "intra" | "inter" | "circulate" | "backend":
-            return replace(call, **{name: value})
-        case "ring" | "gather":
-            return replace(call, intra=name)
-    raise ValueError(f"unknown option {option!r}")
-
-
-def _ceiling(call: AttentionCall, row: Row, hardware: Hardware) -> float:
-    """The kernel alone: the whole sequence, 1/P of the heads."""
-    shape = replace(
-        call.priced,
-        heads_q=row.heads_q // row.ranks,
-        heads_kv=max(1, row.heads_kv // row.ranks),
-    )
-    rows = Span(0, row.seq)
-    tile = Tile(rows, rows, call.mask)
-    work = call.tflop(Direction.FORWARD)
-    seconds = Timer(hardware, pass_tflop=work).tile(tile, shape, Direction.FORWARD)
-    if row.pass_ == "fwd_bwd":
-        work += call.tflop(Direction.BACKWARD)
-        seconds += Timer(hardware, pass_tflop=work).tile(tile, shape, Direction.BACKWARD)
-    return seconds
+def _problem(row: Row) -> tuple:
+    layers = row.note.partition(";")[0] if is_of_layers(row) else ""
+    return (*(getattr(row, name) for name in SHAPE), layers)
 
 
 def summary(errors: Sequence[float]) -> str:
@@ -139,25 +97,26 @@ def summary(errors: Sequence[float]) -> str:
 
 def table(compared: Sequence[Compared]) -> list[str]:
     """Markdown, one line a row of the CSVs."""
-    lines = [
-        "| seq | heads | what | pass | fitted | measured ms | predicted | error | GiB | predicted |"
-        " error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = "what ranks seq heads mode pass ms predicted error GiB predicted error".split()
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for one in sorted(compared, key=_order):
         row, memory = one.row, one.memory_error
-        gib = f"{row.peak_gib:.2f} | {one.gib:.2f} | {memory:+.1%}" if memory is not None else "| |"
+        gib = "| |"
+        if memory is not None:
+            gib = f"{row.peak_gib:.2f} | {one.predicted.gib:.2f} | {memory:+.1%}"
+        ranks = f"{row.ranks} on {row.hosts} hosts" if row.hosts > 1 else row.ranks
+        what = "layers" if is_of_layers(row) else "attention"
         lines.append(
-            f"| {in_kilo(row.seq)} | {row.heads_q}/{row.heads_kv} | {row.impl}:{row.mode} | "
-            f"{row.pass_} | {'yes' if one.fitted else ''} | {row.ms:.2f} | {one.ms:.2f} | "
+            f"| {what} | {ranks} | {in_units(row.seq)} | {row.heads_q}/{row.heads_kv} | "
+            f"{row.impl}:{row.mode} | {row.pass_} | {row.ms:.2f} | {one.predicted.ms:.2f} | "
             f"{one.error:+.1%} | {gib} |"
         )
     return lines
 
 
 def _order(one: Compared) -> tuple:
-    row = one.row
-    return one.fitted, row.seq, -row.heads_q, -row.heads_kv, row.pass_, row.impl, row.mode
+    row, kind = one.row, KINDS.index(one.kind)
+    return kind, row.ranks, row.seq, -row.heads_q, -row.heads_kv, row.pass_, row.impl, row.mode
 
 
 def choices(compared: Sequence[Compared]) -> list[float]:
@@ -168,12 +127,17 @@ def choices(compared: Sequence[Compared]) -> list[float]:
     problems: dict[tuple, list[Compared]] = {}
     for one in compared:
         row = one.row
-        if row.impl == "burst" and not row.mode.startswith(("backend", "deterministic", "overlap")):
-            key = (row.date, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
+        if (
+            row.impl == "burst"
+            and not is_of_layers(row)
+            and not row.mode.startswith(("backend", "deterministic", "overlap"))
+        ):
+            key = (row.date, row.hosts, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
             problems.setdefault(key, []).append(one)
     several = [some for some in problems.values() if len(some) > 1]
     return [
-        min(some, key=lambda c: c.ms).row.ms / min(c.row.ms for c in some) - 1 for some in several
+        min(some, key=lambda c: c.predicted.ms).row.ms / min(c.row.ms for c in some) - 1
+        for some in several
     ]
 
 
@@ -181,12 +145,14 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for fitted, colour in ((True, "tab:gray"), (False, "tab:red")):
-        for impl, marker in (("burst", "o"), ("ceiling", "^")):
-            some = [c for c in compared if c.fitted == fitted and c.row.impl == impl]
-            name = f"{impl}, {'lengths that were fitted' if fitted else 'other lengths'}"
+    for kind, colour in zip(KINDS, ("tab:gray", "tab:red", "tab:blue", "tab:green"), strict=True):
+        for kernel, marker in ((False, "o"), (True, "^")):
+            some = [c for c in compared if c.kind == kind and (c.row.impl == "ceiling") == kernel]
+            if not some:
+                continue
+            name = f"{kind}{', the kernel alone' if kernel else ''}"
             style = {"c": colour, "marker": marker, "s": 24, "alpha": 0.6, "label": name}
-            left.scatter([c.row.ms for c in some], [c.ms for c in some], **style)
+            left.scatter([c.row.ms for c in some], [c.predicted.ms for c in some], **style)
             right.scatter([c.row.ms for c in some], [100 * c.error for c in some], **style)
     ends = [min(c.row.ms for c in compared), max(c.row.ms for c in compared)]
     left.plot(ends, ends, c="0.5", lw=0.8)
@@ -194,45 +160,61 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     right.axhspan(-10, 10, color="tab:green", alpha=0.1)
     right.axhline(0, c="0.5", lw=0.8)
     right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
-    left.legend(fontsize=8)
+    left.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
-@app.command()
-def main(
-    csvs: list[Path],
-    hardware: str = "h200",
-    table_to: Annotated[Path | None, typer.Option("--table")] = None,
-    picture: Path | None = None,
-) -> None:
-    """Compare every row; print medians, write the table and the picture."""
-    rows = read(csvs)
-    found = [compare(row, hardware_of(hardware)) for row in rows]
-    compared = [one for one in found if one]
-    said = [f"{len(compared)} of {len(rows)} rows are burst's or the kernel's and could run."]
-    for fitted, name in ((True, "64K and 256K (speeds fitted)"), (False, "other lengths")):
-        some = [one for one in compared if one.fitted == fitted]
+def report(rows: Sequence[Row], compared: Sequence[Compared]) -> list[str]:
+    """How good the predictions are, a paragraph a kind of rows."""
+    said = [f"{len(compared)} of {len(rows)} rows are predicted and could run."]
+    for kind in KINDS:
+        some = [one for one in compared if one.kind == kind]
+        memory = [one.memory_error for one in some if one.memory_error is not None]
         if some:
-            memory = [one.memory_error for one in some if one.memory_error is not None]
-            said.append(
-                f"{name}: time {summary([one.error for one in some])} of {len(some)} rows; "
-            )
-            said[-1] += f"memory {summary(memory)} of {len(memory)} rows."
+            said.append(f"{kind}: time {summary([c.error for c in some])} of {len(some)} rows")
+        if memory:
+            said[-1] += f"; memory {summary(memory)} of {len(memory)} rows"
     if lost := choices(compared):
         near = sum(loss <= 0.03 for loss in lost)
         said.append(
             f"The schedule predicted to be the fastest of those measured is within 3 % of the best "
             f"in {near} of {len(lost)} problems; {summary(lost)} slower."
         )
+    return said
+
+
+def results() -> list[Path]:
+    """All CSVs of the repository with measurements that can be predicted."""
+    files = sorted((ROOT / "benchmarks/results").glob("*.csv"))
+    return [file for file in files if file.open().readline().strip() == ",".join(COLUMNS)]
+
+
+@app.command()
+def main(
+    csvs: Annotated[list[Path] | None, typer.Argument(help="default: benchmarks/results")] = None,
+    hardware: Annotated[str, typer.Option(help="default: the preset of each row's GPU")] = "",
+    predictions: Annotated[
+        list[Path] | None, typer.Option(help="of predict.py; default: predicted now")
+    ] = None,
+    docs: Annotated[
+        Path, typer.Option(help="folder of planner_errors.*, written for the default rows")
+    ] = ROOT / "docs",
+) -> None:
+    """Compare every row; print medians; write or print the table."""
+    with in_one_sentence():
+        rows = read(csvs or results())
+        machine = hardware_of(hardware) if hardware else None
+        made = read(predictions) if predictions else []
+        compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
+    said = [f"Before it was measured, by the {one}." for one in {one.versions for one in made}]
+    said += report(rows, compared)
     typer.echo("\n".join(said))
-    if table_to:
-        text = ["# The planner's predictions beside measurements", "", "\n\n".join(said), ""]
-        text += table(compared)
-        table_to.write_text("\n".join(text) + "\n")
-    else:
+    if csvs or predictions or hardware:
         typer.echo("\n".join(table(compared)))
-    if picture:
-        draw(compared, picture)
+        return
+    text = ["# The planner's predictions beside measurements", "", "\n\n".join(said), ""]
+    (docs / "planner_errors.md").write_text("\n".join([*text, *table(compared)]) + "\n")
+    draw(compared, docs / "planner_errors.png")
 
 
 if __name__ == "__main__":

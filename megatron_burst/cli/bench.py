@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from megatron_burst.cli.cases import PEERS, PRESETS, Grid, counts, head_counts, head_dims
+from megatron_burst.cli.cases import PRESETS, Grid, counts, head_counts, head_dims, problems
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
@@ -74,14 +74,8 @@ def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> "Plan":
     """Problems and implementations of a preset or of lists."""
     from megatron_burst.cli.bench_attention import Plan
 
-    if preset and preset not in PRESETS:
-        raise BurstError(
-            "bench attention: --preset must be one that there is, because it stands for a list of "
-            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
-        )
-    cases = PRESETS[preset].narrowed(grid) if preset else grid.cases()
-    defaults = PRESETS[preset].impls if preset else PEERS
-    return Plan(cases, impls_of(impls or defaults), **limits)
+    cases, usual = problems(preset, grid)
+    return Plan(cases, impls_of(impls or usual), **limits)
 
 
 def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
@@ -126,7 +120,8 @@ def recompute(
     device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
 ) -> None:
     """Time and memory of a stack of Megatron's layers by how it recomputes and what it keeps."""
-    from megatron_burst.cli.bench_recompute import Plan, measure, modes_of
+    from megatron_burst.cli.bench_recompute import Plan, measure
+    from megatron_burst.cli.modes import modes_of
     from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
     from megatron_burst.cli.world import started
     from megatron_burst.mcore.stack import Widths
@@ -152,6 +147,10 @@ def loss(
     hidden: Annotated[str, Option(help="width of the hidden states, e.g. 4096,8192")] = "",
     vocab: Annotated[str, Option(help="classes of all ranks, e.g. 32K,128K")] = "",
     preset: Annotated[Literal["quick", "full"], Option(help="what is not listed")] = "quick",
+    case: Annotated[
+        list[str] | None,
+        Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
+    ] = None,
     impl: Annotated[
         list[str] | None, Option(help="repeatable, e.g. burst:forward, megatron:fused, liger")
     ] = None,
@@ -163,18 +162,13 @@ def loss(
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
     from megatron_burst.cli.bench_loss import LossPlan, measure
-    from megatron_burst.cli.loss_peers import LOSS_PRESETS, LossCase, peers_of
+    from megatron_burst.cli.loss_peers import cases_of, listed_cases, peers_of
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.world import started
 
     with in_one_sentence(), started(device, None) as world:
         dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
-        given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
-        widths, vocabularies, lengths = (
-            counts(text, option) if text else default
-            for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
-        )
-        cases = [LossCase(n, h, v, dtype) for h in widths for v in vocabularies for n in lengths]
+        cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
         plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
         rows = measure(plan, world, typer.echo)
         if world.rank == 0 and rows:

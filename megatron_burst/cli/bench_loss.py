@@ -33,7 +33,8 @@ class LossRow:
         ms, ms_min, ms_max: forward and backward, on the slowest rank: median and spread.
         gemm_efficiency: three GEMMs' operations / ms / the measured rate of a square matmul.
         matmul_tflops: that rate.
-        peak_gib: memory above inputs, weight, dX and one float32 gradient of the weight.
+        peak_gib: memory above inputs, weight, dX and one float32 gradient of the weight, which is
+            main_grad for those who add to it; a second one counts.
         error_loss, error_dhidden, error_dweight: |x - truth| / |truth| of the first 1024 tokens.
         status: "ok" or "failed".
         note: the reason if it is not ok.
@@ -129,6 +130,7 @@ class _Head:
     rate: float
     out_of_time: Callable[[], bool]
     trials: dict[str, _Trial] = field(default_factory=dict)
+    warm: set[str] = field(default_factory=set)
 
     def rows(self) -> list[LossRow]:
         """Measure, and let everything go."""
@@ -139,23 +141,32 @@ class _Head:
         for peer in self.plan.peers:
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
         able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
-        runs = {peer.name: partial(self._run, peer, x) for peer in able}
+        runs = {peer.name: partial(peer.run, x) for peer in able}
         reps = dict.fromkeys(runs, self.plan.reps)
-        times = interleave(runs, reps, world, self.out_of_time)
+        times = interleave(runs, reps, world, self.out_of_time, partial(self._ready, x))
         gpu = gpu_state(world.device)
         made = [self._row(peer, times.get(peer.name), gpu) for peer in self.plan.peers]
         del x, small, truth, runs
         clean_up(world)
         return made
 
-    def _run(self, peer: LossPeer, x: HeadTensors) -> None:
-        if peer.into_main_grad != hasattr(x.weight, "main_grad"):
-            self._give_buffer(peer, x)
-        peer.run(x)
+    def _ready(self, x: HeadTensors, name: str) -> None:
+        """Set the stage for one repetition: buffers, and at its first the allocator's memory."""
+        (peer,) = (peer for peer in self.plan.peers if peer.name == name)
+        self._give_buffer(peer, x)
+        if name not in self.warm:
+            self.warm.add(name)
+            peer.run(x)
 
     def _give_buffer(self, peer: LossPeer, x: HeadTensors) -> None:
-        """Only those have Megatron's buffer who add to it."""
+        """Only those have Megatron's buffer who add to it; it has zeros, whose time is not theirs.
+
+        Megatron sets it to zero once a step, whatever the loss is.
+        """
         if hasattr(x.weight, "main_grad"):
+            if peer.into_main_grad:
+                x.weight.main_grad.zero_()
+                return
             del x.weight.main_grad, x.weight.grad_added_to_main_grad
         peer.prepare(x)
 

@@ -1,69 +1,22 @@
 """Measures what recomputation costs in time and saves in memory: the run loop and its picture."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.links import link_speed
+from megatron_burst.cli.modes import Mode
 from megatron_burst.cli.results import Row
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
 from megatron_burst.cli.world import World
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
 from megatron_burst.mcore.stack import Stack, Widths, start
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """One way to recompute.
-
-    Attributes:
-        impl: whose attention: "burst" or "megatron".
-        name: of the mode.
-        recompute: "full", "selective" or "off".
-        keep: burst's keeping.
-        half_of_layers: whether only half of the layers keep.
-        offload: whether it waits on the host.
-    """
-
-    impl: str
-    name: str
-    recompute: str = "full"
-    keep: str = "none"
-    half_of_layers: bool = False
-    offload: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.impl}:{self.name}"
-
-    def apply(self, stack: Stack, widths: Widths, options: BurstConfig) -> None:
-        """Have the layers recompute this way."""
-        burst = replace(options, keep=self.keep, keep_offload=self.offload)
-        layers = max(1, widths.layers // 2) if self.half_of_layers else None
-        stack.set(self.recompute, burst, layers)
-
-
-MODES = {
-    str(mode): mode
-    for mode in (
-        Mode("burst", "none"),
-        Mode("burst", "half", keep="half"),
-        Mode("burst", "all", keep="all"),
-        Mode("burst", "all-half-layers", keep="all", half_of_layers=True),
-        Mode("burst", "all-offload", keep="all", offload=True),
-        Mode("burst", "selective", "selective"),
-        Mode("burst", "off", "off"),
-        Mode("megatron", "full"),
-        Mode("megatron", "full-keep", keep="all"),
-        Mode("megatron", "selective", "selective"),
-        Mode("megatron", "off", "off"),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +40,6 @@ class Plan:
     out: Path | None = None
 
 
-def modes_of(names: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes of a list of names; none named means all.
-
-    Raises:
-        BurstError: if there is no such mode.
-    """
-    unknown = [name for name in names if name not in MODES]
-    if unknown:
-        raise BurstError(
-            "bench recompute: --mode must name one that there is, because it stands for a way to "
-            f"recompute; got {unknown[0]!r}; choose among {', '.join(MODES)}"
-        )
-    return tuple(MODES[name] for name in names or MODES)
-
-
 def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
     """Run a plan on all ranks together; returns the rows, on every rank.
 
@@ -116,52 +54,59 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     check_out(plan.out, world)
     start(world.device.type == "cpu", world.size)
     out_of_time, link = clock(plan.budget_s), link_speed(world)
+    impls = dict.fromkeys(mode.impl for mode in plan.modes)
 
-    def rows_of(widths: Widths) -> list[Row]:
-        made = _Problem(widths, plan, world, link, out_of_time).rows()
+    def rows_of(part: tuple[Widths, str]) -> list[Row]:
+        made = _Part(*part, plan, world, link, out_of_time).rows()
         save(plan.out, world, made)
         return made
 
-    return sweep(plan.problems, rows_of, world, out_of_time, say)
+    return sweep(list(product(plan.problems, impls)), rows_of, world, out_of_time, say)
 
 
-class _Problem:
-    """All modes on one problem; those of one attention share its weights."""
+class _Part:
+    """One problem with one attention: its modes share the weights, and turns."""
 
     def __init__(
-        self, widths: Widths, plan: Plan, world: World, link: str, out_of_time: Callable[[], bool]
-    ) -> None:
-        self.widths, self.plan, self.world, self.link = widths, plan, world, link
-        self.out_of_time = out_of_time
-        self.stacks: dict[str, Stack] = {}
+        self, widths: Widths, impl: str, plan: Plan, world: World, link: str,
+        out_of_time: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.widths, self.impl, self.plan, self.world = widths, impl, plan, world
+        self.link, self.out_of_time = link, out_of_time
+        self.stack: Stack | None = None
         self.failures: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
 
     def rows(self) -> list[Row]:
         """Measure, and let everything go."""
-        made = []
-        for impl in dict.fromkeys(mode.impl for mode in self.plan.modes):
-            modes = [mode for mode in self.plan.modes if mode.impl == impl]
-            made += self._of(impl, modes)
-            self.stacks.clear()
-            clean_up(self.world)
-        return made
-
-    def _of(self, impl: str, modes: Sequence[Mode]) -> list[Row]:
-        failure = attempt(partial(self._build, impl), self.world)
+        modes = [mode for mode in self.plan.modes if mode.impl == self.impl]
+        failure = attempt(self._build, self.world)
         for mode in modes:
             failure_of_it = failure or self._try_out(mode)
             if failure_of_it:
                 self.failures[str(mode)] = failure_of_it
         able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
         runs = {name: partial(self._run, mode) for name, mode in able.items()}
-        reps = dict.fromkeys(runs, self.plan.reps)
-        times = interleave(runs, reps, self.world, self.out_of_time)
-        gpu = gpu_state(self.world.device)
-        return [self._row(mode, times.get(str(mode)), gpu) for mode in modes]
+        times = self._times(runs)
+        made = [self._row(mode, times.get(str(mode))) for mode in modes]
+        if able:
+            made.append(self._attention_row())
+        self.stack = None
+        clean_up(self.world)
+        return made
 
-    def _build(self, impl: str) -> None:
-        self.stacks[impl] = Stack(self.widths, burst=impl == "burst")
+    def _times(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        reps = dict.fromkeys(runs, self.plan.reps)
+        return interleave(runs, reps, self.world, self.out_of_time)
+
+    def _build(self) -> None:
+        self.stack = Stack(self.widths, burst=self.impl == "burst")
+
+    def _attention_row(self) -> Row:
+        """What keeping can save: the forward pass of attention alone."""
+        Mode(self.impl, "off", "off").apply(self.stack, self.widths, self.plan.options)
+        (ms,) = self._times({"attention": self.stack.attention_alone()}).values()
+        return self._row(Mode(self.impl, "attention"), ms, "fwd", self.widths.attention_flops)
 
     def _try_out(self, mode: Mode) -> str | None:
         """Run it twice: the first pass makes what lasts, the second's memory counts."""
@@ -175,11 +120,12 @@ class _Problem:
         return failure
 
     def _run(self, mode: Mode) -> None:
-        stack = self.stacks[mode.impl]
-        mode.apply(stack, self.widths, self.plan.options)
-        stack.run()
+        mode.apply(self.stack, self.widths, self.plan.options)
+        self.stack.run()
 
-    def _row(self, mode: Mode, ms: list[float] | None, gpu: str) -> Row:
+    def _row(
+        self, mode: Mode, ms: list[float] | None, which: str = "fwd_bwd", flops: float | None = None
+    ) -> Row:
         widths, world = self.widths, self.world
         measured = {"status": "failed", "note": self.failures.get(str(mode), "time was up")}
         if ms:
@@ -188,15 +134,16 @@ class _Problem:
                 "ms": middle,
                 "ms_min": min(ms),
                 "ms_max": max(ms),
-                "tflops_per_gpu": widths.flops / world.size / middle / 1e9,
-                "peak_gib": self.peaks[str(mode)],
+                "tflops_per_gpu": (flops or widths.flops) / world.size / middle / 1e9,
+                "peak_gib": self.peaks.get(str(mode)),
                 "note": f"{widths.layers} layers, hidden {widths.hidden}, ffn {widths.ffn}; "
                 f"model FLOPs; {len(ms)} repetitions",
             }
         return Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(), gpu=gpu, hosts=world.hosts, ranks=world.size, link=self.link,
+            versions=versions(), gpu=gpu_state(world.device), link=self.link,
+            hosts=world.hosts, ranks=world.size,
             seq=widths.seq, batch=widths.batch, heads_q=widths.heads_q, heads_kv=widths.heads_kv,
             head_dim_qk=widths.head_dim, head_dim_v=widths.head_dim, mask="causal",
-            dtype=widths.dtype, impl=mode.impl, mode=mode.name, pass_="fwd_bwd", **measured,
+            dtype=widths.dtype, impl=mode.impl, mode=mode.name, pass_=which, **measured,
         )  # fmt: skip

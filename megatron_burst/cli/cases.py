@@ -6,6 +6,7 @@ from itertools import product
 from typing import Literal
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.units import in_units, whole_numbers
 
 _WHO = "bench attention"
 Pass = Literal["fwd", "fwd_bwd"]
@@ -56,32 +57,14 @@ class Case:
             f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""
         )
         return (
-            f"S {in_kilo(self.seq)}, batch {self.batch}, heads {self.heads_q}/{self.heads_kv} x "
+            f"S {in_units(self.seq)}, batch {self.batch}, heads {self.heads_q}/{self.heads_kv} x "
             f"{dims}, {self.mask}, {self.dtype}"
         )
 
 
-def in_kilo(count: int) -> str:
-    """65536 as 64K, 1048576 as 1M."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if count and count % size == 0:
-            return f"{count // size}{unit}"
-    return f"{count}"
-
-
 def counts(text: str, option: str) -> tuple[int, ...]:
     """The numbers in a list such as "64K,1M"; K is 1024."""
-    units = {"K": 1 << 10, "M": 1 << 20}
-    found = []
-    for word in text.split(","):
-        digits, unit = (word[:-1], word[-1]) if word[-1:].upper() in units else (word, "")
-        if not digits.isdecimal() or int(digits) == 0:
-            raise BurstError(
-                f"{_WHO}: {option} must list positive whole numbers, because they are sizes; got "
-                f"{word!r} in {text!r}; write for example 64K,1M"
-            )
-        found.append(int(digits) * units.get(unit.upper(), 1))
-    return tuple(found)
+    return whole_numbers(text, option, _WHO)
 
 
 def head_counts(text: str) -> tuple[Heads, ...]:
@@ -201,3 +184,19 @@ PRESETS = {
         (*(f"burst:{label}" for label in _BURST_HOSTS), "ceiling"),
     ),
 }
+
+
+def problems(preset: str, grid: Grid) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+    """Problems of a preset, or of lists alone if it is ""; implementations unless told.
+
+    Raises:
+        BurstError: if there is no such preset, or the lists leave nothing of it.
+    """
+    if not preset:
+        return grid.cases(), PEERS
+    if preset not in PRESETS:
+        raise BurstError(
+            f"{_WHO}: --preset must be one that there is, because it stands for a list of "
+            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
+        )
+    return PRESETS[preset].narrowed(grid), PRESETS[preset].impls

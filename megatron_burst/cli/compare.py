@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_burst.cli.cases import in_kilo
 from megatron_burst.cli.results import Row
+from megatron_burst.plan.units import in_units
 
 
 class Problem(NamedTuple):
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
         dims = dict.fromkeys((self.head_dim_qk, self.head_dim_v))
         return {
             "heads": f"{self.heads_q}/{self.heads_kv}",
-            "S": in_kilo(self.seq),
+            "S": in_units(self.seq),
             "hosts": f"{self.hosts}",
             "ranks": f"{self.ranks}",
             "batch": f"{self.batch}",

@@ -1,27 +1,39 @@
 """What a measurement depends on besides its options: software and the state of the device."""
 
 import os
+import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from megatron_burst.version import __version__
 
+_PACKAGES = {"megatron-core": "megatron-core", "te": "transformer-engine", "fa4": "flash-attn-4"}
 
-def versions() -> str:
-    """Versions of what takes part, for example "burst 0.1.0; torch 2.11.0; nccl 2.28.9".
 
-    On GPUs also "connections N": CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
-    """
-    found = {"burst": __version__, "torch": torch.__version__}
-    for name, package in (("te", "transformer_engine"), ("fa4", "flash-attn-4")):
+def software() -> dict[str, str]:
+    """Versions of what takes part, by name; all hosts of a job should have the same."""
+    found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name, package in _PACKAGES.items():  # what it is called here, and its distribution
         try:
             found[name] = version(package)
         except PackageNotFoundError:
             continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def versions() -> str:
+    """`software` in words, for example "burst 0.1.0; python 3.12.1; torch 2.11.0; nccl 2.28.9".
+
+    On GPUs also "cudnn", and "connections N": CUDA_DEVICE_MAX_CONNECTIONS, on which overlap
+    depends.
+    """
+    found = software()
     if torch.cuda.is_available():
         found["cudnn"] = _cudnn_version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return "; ".join(f"{name} {number}" for name, number in found.items())
 

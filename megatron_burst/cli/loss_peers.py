@@ -1,6 +1,6 @@
 """Ways to compute an LM head's loss and gradients, for `bench loss`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_burst.cli.cases import counts
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import linear_cross_entropy
 
@@ -37,12 +38,44 @@ class LossCase:
 
 
 _K = 1024
-LOSS_PRESETS = {  # widths, vocabularies, tokens
-    "quick": ((4096,), (128 * _K,), (8 * _K, 32 * _K, 128 * _K)),
+LOSS_PRESETS = {  # widths, vocabularies, tokens: what a run that is cut short should have first
+    "quick": ((4096,), (128 * _K,), (32 * _K, 8 * _K, 128 * _K)),
     "full": (
-        (4096, 8192), (32 * _K, 128 * _K, 256 * _K), (8 * _K, 32 * _K, 128 * _K, 256 * _K),
+        (4096, 8192), (128 * _K, 32 * _K, 256 * _K), (32 * _K, 8 * _K, 128 * _K, 256 * _K),
     ),
 }  # fmt: skip
+
+
+def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> list[LossCase]:
+    """Every combination of the lists, and of the preset's where one is empty.
+
+    Raises:
+        BurstError: if a list is none.
+    """
+    given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
+    widths, vocabularies, lengths = (
+        counts(text, option) if text else default
+        for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
+    )
+    return [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
+
+
+def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
+    """Heads such as "32K,4096,128K": tokens, width, classes.
+
+    Raises:
+        BurstError: if one has another number of sizes.
+    """
+    found = []
+    for text in texts:
+        sizes = counts(text, "--case")
+        if len(sizes) != 3:
+            raise BurstError(
+                "bench loss: --case must name tokens, width and classes, because these make a "
+                f"problem; got {text!r}; write for example 32K,4096,128K"
+            )
+        found.append(LossCase(*sizes, dtype))
+    return found
 
 
 @dataclass(slots=True)
@@ -84,6 +117,7 @@ Mean = Callable[[HeadTensors], Tensor]  # the mean loss, differentiable
 
 
 def burst(grads: str, x: HeadTensors) -> Tensor:
+    """Ours; "auto" is what it does for a mean, and without main_grad it returns dW as others do."""
     return linear_cross_entropy(x.hidden, x.weight, x.labels, tp_group=x.group, grads=grads)
 
 
@@ -149,11 +183,9 @@ class LossPeer:
             x.weight.grad_added_to_main_grad = False
 
     def run(self, x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, dX, dW) of a forward and a backward pass."""
+        """(loss, dX, dW) of a forward and a backward pass; main_grad has what it had besides."""
         x.hidden.grad = x.weight.grad = None
         main_grad = getattr(x.weight, "main_grad", None)
-        if main_grad is not None:
-            main_grad.zero_()
         loss = self.mean(x)
         loss.backward()
         dhidden, x.hidden.grad = x.hidden.grad, None
@@ -166,6 +198,7 @@ PEERS = {
     for peer in (
         LossPeer("burst:recompute", partial(burst, "recompute"), None, True, True),
         LossPeer("burst:forward", partial(burst, "forward"), None, True, True),
+        LossPeer("burst:plain", partial(burst, "auto"), None, True),
         LossPeer("megatron:fused", partial(megatron, True), "megatron", True),
         LossPeer("megatron:unfused", partial(megatron, False), "megatron", True),
         LossPeer("torch", torchs),

@@ -1,10 +1,11 @@
 """The LM head and loss beside its peers: as a table, and as a picture."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_burst.cli.bench_loss import LossRow
-from megatron_burst.cli.cases import in_kilo
+from megatron_burst.plan.units import in_units
 
 
 def loss_table(rows: Sequence[LossRow]) -> str:
@@ -26,12 +27,17 @@ def loss_table(rows: Sequence[LossRow]) -> str:
             ]
         errors = (row.error_loss, row.error_dhidden, row.error_dweight)
         shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
-        status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
-        size = f"{row.hidden} x {in_kilo(row.vocab)}"
+        status = row.status if row.status == "ok" else f"{row.status}: {_short(row.note)}"
+        size = f"{row.hidden} x {in_units(row.vocab)}"
         lines.append(
-            [in_kilo(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
+            [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _short(note: str) -> str:
+    """A reason that fits a table; the CSV has all of it."""
+    return textwrap.shorten(note.replace("|", "/"), 60, placeholder=" ...")
 
 
 def _head(row: LossRow) -> tuple:
@@ -67,7 +73,7 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
             right.plot(tokens, [row.peak_gib or float("nan") for row in line], "o-", label=name)
         for axis, what in ((left, "ms, forward + backward"), (right, "GiB besides the gradients")):
             axis.set(xscale="log", xlabel="tokens", ylabel=what)
-            axis.set_title(f"h {hidden}, V {in_kilo(vocab)}, TP {ranks}")
+            axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
             axis.grid(alpha=0.3)
         left.set_yscale("log")
         right.set_ylim(0, None)

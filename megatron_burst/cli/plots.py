@@ -7,9 +7,9 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_burst.cli.cases import in_kilo
 from megatron_burst.cli.compare import Comparison, compare, differing
 from megatron_burst.cli.results import Row
+from megatron_burst.plan.units import in_units
 
 _LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
 _COLUMNS = 2
@@ -58,7 +58,7 @@ def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
     for axis, (title, members) in zip(axes, panels.items(), strict=False):
         panel(axis, members, colours)
         axis.set(title=title, xlabel="tokens of the sequence", ylabel=unit, ylim=(0, None))
-        axis.set_xticks(range(len(members)), [in_kilo(each.problem.seq) for each in members])
+        axis.set_xticks(range(len(members)), [in_units(each.problem.seq) for each in members])
         axis.grid(axis="y", alpha=0.3)
     for axis in list(axes)[len(panels) :]:
         axis.remove()

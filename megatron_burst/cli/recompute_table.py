@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_burst.cli.cases import in_kilo
 from megatron_burst.cli.results import Row
+from megatron_burst.plan.units import in_units
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -22,7 +22,7 @@ def trade_table(rows: Sequence[Row]) -> str:
                 "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
             ]
         status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
-        lines.append([in_kilo(row.seq), f"{row.impl}:{row.mode}", *measured, status])
+        lines.append([in_units(row.seq), f"{row.impl}:{row.mode}", *measured, status])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -53,7 +53,7 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
             low, high = row.ms - row.ms_min, row.ms_max - row.ms
             axis.errorbar(row.peak_gib, row.ms, [[low], [high]], marker=marker, capsize=3)
             axis.annotate(f" {row.impl}:{row.mode}", (row.peak_gib, row.ms), fontsize=8)
-        axis.set(title=f"{in_kilo(seq)} tokens", xlabel="peak GiB above weights and gradients")
+        axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
         axis.set(ylabel="ms, forward + backward", xlim=(0, None), ylim=(0, None))
         axis.grid(alpha=0.3)
     path = stem.with_name(f"{stem.name}_trade.png")

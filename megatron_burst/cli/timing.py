@@ -40,6 +40,7 @@ def interleave(
     reps: Mapping[str, int],
     world: World,
     out_of_time: Callable[[], bool],
+    before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank for each repetition of each run.
 
@@ -51,6 +52,7 @@ def interleave(
         reps: repetitions of each.
         world: all ranks.
         out_of_time: asked on rank 0 after each turn; stops the repetitions.
+        before: called with the name before each repetition, untimed.
     """
     mine: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(max((reps[name] for name in runs), default=0)):
@@ -58,6 +60,8 @@ def interleave(
             break
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             if turn < reps[name]:
+                if before:
+                    before(name)
                 mine[name].append(timed_ms(runs[name], world))
     everyone = world.gather(mine)
     return {

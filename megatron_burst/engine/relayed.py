@@ -73,12 +73,18 @@ class Visitors:
         """Let the current stream wait for the piece of a step."""
         self._hops.land(index)
 
-    def pass_on(self, index: int) -> None:
-        """Send on what is to go on in a step."""
+    def set_out(self, index: int) -> None:
+        """Send the rank's own piece, if it is to leave in a step."""
         for hop in self._relay.legs[index].reads:
             if hop.sends == self._mine:
                 self._pack_own(hop.round, self._hops.views(hop.from_slot, hop.round))
-            self._hops.start(hop)
+                self._hops.start(hop)
+
+    def pass_on(self, index: int) -> None:
+        """Send on what came for a step, if it is to go on."""
+        for hop in self._relay.legs[index].reads:
+            if hop.sends != self._mine:
+                self._hops.start(hop)
 
     def views(self, index: int) -> tuple[Tensor, ...] | None:
         """The visiting piece of a step; None if it is the rank's own."""

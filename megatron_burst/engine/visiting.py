@@ -128,6 +128,9 @@ class Guests:
         if index not in self._expected:
             return
         coming, going, then = self._expected.pop(index)
+        if self._relay.legs[index].reads:
+            with going:
+                self._visitors.set_out(index)
         if self._relay.legs[index].distance:
             with coming:
                 self._visitors.land(index)

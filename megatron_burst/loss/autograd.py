@@ -18,18 +18,24 @@ from megatron_burst.loss.passes import (
 )
 from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Factor, Stat
-from megatron_burst.loss.weight_grad import announce_main_grad, main_grad_of, new_sums
+from megatron_burst.loss.weight_grad import (
+    announce_main_grad,
+    main_grad_of,
+    new_sums,
+    unwritten_sums,
+)
 
 _ROWS_AT_ONCE = 4096
 
 
 class Recomputed(torch.autograd.Function):
-    """Statistics in forward; backward computes the logits again."""
+    """Statistics in forward; backward computes the logits again, but for the last tile."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
-        stats = statistics_pass(head, hidden, weight, rows)
+        stats, buffer = statistics_pass(head, hidden, weight, rows)
         ctx.save_for_backward(hidden, weight, stats)
+        ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head = rows, head
         # a parameter is not what comes out of saved_tensors after offloading: keep its buffer
         ctx.weight = weight
@@ -53,7 +59,9 @@ class Recomputed(torch.autograd.Function):
         main_grad = main_grad_of(ctx.weight) if wants_weight else None
         total = (new_sums(weight) if main_grad is None else main_grad) if wants_weight else None
         sums = Sums(HiddenGrad(head.tp, rows, hidden) if wants_hidden else None, total)
-        gradient_pass(head, hidden, weight, rows, factors, sums)
+        kept, ctx.kept = ctx.kept, None  # written to: a second backward computes it again
+        gradient_pass(head, hidden, weight, rows, factors, sums, kept)
+        del kept
         dhidden = None
         if sums.hidden is not None:
             dhidden = sums.hidden.finish().view(hidden.shape)
@@ -70,7 +78,7 @@ class GradientsInForward(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sums = Sums(
             HiddenGrad(head.tp, rows, hidden) if wants_hidden else None,
-            new_sums(weight) if wants_weight else None,
+            unwritten_sums(weight) if wants_weight else None,
         )
         stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
         if sums.hidden is not None:
@@ -96,7 +104,9 @@ class GradientsInForward(torch.autograd.Function):
         if total is not None:
             main_grad = main_grad_of(ctx.weight)
             if main_grad is None:
-                dweight = total.mul_(factor).to(ctx.weight.dtype)
+                dtype = ctx.weight.dtype
+                out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+                dweight = torch.mul(total, factor, out=out)
             else:
                 main_grad.addcmul_(total, factor)
                 dweight = announce_main_grad(ctx.weight)
@@ -104,9 +114,12 @@ class GradientsInForward(torch.autograd.Function):
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, some rows at a time: torch would round the factor to 16 bit first."""
+    """x *= factor, rounded once: torch would round a factor without an axis to 16 bit first.
+
+    Some rows at a time: on the CPU torch makes copies in the wider dtype.
+    """
     for some in x.split(_ROWS_AT_ONCE):
-        some.copy_(some.to(factor.dtype) * factor)
+        torch.mul(some, factor.view(1), out=some)
 
 
 def _common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:

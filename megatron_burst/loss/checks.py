@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_burst.comm.groups import board_of
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.loss.options import WHO, LossOptions
-from megatron_burst.loss.parallel import TensorParallel
+from megatron_burst.loss.parallel import TensorParallel, processors_of
+from megatron_burst.loss.weight_grad import held_bytes
 
 _TIMEOUT_S = 600.0  # as BurstConfig has it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -103,9 +104,10 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
         "weight": str(tuple(weight.shape)),
         "labels": str(tuple(labels.shape)),
         "dtype": f"{hidden.dtype}, {weight.dtype}",
-        "device": hidden.device.type,
+        "device": f"{hidden.device.type}, {processors_of(hidden.device)} multiprocessors",
         "loss_mask": str(loss_mask is not None),
-        "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}",
+        "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}, "
+        f"{held_bytes(weight)}",
         "options": f"{options} {dict(settings)}",
     }
 

@@ -11,11 +11,12 @@ from megatron_burst.errors import BurstError
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
 from megatron_burst.loss.checks import check_call
 from megatron_burst.loss.options import WHO, Grads, LossOptions, Reduction
-from megatron_burst.loss.parallel import TensorParallel
+from megatron_burst.loss.parallel import TensorParallel, sizes_of
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, count_supervised, rows_of, valid_tokens
 from megatron_burst.loss.statistics import sum_dtype
 from megatron_burst.loss.tiles import choose_tiles
+from megatron_burst.loss.weight_grad import held_bytes
 
 
 def linear_cross_entropy(
@@ -35,12 +36,14 @@ def linear_cross_entropy(
     return_lse: bool = False,
     chunk_tokens: int | str = "auto",
     grads: Grads = "auto",
+    keep_logits: bool = True,
     supervised: SupervisedCount | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of `hidden @ weight.T`, whose logits exist a tile at a time.
 
     Needs less than 1 GiB besides its inputs, their gradients and one float32 gradient of the
-    weight, at any number of tokens. Statistics, loss and sums are in float32 (float64 for
+    weight, at any number of tokens; where Megatron's `main_grad` is that one, gradients in forward
+    take one more. Statistics, loss and sums are in float32 (float64 for
     float64); logits and their gradients are rounded to the model's dtype for the GEMMs. The CPU
     never waits for the GPU. A token is left out (loss 0, gradient 0, whatever its hidden state is)
     if its label is `ignore_index` or its mask is 0.
@@ -69,6 +72,8 @@ def linear_cross_entropy(
             chunk, and only the scalar that they are multiplied with may come later: with "none" the
             losses' gradients must be proportional to loss_mask, else all gradients become NaN.
             "auto": "forward" for sums and means in bf16, fp32 and fp64 without return_lse.
+        keep_logits: where logits are computed again in backward, whether the last tile of them
+            waits for it in the memory above; False where several losses wait for backward at once.
         supervised: from `count_supervised`: only tokens that count are computed. On the CPU they
             are counted anyway.
 
@@ -99,6 +104,7 @@ def linear_cross_entropy(
     if in_forward:
         loss = GradientsInForward.apply(hidden, weight, rows.collect(weights), rows, head)
     else:
+        head = replace(head, keep=keep_logits)
         loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
     loss = loss.view(labels.shape) if reduction == "none" else (loss * weights).sum()
     return (loss, lse.view(labels.shape)) if return_lse else loss
@@ -201,7 +207,7 @@ def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dty
 
 
 def _head(hidden, weight, options, tp, rows: Rows, whole: bool, chunk_tokens) -> Head:
-    shape = rows.labels.numel(), *weight.shape
+    held = held_bytes(weight) if whole and weight.requires_grad else 0
     chunk = None if chunk_tokens == "auto" else chunk_tokens
-    tiles = choose_tiles(shape, hidden.element_size(), tp.blocks, whole, chunk)
+    tiles = choose_tiles(sizes_of(rows.labels.numel(), hidden, weight, tp, held), whole, chunk)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

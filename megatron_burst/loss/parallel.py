@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Stat
+from megatron_burst.loss.tiles import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,21 @@ class TensorParallel:
         """Into how many parts the sequence is split."""
         return self.size if self.sequence_parallel else 1
 
-    def chunks(self, hidden: Tensor, rows: Rows, size: int) -> Iterator[tuple[slice, Tensor]]:
+    def chunks(
+        self, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Rows of all blocks, some at a time: (which of a block, [blocks * some, h]).
 
         The next ones are on their way while the caller computes.
         """
         step = size // self.blocks
         pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
+        if backwards:
+            pieces.reverse()
+        if self.blocks == 1:
+            for piece in pieces:
+                yield piece, rows.take(hidden, piece.start, piece.stop)
+            return
         coming = None
         for piece in pieces:
             started = piece, *self._start_gather(rows.take(hidden, piece.start, piece.stop))
@@ -52,17 +61,14 @@ class TensorParallel:
         if coming is not None:
             yield self._landed(*coming)
 
-    def _start_gather(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
-        if self.blocks == 1:
-            return mine, None
+    def _start_gather(self, mine: Tensor) -> tuple[Tensor, dist.Work]:
         everyones = mine.new_empty(self.blocks * mine.shape[0], mine.shape[1])
         work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
         return everyones, work
 
     @staticmethod
-    def _landed(piece: slice, x: Tensor, work: dist.Work | None) -> tuple[slice, Tensor]:
-        if work is not None:
-            work.wait()
+    def _landed(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
+        work.wait()
         return piece, x
 
     def combine(self, stats: Tensor) -> Tensor:
@@ -98,10 +104,11 @@ class HiddenGrad:
         self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
 
     def put(self, piece: slice, grad: Tensor) -> None:
-        """Take a chunk [blocks * some, h] of this rank's part of the sum."""
-        tp, some = self._tp, grad
+        """Take a chunk [blocks * some, h] of this rank's part of the sum, of any dtype."""
+        tp = self._tp
         if tp.size == 1:
-            return self._rows.put(self.mine, piece, some)
+            return self._rows.put(self.mine, piece, grad)
+        some = grad = grad.to(self.mine.dtype)
         if tp.blocks > 1:
             if self._rows.order is None:  # straight to its place
                 some = self.mine[piece]
@@ -126,6 +133,27 @@ class HiddenGrad:
         while self._under_way:
             self._land()
         return self.mine
+
+
+def sizes_of(rows: int, hidden: Tensor, weight: Tensor, tp: TensorParallel, held: int = 0) -> Sizes:
+    """What tiles are chosen for; the same on all ranks, which compute the same chunks together.
+
+    Args:
+        rows: of all blocks.
+        hidden: of the model's dtype.
+        weight: [vocab / tp, h].
+        tp: ranks that share the vocabulary.
+        held: bytes of sums that the call holds besides.
+    """
+    return Sizes(rows, *weight.shape, hidden.element_size(), tp.size, tp.blocks,
+                 processors_of(hidden.device), held)  # fmt: skip
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def first_class(tp: TensorParallel, weight: Tensor) -> int:

@@ -31,6 +31,7 @@ class Head:
         tiles: how much at once.
         vocab: number of classes of all ranks.
         entropy: whether it is wanted.
+        keep: whether the last tile of logits waits for backward, if logits are computed there.
     """
 
     options: LossOptions
@@ -38,6 +39,7 @@ class Head:
     tiles: Tiles
     vocab: int
     entropy: bool = False
+    keep: bool = True
 
     @property
     def transform(self) -> Transform:
@@ -61,20 +63,27 @@ class Sums:
     weight: Tensor | None
 
 
-def statistics_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-    """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows."""
+def statistics_pass(
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
+
+    Returns:
+        (statistics, the memory of a tile, with the last tile's logits in it).
+    """
     stats = statistics.empty_statistics(rows.labels.numel(), hidden)
     stats = stats.view(len(Stat), *rows.labels.shape)
     buffer = _tile_buffer(head, hidden)
     for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
         stats[:, :, piece] = _chunk_statistics(head, x, weight, rows, piece, buffer)
-    return poisoned(head.tp.combine(stats))
+    return poisoned(head.tp.combine(stats)), buffer
 
 
 def gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor, sums: Sums
-) -> None:
-    """Add the gradients up, computing logits once more.
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor, sums: Sums,
+    kept: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add the gradients up, computing logits once more; tiles come from the last to the first.
 
     Args:
         head: of the call.
@@ -83,21 +92,27 @@ def gradient_pass(
         rows: what is computed.
         factors: [5, blocks, n].
         sums: where to.
+        kept: a statistics pass's memory of a tile, written to: its logits are not computed again.
     """
-    buffer = _tile_buffer(head, hidden)
-    for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
+    buffer, computed = _tile_buffer(head, hidden) if kept is None else kept, kept is not None
+    for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows, backwards=True):
         chunk_factors = factors[:, :, piece].flatten(1)
         total = None
-        for classes, raw, targets in _tiles(head, x, weight, rows, piece, buffer):
+        for classes, raw, targets in _tiles(
+            head, x, weight, rows, piece, buffer, computed, backwards=True
+        ):
             _kernels(raw).gradient_(raw, targets, chunk_factors, head.transform)
             if sums.weight is not None:
                 add_product(sums.weight[classes], raw.t(), x)
             if sums.hidden is not None:
-                if total is None:
-                    total = x.new_zeros(x.shape, dtype=sum_dtype(x.dtype))
-                add_product(total, raw, weight[classes])
+                first = total is None
+                if first:
+                    total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype))
+                add_product(total, raw, weight[classes], first)
+        computed = False
         if sums.hidden is not None:
-            sums.hidden.put(piece, total.to(x.dtype))
+            sums.hidden.put(piece, total)
+        del x, total  # before the next ones come
 
 
 def forward_gradient_pass(
@@ -113,7 +128,7 @@ def forward_gradient_pass(
         weight: [vocab_local, h].
         rows: what is computed.
         row_weight: w, [blocks, n].
-        sums: where gradients go.
+        sums: where gradients go; what they had is written over.
     """
     stats = hidden.new_empty(len(Stat), *rows.labels.shape, dtype=sum_dtype(hidden.dtype))
     buffer = _tile_buffer(head, hidden)
@@ -126,7 +141,9 @@ def forward_gradient_pass(
         if sums.hidden is not None:
             sums.hidden.put(piece, torch.mm(raw, weight))
         if sums.weight is not None:
-            add_product(sums.weight, raw.t(), x)
+            add_product(sums.weight, raw.t(), x, first=piece.start == 0)
+    if sums.weight is not None and rows.count == 0:
+        sums.weight.zero_()
     return stats
 
 
@@ -166,18 +183,21 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
 
 
 def _tiles(
-    head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor, computed=False
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor, computed=False,
+    backwards=False,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Tiles of a chunk: (classes, raw logits, columns of the labels); all in the same memory.
 
-    `computed`: the one tile's logits still are in the buffer.
+    `computed`: the first of these tiles' logits still are in the buffer.
     """
     labels = rows.labels[:, piece].flatten() - first_class(head.tp, weight)
-    for start in range(0, weight.shape[0], head.tiles.classes):
+    starts = range(0, weight.shape[0], head.tiles.classes)
+    for start in reversed(starts) if backwards else starts:
         classes = slice(start, min(start + head.tiles.classes, weight.shape[0]))
         raw = buffer[: x.shape[0] * (classes.stop - start)].view(x.shape[0], -1)
         if not computed:
             torch.mm(x, weight[classes].t(), out=raw)
+        computed = False
         yield classes, raw, labels - start
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.loss.parallel import TensorParallel
+from megatron_burst.loss.parallel import TensorParallel, sizes_of
 from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.tiles import choose_tiles
 
@@ -24,8 +24,7 @@ def largest_class(
         ([s, b] logits in the model's dtype, [s, b] int64 classes, counted from 0 on each rank).
     """
     tokens = hidden.shape[:-1].numel()
-    shape = tokens * tp.blocks, *weight.shape
-    tiles = choose_tiles(shape, hidden.element_size(), tp.blocks, True, None)
+    tiles = choose_tiles(sizes_of(tokens * tp.blocks, hidden, weight, tp), whole=True)
     labels = torch.zeros(tp.blocks, tokens, dtype=torch.long, device=hidden.device)
     rows = Rows(labels, labels == 0, tp.rank if tp.blocks > 1 else 0, None, tokens)
     values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)

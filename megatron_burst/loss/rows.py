@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_ROWS_AT_ONCE = 1024  # that are converted
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -63,8 +65,10 @@ class Rows:
         """Write this rank's rows of a piece [some, h] to their places in full [tokens, h]."""
         if self.order is None:
             full[piece] = some
-        else:
-            full.index_copy_(0, self.order[self.mine, piece], some)
+            return
+        places = self.order[self.mine, piece].split(_ROWS_AT_ONCE)
+        for place, part in zip(places, some.split(_ROWS_AT_ONCE), strict=True):
+            full.index_copy_(0, place, part.to(full.dtype))
 
 
 def rows_of(labels: Tensor, valid: Tensor, mine: int, most: int | None) -> Rows:

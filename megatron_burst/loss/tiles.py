@@ -1,16 +1,21 @@
 """How much is computed at once: tiles of logits that fit a fixed amount of memory.
 
-A GEMM that adds [classes, h] float32 sums reads and writes 8 bytes for 2 rows operations, so tiles
-have many rows; one that adds [rows, h] sums likewise wants many classes.
+A GEMM that adds to [classes, h] float32 sums reads and writes 8 bytes for 2 rows operations, so
+tiles have many rows; one that adds [rows, h] sums likewise wants many classes. The hidden states'
+gradient [rows, h] is the smallest product: where its blocks fill the GPU's multiprocessors 2.67
+times, they take as long as 3 times.
 """
 
 from dataclasses import dataclass
 from math import ceil
 
 SCRATCH_BYTES = 896 << 20  # of the 1 GiB that is promised; the rest is for statistics of all rows
-_MOST_ROWS = 8192  # at 700 TFLOP/s and 4 TB/s adding weight gradients is then 9 % of their GEMM
+_MOST_ROWS = 8192
 _LEAST_CLASSES = 4096
-_UNIT = 256  # rows and classes come in multiples: whole tiles for the GEMMs
+_UNIT = 128  # rows and classes come in multiples: whole blocks for the GEMMs
+_BLOCK = 128, 256  # rows, columns of a product that a multiprocessor computes at once (cuBLAS)
+_SUM_ROWS = 750  # a GEMM of so many rows takes as long as adding to sums: 8 bytes at 4.2 TB/s
+#                  against 2 rows operations at 750 TFLOP/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,36 +31,90 @@ class Tiles:
     classes: int
 
 
-def choose_tiles(
-    shape: tuple[int, int, int], itemsize: int, blocks: int, whole: bool, chunk_tokens: int | None
-) -> Tiles:
-    """The largest tiles that fit.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What tiles are chosen for.
+
+    Attributes:
+        rows: of all blocks together.
+        classes: of the local vocabulary.
+        width: of the hidden states.
+        itemsize: bytes of an element of the model.
+        ranks: that share the vocabulary.
+        blocks: in which rows come: as many as ranks with sequence parallelism, else 1.
+        processors: multiprocessors of the GPU; 1: none are left idle.
+        held: bytes of sums that this call holds besides.
+    """
+
+    rows: int
+    classes: int
+    width: int
+    itemsize: int
+    ranks: int = 1
+    blocks: int = 1
+    processors: int = 1
+    held: int = 0
+
+    def row_bytes(self, whole: bool) -> int:
+        """Memory of a row besides its logits: what comes in and goes out, and its sums."""
+        copies = 2 if whole else 1  # the input; its gradient, where it is no sum
+        if self.ranks > 1:
+            copies = 4  # the input, the next one, the gradient and the last one, on their ways
+        sums = 0 if whole else max(4, self.itemsize)
+        return self.width * (copies * self.itemsize + sums)
+
+
+def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> Tiles:
+    """The tiles that take the least time, by the rules above, of those that fit.
 
     Args:
-        shape: rows of all blocks, classes of the local vocabulary, width of the hidden states.
-        itemsize: bytes of an element of the model.
-        blocks: in which rows come.
+        sizes: of the call.
         whole: whether a tile must have all classes, for its gradient in forward.
         chunk_tokens: rows, if they are not to be chosen.
     """
-    rows, classes, width = shape
-    # input, the next one on its way, gradient and its sums, the last one on its way
-    a_row = width * (4 * itemsize + max(4, itemsize))
-    if whole:
-        a_row += classes * itemsize
-    share = SCRATCH_BYTES if whole else SCRATCH_BYTES // 2
-    most = share // a_row
+    scratch, blocks, a_row = _scratch(sizes.held), sizes.blocks, sizes.row_bytes(whole)
+    share = scratch if whole else scratch // 2
+    most = share // (a_row + (sizes.classes * sizes.itemsize if whole else 0))
     if not whole:  # leave room for a tile that is not too narrow
-        most = min(most, (SCRATCH_BYTES - share) // (min(classes, _LEAST_CLASSES) * itemsize))
-    fitting = chunk_tokens or min(_MOST_ROWS, max(most // _UNIT, 1) * _UNIT)
-    per_block = max(fitting // blocks, 1)
+        narrow = min(sizes.classes, _LEAST_CLASSES) * sizes.itemsize
+        most = min(most, (scratch - share) // narrow)
+    fitting = min(_MOST_ROWS, max(most // _UNIT, 2) * _UNIT)
+    per_block = max((chunk_tokens or fitting) // blocks, 1)
     if not chunk_tokens:
-        per_block = _even(rows // blocks, per_block)
+        per_block = _rows_of_a_block(sizes, per_block)
     chunk = per_block * blocks
     if whole:
-        return Tiles(chunk, classes)
-    room = (SCRATCH_BYTES - min(share, chunk * a_row)) // (chunk * itemsize)
-    return Tiles(chunk, _even(classes, max(room // _UNIT, 1) * _UNIT))
+        return Tiles(chunk, sizes.classes)
+    room = (scratch - min(share, chunk * a_row)) // (chunk * sizes.itemsize)
+    return Tiles(chunk, _even(sizes.classes, max(room // _UNIT, 2) * _UNIT))
+
+
+def _scratch(held: int) -> int:
+    """What tiles may take: sums that this call holds count, unless too little would be left."""
+    left = SCRATCH_BYTES - held
+    return left if left >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
+
+
+def _rows_of_a_block(sizes: Sizes, most: int) -> int:
+    """At most `most`, so that all chunks take the least time; of equal ones the smallest."""
+    total, unit = sizes.rows // sizes.blocks, max(_UNIT // sizes.blocks, 16)
+    if total == 0:
+        return 1
+
+    def cost(rows: int) -> float:
+        full, rest = divmod(total, rows)
+        return full * _chunk_cost(sizes, rows) + (_chunk_cost(sizes, rest) if rest else 0)
+
+    candidates = [*range(unit, min(most, total) + 1, unit), min(most, total)]
+    return min(candidates, key=lambda rows: (cost(rows), rows))
+
+
+def _chunk_cost(sizes: Sizes, per_block: int) -> float:
+    """Time of a chunk's products with sums, as rows of a GEMM that wastes nothing."""
+    height, width = _BLOCK
+    blocks = ceil(per_block * sizes.blocks / height) * ceil(sizes.width / width)
+    waves = ceil(blocks / sizes.processors)
+    return waves * sizes.processors * height * width / sizes.width + _SUM_ROWS
 
 
 def _even(total: int, most: int) -> int:
@@ -63,4 +122,4 @@ def _even(total: int, most: int) -> int:
     if total <= most:
         return max(total, 1)
     pieces = ceil(total / most)
-    return min(ceil(total / pieces / 128) * 128, most)
+    return min(ceil(total / pieces / _UNIT) * _UNIT, most)

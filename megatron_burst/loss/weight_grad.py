@@ -11,19 +11,33 @@ from torch import Tensor
 from megatron_burst.loss.statistics import sum_dtype
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is in float32 or wider and the GEMM adds up in it."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total += a @ b, where total is in float32 or wider and the GEMM adds up in it.
+
+    `first`: whatever total had is neither read nor kept.
+    """
+    beta = 0 if first else 1
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif total.is_cuda:  # one cuBLAS call: 16-bit inputs, float32 sums read and written
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 def new_sums(weight: Tensor) -> Tensor:
     """A buffer [vocab_local, h] of zeros to add the gradient up in."""
     return torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
+
+
+def unwritten_sums(weight: Tensor) -> Tensor:
+    """Such a buffer before the first product is put into it."""
+    return torch.empty_like(weight, dtype=sum_dtype(weight.dtype))
+
+
+def held_bytes(weight: Tensor) -> int:
+    """What such a buffer adds where Megatron has one already; 0 where it is the only one."""
+    return 0 if main_grad_of(weight) is None else weight.numel() * sum_dtype(weight.dtype).itemsize
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:

@@ -137,6 +137,7 @@ class FusedHead:
             label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
+            keep_logits=is_main,  # the others wait for backward beside it
         )  # fmt: skip
         return loss.t().contiguous()
 

@@ -1,6 +1,6 @@
 """A stack of Megatron's transformer layers to measure recomputation on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,11 @@ class Widths:
         weights = self.layers * (projections + 3 * self.hidden * self.ffn)
         attention = self.layers * self.heads_q * self.head_dim * self.seq
         return 6.0 * (weights + attention) * self.seq * self.batch
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of attention's forward pass in all layers: causal."""
+        return 2.0 * self.layers * self.heads_q * self.head_dim * self.seq**2 * self.batch
 
 
 def start(cpu: bool, cp_size: int) -> None:
@@ -124,6 +129,26 @@ class Stack:
         out.backward(self._dout)
         grad, self._hidden.grad = self._hidden.grad, None
         return [grad]
+
+    def attention_alone(self) -> Callable[[], None]:
+        """What runs attention's forward pass once for each layer, on tensors of the first one."""
+        cores = [layer.self_attention.core_attention for layer in self._model.decoder.layers]
+        taken: list[tuple] = []
+        hook = cores[0].register_forward_pre_hook(
+            lambda module, args, kwargs: taken.append((args, kwargs)), with_kwargs=True
+        )
+        self._model.set_input_tensor(self._hidden)
+        with torch.no_grad():
+            self._model(None, None, None)
+        hook.remove()
+        args, kwargs = taken[0]
+
+        def attend() -> None:
+            with torch.no_grad():
+                for core in cores:
+                    core(*args, **kwargs)
+
+        return attend
 
 
 def _config(widths: Widths, cp_size: int, comm_type: str) -> TransformerConfig:

@@ -117,7 +117,7 @@ def hardware(found: Calibration, name: str) -> Hardware:
     Raises:
         BurstError: if there is no preset of the GPU.
     """
-    base = _preset_of(found.gpu, name)
+    base = preset_of(found.gpu, name)
     of_kind = {kind: [row for row in found.links if row.kind == kind] for kind in (*_LINKS, "host")}
     links = {
         ours: _link(rows, _per_card(base, theirs))
@@ -139,13 +139,22 @@ def hardware(found: Calibration, name: str) -> Hardware:
     )  # fmt: skip
 
 
-def _preset_of(gpu: str, name: str) -> Hardware:
+def preset_of(gpu: str, name: str) -> Hardware:
+    """The preset of a GPU.
+
+    Args:
+        gpu: its own name.
+        name: of the file that it is in, for complaints.
+
+    Raises:
+        BurstError: if there is none.
+    """
     for known in sorted(preset_names(), key=len, reverse=True):
         if known.partition("-")[0].upper() in gpu.upper():
             return preset(known)
     raise BurstError(
-        f"hardware: {name} must be of a GPU that there is a preset of, because calibrate does not "
-        f"measure everything; got {gpu!r}; describe it in a TOML file like those of "
+        f"hardware: {name} must be of a GPU that there is a preset of, because not everything is "
+        f"measured; got {gpu!r}; describe it in a TOML file like those of "
         "megatron_burst/plan/machines"
     )
 

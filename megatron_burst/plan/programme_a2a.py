@@ -35,7 +35,8 @@ class _Exchange:
             if relay.is_first(index):
                 ops += self._wait("there", leg.round)
                 ops += self._post("there", leg.round + 1)
-            ops += self.relayed.pass_on(index, self._before_own(index))
+            ops += self.relayed.set_out(index, self._before_own(index))
+            ops += self.relayed.pass_on(index)
             ops += [*self.relayed.await_visitor(index), self._attention(index)]
             backward = self.schedule.direction is Direction.BACKWARD
             if backward and not self.relayed.alone:

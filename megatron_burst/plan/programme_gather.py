@@ -71,7 +71,7 @@ class _Gather:
         """Let the visitor of a step come, gather its keys, send on what goes on."""
         if index >= len(self.schedule.steps):
             return []
-        ops: list[Op] = []
+        ops = self.relayed.set_out(index)
         if self._begins(index):
             row = self._row_bytes(index)
             pieces = self.schedule.reads[self.schedule.steps[index].gather][self.schedule.cp_rank]

@@ -45,24 +45,28 @@ class Relayed:
         """Kernels of a step wait for its visitor."""
         return [Wait(key) for key in self.landing(index)]
 
-    def pass_on(self, index: int, own_after: tuple[tuple, ...] = ()) -> list[Op]:
-        """Send on what is to go on while a step is prepared.
+    def set_out(self, index: int, after: tuple[tuple, ...] = ()) -> list[Op]:
+        """Send the rank's own piece, if it is to leave while a step is prepared.
 
         Args:
             index: number of the step.
-            own_after: transfers that bring what the rank's own piece is made of.
+            after: transfers that bring what the piece is made of.
         """
         ops: list[Op] = []
-        for place, hop in enumerate(self.schedule.relay.legs[index].reads):
-            after = self.landing(index)
-            if hop.sends == self.schedule.cp_rank:
-                after += own_after
-            # who sends an own piece packs it; all ranks do so in the same step
-            packs = hop.sends == self.schedule.cp_rank
-            num_bytes = 2 * self._bytes(hop) if packs else 0
-            ops.append(Compute((("copy", self.timer.memory(num_bytes)),), index))
+        for place, hop in self._reads(index, own=True):
+            ops.append(Compute((("copy", self.timer.memory(2 * self._bytes(hop))),), index))
             ops.append(self._post(index, place, hop, after))
         return ops
+
+    def pass_on(self, index: int) -> list[Op]:
+        """Send on what came for a step, if it is to go on."""
+        landing = self.landing(index)
+        reads = self._reads(index, own=False)
+        return [self._post(index, place, hop, landing) for place, hop in reads]
+
+    def _reads(self, index: int, own: bool) -> list[tuple[int, Hop]]:
+        hops = enumerate(self.schedule.relay.legs[index].reads)
+        return [(n, hop) for n, hop in hops if own == (hop.sends == self.schedule.cp_rank)]
 
     def _post(self, index: int, place: int, hop: Hop, after: tuple[tuple, ...] = ()) -> Post:
         key = (index, hop.ring, hop.cargo, place)

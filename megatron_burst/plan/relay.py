@@ -27,8 +27,8 @@ class Leg:
         round: number of its group of heads.
         distance: how many hosts the visiting piece has come; 0: it is the rank's own.
         slot: buffer of the visiting piece; HOME for the rank's own.
-        reads: hops that start while the step is prepared, behind those that land then. One that
-            sends the rank's own piece sends a copy of it.
+        reads: hops that start while the step is prepared: one that sends a copy of the rank's own
+            piece, and one that sends on what lands then.
         grad_slot: buffer in which the gradient of the visiting piece is summed; HOME: where it
             stays for good.
         fresh: whether that sum starts here, rather than with what has arrived.
@@ -82,21 +82,29 @@ class Relay:
         return index == len(self.legs) - 1 or self.is_first(index + 1)
 
 
-def relay(topology: Topology, cp_rank: int, num_rounds: int, direction: Direction) -> Relay:
+def relay(
+    topology: Topology,
+    cp_rank: int,
+    num_rounds: int,
+    direction: Direction,
+    home_last: bool = False,
+) -> Relay:
     """The hops between hosts of one rank, and its steps in order.
 
     Each round begins with the host's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles.
+    the last gradients from elsewhere come home behind their tiles; an only round does so
+    if there is other work while the first piece comes.
 
     Args:
         topology: hosts are its rows.
         cp_rank: whose hops.
         num_rounds: groups of heads.
         direction: in forward there are no gradients.
+        home_last: whether an only round has such work, and so ends with the host's own shards.
     """
     hosts = topology.inter_size
     order = [(round_, away) for round_ in range(num_rounds) for away in range(hosts)]
-    if direction is Direction.BACKWARD and num_rounds > 1:
+    if direction is Direction.BACKWARD and (num_rounds > 1 or home_last):
         last = order[-hosts:]
         order[-hosts:] = [*last[1:], last[0]]
     programme = _Programme(topology, cp_rank, order)
@@ -144,7 +152,7 @@ class _Programme:
             if away < self.hosts - 1:
                 leaving[self._leaves(round_, away)].append((round_, away))
         for index in range(len(self.order)):
-            for step in leaving[index]:
+            for step in sorted(leaving[index], key=lambda step: step[1]):  # its own piece first
                 round_, away = step
                 needed = self.at[round_, away + 1]
                 source = self.slot[step] if away else self.read_pool.take()

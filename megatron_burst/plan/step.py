@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_burst.plan.attention import attention_time
+from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.half import choose_half
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
@@ -72,14 +72,25 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
     return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
 
 
+def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
+    """Time of an average layer, forward, replay and backward, for one sequence.
+
+    Args:
+        job: the job.
+        strategy: how it is dealt out.
+        call: of attention; None: burst's.
+    """
+    return sum(_Layer(job, strategy, call).parts().values())
+
+
 class _Layer:
     """Time of an average layer of a stage, forward, replay and backward, for one micro-batch."""
 
-    def __init__(self, job: Job, strategy: Strategy) -> None:
+    def __init__(self, job: Job, strategy: Strategy, call: AttentionCall | None = None) -> None:
         self._job, self._strategy = job, strategy
         self._timer = Timer(job.hardware)
         self._tokens = job.seq // strategy.cp
-        call = attention_call(job, strategy)
+        call = call or attention_call(job, strategy)
         self._passes = {d: attention_time(call, job.hardware, d) for d in Direction}
         model = job.model
         moe = model.moe_layers / model.layers

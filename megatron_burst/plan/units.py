@@ -8,12 +8,13 @@ _MOST = 1 << 40  # beyond it nothing is a job, and floats lose ones
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def whole_number(text: str, option: str) -> int:
+def whole_number(text: str, option: str, who: str = "plan") -> int:
     """The number in "1M", "1048576", "128k" or "1.5M"; K is 1024.
 
     Args:
         text: what was given.
         option: for the complaint.
+        who: complains.
 
     Raises:
         BurstError: if it is no positive whole number, or above 1024G.
@@ -22,10 +23,15 @@ def whole_number(text: str, option: str) -> int:
     value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not 1 <= value <= _MOST or value != int(value):
         raise BurstError(
-            f"plan: {option} must be a positive whole number up to 1024G, because it counts "
+            f"{who}: {option} must be a positive whole number up to 1024G, because it counts "
             f"something; got {text!r}; write for example 1048576, 128k or 1M (K is 1024)"
         )
     return int(value)
+
+
+def whole_numbers(text: str, option: str, who: str) -> tuple[int, ...]:
+    """The numbers in a list such as "64K,1M"; refuses as `whole_number` does."""
+    return tuple(whole_number(word, option, who) for word in text.split(","))
 
 
 def in_units(count: int) -> str:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megatron_burst.cli.bench_loss import LossRow
-from megatron_burst.cli.loss_peers import LossCase, peers_of
+from megatron_burst.cli.loss_peers import LossCase, cases_of, listed_cases, peers_of
 from megatron_burst.cli.results import columns_of, read
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.cli.bench_loss")
 CASES = (LossCase(96, 32, 64, "float32"), LossCase(40, 32, 64, "bfloat16"))
-NAMES = ("burst:recompute", "burst:forward", "megatron:unfused", "torch", "liger")
+NAMES = ("burst:recompute", "burst:forward", "burst:plain", "megatron:unfused", "torch", "liger")
 
 
 def bench(rank, folder):
@@ -68,7 +68,7 @@ def test_speed_and_errors(results):
 
 def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
     for rows, none, bad in results[0]:
-        assert none == [] and len(rows) == 10
+        assert none == [] and len(rows) == 12
         assert bad.status == "failed" and "results are wrong" in bad.note
         assert bad.error_loss == pytest.approx(0.2, rel=1e-3)
 
@@ -86,6 +86,19 @@ def test_table_and_picture(results, tmp_path):
 def test_unknown_implementations_are_refused():
     with pytest.raises(BurstError, match="got 'ligre'; choose among burst:recompute"):
         peers_of(["ligre"])
+
+
+def test_cases_come_in_the_order_in_which_they_are_named():
+    listed = listed_cases(["32K,4096,128K", "8K,64,1M"], "bfloat16")
+    assert listed == [
+        LossCase(32 << 10, 4096, 128 << 10, "bfloat16"), LossCase(8 << 10, 64, 1 << 20, "bfloat16")
+    ]  # fmt: skip
+    with pytest.raises(BurstError, match="--case must name tokens, width and classes.*'32K,4096'"):
+        listed_cases(["32K,4096"], "bfloat16")
+    crossed = cases_of("quick", "2K,1K", "", "8,16", "float32")
+    assert [(x.tokens, x.hidden, x.vocab) for x in crossed] == [
+        (2048, 4096, 8), (2048, 4096, 16), (1024, 4096, 8), (1024, 4096, 16)
+    ]  # fmt: skip
 
 
 def test_logits_of_the_drawn_head_are_of_order_one():

@@ -18,7 +18,8 @@ preload("megatron.core.models.gpt", "megatron_burst.mcore.launch")
 
 def bench(rank: int, folder: str) -> tuple:
     """Rows at CP=2 and how often each mode of burst's called attention kernels."""
-    from megatron_burst.cli.bench_recompute import Plan, measure, modes_of
+    from megatron_burst.cli.bench_recompute import Plan, measure
+    from megatron_burst.cli.modes import modes_of
     from megatron_burst.cli.world import world_of
     from megatron_burst.mcore.stack import Stack, Widths
     from tests.mcore.pipeline import counted
@@ -42,7 +43,8 @@ def bench(rank: int, folder: str) -> tuple:
 
 def alone(rank: int) -> dict:
     """Megatron's own attention at CP=1: kernel calls by mode."""
-    from megatron_burst.cli.bench_recompute import Plan, modes_of
+    from megatron_burst.cli.bench_recompute import Plan
+    from megatron_burst.cli.modes import modes_of
     from megatron_burst.mcore.stack import Stack, Widths, start
     from tests.mcore.pipeline import counted
 
@@ -68,13 +70,21 @@ def results(tmp_path_factory):
 
 
 def test_one_row_for_each_mode(results):
-    from megatron_burst.cli.bench_recompute import MODES
+    from megatron_burst.cli.modes import MODES
 
     ((rows, said, _), _), path = results
-    assert [f"{row.impl}:{row.mode}" for row in rows] == list(MODES)
+    assert [f"{row.impl}:{row.mode}" for row in rows if row.pass_ == "fwd_bwd"] == list(MODES)
+    (attention,) = (row for row in rows if row.pass_ == "fwd")  # alone; Megatron's cannot run
+    assert (attention.impl, attention.mode) == ("burst", "attention")
+    # 2 layers x 2 x 4 heads x 8 x 64 x 64 on 2 ranks: two products, half of them behind the mask
+    assert attention.tflops_per_gpu == pytest.approx(
+        2 * 2 * 4 * 8 * 64 * 64 / 2 / attention.ms / 1e9
+    )
     assert [row.mode for row in read([path])] == [row.mode for row in rows]
-    assert len(said) == 1
+    assert len(said) == 2
     for row in rows:
+        if row is attention:
+            continue
         if row.impl == "burst":
             assert row.status == "ok" and row.ms_min <= row.ms <= row.ms_max
             # 6 (2 layers (weights 32 8 (4 + 4 + 2 + 2) + 3 32 48) + 2 4 8 64) 64 FLOPs on 2 ranks
@@ -110,7 +120,7 @@ def test_table_and_picture(results, tmp_path):
 
 
 def test_refuses_a_mode_that_there_is_not():
-    from megatron_burst.cli.bench_recompute import modes_of
+    from megatron_burst.cli.modes import modes_of
 
     with pytest.raises(BurstError, match="got 'burst:some'; choose among burst:none, burst:half, "):
         modes_of(["burst:some"])

@@ -56,8 +56,8 @@ def odd():
     """This rank has another torch."""
     from megatron_burst.cli.doctor import job
 
-    real = job.versions
-    job.versions = lambda: real() | {"torch": "2.10.0"}
+    real = job.software
+    job.software = lambda: real() | {"torch": "2.10.0"}
 
 
 def enter(folder, environment, tamper, arguments):

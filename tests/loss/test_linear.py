@@ -87,7 +87,7 @@ def test_any_shape_and_any_tiles(
 def test_tiles_cover_several_parts_of_the_vocabulary(monkeypatch):
     """Otherwise the test above would show nothing about tiles of classes."""
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1 << 14)
-    chosen = tiles.choose_tiles((600, 1000, 8), 8, 1, False, None)
+    chosen = tiles.choose_tiles(tiles.Sizes(600, 1000, 8, 8), whole=False)
     assert chosen.rows < 600 and chosen.classes < 1000
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import autograd, tiles
-from megatron_burst.loss.tiles import SCRATCH_BYTES, choose_tiles
+from megatron_burst.loss.tiles import SCRATCH_BYTES, Sizes, choose_tiles
 from tests.loss.oracle import random_problem
 
 VOCAB, WIDTH = 512, 8
@@ -86,17 +86,75 @@ def test_the_test_above_sees_all_logits():
     assert seen.num_bytes == 8192 * VOCAB * 4
 
 
+@pytest.mark.parametrize("processors", [1, 132, 148])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab", [32 << 10, 128 << 10, 256 << 10, 151936])
 @pytest.mark.parametrize("width", [4096, 8192, 16384])
-def test_tiles_fit_the_memory_that_is_promised(width, vocab, blocks, whole):
+def test_tiles_fit_the_memory_that_is_promised(width, vocab, blocks, whole, processors):
     for tokens in (8 << 10, 32 << 10, 100_000, 256 << 10, 1 << 20):
         local = -(-vocab // blocks)
-        chosen = choose_tiles((tokens // blocks * blocks, local, width), 2, blocks, whole, None)
-        scratch = 2 * chosen.rows * (chosen.classes + 4 * width) + 4 * chosen.rows * width
-        assert scratch <= 1 << 30, (tokens, chosen)
+        held = local * width * 4 if whole else 0
+        for room in {0, held}:
+            sizes = Sizes(
+                tokens // blocks * blocks, local, width, 2, blocks, blocks, processors, room
+            )
+            chosen = choose_tiles(sizes, whole)
+            copies = 1 + whole if blocks == 1 else 4  # of rows: on their ways between ranks
+            scratch = 2 * chosen.rows * (chosen.classes + copies * width)
+            scratch += 0 if whole else 4 * chosen.rows * width
+            scratch += room if room <= 512 << 20 else 0
+            assert scratch <= 1 << 30, (tokens, chosen)
         assert chosen.rows % blocks == 0 and 0 < chosen.classes <= local
         assert whole == (chosen.classes == local) or not whole
         assert chosen.rows >= 1024  # the GEMMs stay large
     assert SCRATCH_BYTES < 1 << 30
+
+
+@pytest.mark.parametrize("width, vocab", [(4096, 128 << 10), (4096, 32 << 10), (8192, 128 << 10)])
+def test_chunks_fill_the_multiprocessors(width, vocab):
+    """Catches 2816 rows of width 4096 on an H200: 352 blocks take 3 turns, as 396 would."""
+    for tokens in (8 << 10, 32 << 10, 128 << 10):
+        rows = choose_tiles(Sizes(tokens, vocab, width, 2, processors=132), whole=True).rows
+        turns = -(-rows // 128) * (width // 256) / 132
+        assert turns > 0.95 * -(-turns // 1), (tokens, rows, turns)
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        packet = getattr(func, "overloadpacket", None)
+        if packet in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            self.count += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("tiles_of_logits", [1, 4])
+def test_the_last_tile_of_logits_is_not_computed_again(tiles_of_logits, monkeypatch):
+    """Nor is it held where the caller says so; and a second backward has the same gradients."""
+    monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1 << 19)
+    tokens, vocab = 512 * tiles_of_logits, 128
+    problem = random_problem(tokens, 1, WIDTH, vocab, torch.float64, mask=False).leaves()
+    problem.labels.clamp_(min=0)  # tokens that are left out are not computed
+    one, grads = tokens * vocab * WIDTH, []
+    for keep in (True, False):
+        with Products() as seen:
+            loss = linear_cross_entropy(
+                problem.hidden, problem.weight, problem.labels, grads="recompute",
+                chunk_tokens=512, keep_logits=keep,
+            )  # fmt: skip
+            loss.backward(retain_graph=True)
+        assert seen.count == 4 * one - (one // tiles_of_logits if keep else 0), keep
+        with Products() as seen:
+            loss.backward()
+        assert seen.count == 3 * one  # forward's is not repeated, but the kept tile is
+        grads.append((problem.hidden.grad.clone(), problem.weight.grad.clone()))
+        problem.hidden.grad = problem.weight.grad = None
+    for kept, computed in zip(*grads, strict=True):
+        assert torch.equal(kept, computed)

@@ -127,6 +127,11 @@ def test_what_is_no_number_is_refused(text):
         whole_number(text, "--gpus")
 
 
+def test_numbers_in_words():
+    numbers = (64 << 10, 1 << 20, 3 << 30, 1536, 7)
+    assert [in_units(n) for n in numbers] == ["64K", "1M", "3G", "1536", "7"]
+
+
 @given(st.integers(1, 1 << 40))
 def test_numbers_are_read_as_they_are_written(number):
     assert whole_number(in_units(number), "--seq-length") == number

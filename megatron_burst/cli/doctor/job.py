@@ -24,8 +24,8 @@ from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
 from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
 from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
-from megatron_burst.cli.doctor.software import versions
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
+from megatron_burst.cli.facts import software
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.world import World, world_of
 from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
@@ -101,7 +101,7 @@ def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
         driver=gpus[0].driver if gpus else "none",
         local_rank=launch.local_rank,
         local_size=launch.local_size,
-        versions=versions(),
+        versions=software(),
         variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
     )
 

@@ -10,7 +10,6 @@ from megatron_burst.cli.doctor.software import (
     check_seams,
     check_torch,
     check_versions,
-    versions,
 )
 from megatron_burst.cli.doctor.survey import Answer, Survey
 from megatron_burst.cli.doctor.system import (
@@ -19,6 +18,7 @@ from megatron_burst.cli.doctor.system import (
     check_limits,
     check_shm,
 )
+from megatron_burst.cli.facts import software
 
 
 def check_machine(
@@ -31,7 +31,7 @@ def check_machine(
         environ: environment variables.
         in_job: whether they are those of a training job.
     """
-    found = [check_versions(versions())]
+    found = [check_versions(software())]
     if isinstance(survey, Answer):
         why = survey.error or f"exit status {survey.code}"
         found.append(Check("survey", Status.SKIP, f"the machine's state is not known: {why}"))

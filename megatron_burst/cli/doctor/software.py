@@ -1,41 +1,15 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
-import platform
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from megatron_burst.cli.doctor.record import Check, Status
 from megatron_burst.kernels.backends import Problem, backends
-from megatron_burst.version import __version__
 
-_PACKAGES = {  # what it is called here, and its distribution
-    "megatron-core": "megatron-core",
-    "te": "transformer-engine",
-    "fa4": "flash-attn-4",
-}
 _MEGATRON = ("0.19.",)  # those that the tests run with
 _FOR_FA4 = (9, 10)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what takes part, by name; all hosts of a job should have the same."""
-    found = {
-        "megatron_burst": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
 
 
 def check_versions(found: dict[str, str]) -> Check:

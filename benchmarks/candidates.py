@@ -1,0 +1,33 @@
+"""Blocks of the Triton attention kernels that `kernels.py --sweep` tries."""
+
+from itertools import product
+
+from megatron_burst.kernels.triton_blocks import Blocks, Pass
+
+# Rows, keys, warps. What is far behind on H200 (results/triton_blocks_h200.csv) is left out.
+_NARROW = {
+    Pass.FORWARD: [
+        (128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4), (256, 64, 8),
+    ],
+    Pass.KEY_GRADS: [
+        (64, 128, 8), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4), (32, 128, 4),
+    ],
+    Pass.QUERY_GRADS: [
+        (128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 32, 4),
+    ],
+}  # fmt: skip
+_WIDE = {
+    Pass.FORWARD: [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4)],
+    Pass.KEY_GRADS: [(64, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 4)],
+    Pass.QUERY_GRADS: [(128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (64, 32, 4)],
+}
+
+
+def candidates(dim: int, tma: bool) -> list[tuple[Pass, Blocks]]:
+    """What is tried for a head dimension; up to 64, four blocks in flight fit shared memory too."""
+    sizes, most_stages = (_NARROW, 4) if dim <= 64 else (_WIDE, 3)
+    return [
+        (which, Blocks(*each, stages, tma))
+        for which, every in sizes.items()
+        for each, stages in product(every, range(2, most_stages + 1))
+    ]

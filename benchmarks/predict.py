@@ -1,0 +1,120 @@
+"""Predictions of the planner for problems that are yet to be measured, as a CSV like theirs.
+
+python benchmarks/predict.py attention --ranks 8 --preset one-host --out attention_8xh200.csv
+python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
+
+Options are those of `bench attention` and `bench recompute`. Commit the CSV, measure, and compare:
+python benchmarks/validate_plan.py MEASURED.csv --predictions PREDICTED.csv
+"""
+
+import subprocess
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from typer import Option
+
+from megatron_burst.cli.cases import Case, Grid, Pass, counts, head_counts, problems
+from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.modes import modes_of
+from megatron_burst.cli.predictions import predict
+from megatron_burst.cli.results import Row, append
+from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.plan.hardware_file import hardware as hardware_of
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+Out = Annotated[Path, Option(help="CSV to append to")]
+Ranks = Annotated[int, Option(min=1)]
+Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
+Link = Annotated[str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 hosts', if known")]
+
+
+def commit() -> str:
+    """The commit that predicts, and whether files differ from it."""
+    folder = Path(__file__).parent
+    head, changes = (
+        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
+    return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
+
+
+def _write(rows: list[Row], hardware: str, out: Path) -> None:
+    """Fill in what the planner says, and append those rows of which it says something."""
+    machine, said = hardware_of(hardware), f"planner at {commit()}"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    done = []
+    for row in rows:
+        if found := predict(row, machine):
+            gpu = f"predicted for {machine.name}"
+            row = replace(row, date=now, versions=said, gpu=gpu, ms=found.ms, peak_gib=found.gib)
+            done.append(row)
+    append(out, done)
+    typer.echo(f"{len(done)} predictions, {said}, were appended to {out}")
+
+
+def _row(**columns: object) -> Row:
+    return Row(date="", versions="", gpu="", **columns)
+
+
+@app.command()
+def attention(
+    out: Out,
+    ranks: Ranks,
+    hosts: int = 1,
+    seq: str = "",
+    heads: str = "",
+    preset: str = "",
+    impl: list[str] | None = None,
+    hardware: Machine = "h200",
+    link: Link = "",
+) -> None:
+    """Problems of `bench attention`, forward and both passes."""
+    with in_one_sentence():
+        grid = Grid(counts(seq, "--seq") if seq else (), head_counts(heads) if heads else ())
+        cases, usual = problems(preset, grid)
+        every = product(cases, impls_of(tuple(impl or usual)), get_args(Pass))
+        rows = [
+            _row(
+                hosts=hosts, ranks=ranks, link=link, **asdict(case), impl=one.name, mode=one.mode,
+                pass_=pass_,
+            )
+            for case, one, pass_ in every
+        ]  # fmt: skip
+        _write(rows, hardware, out)
+
+
+@app.command()
+def recompute(
+    out: Out,
+    ranks: Ranks,
+    hosts: int = 1,
+    seq: str = "64K",
+    layers: int = 4,
+    heads: str = "32/8",
+    hidden: int = 4096,
+    ffn: int = 14336,
+    mode: list[str] | None = None,
+    hardware: Machine = "h200",
+    link: Link = "",
+) -> None:
+    """Problems of `bench recompute`."""
+    with in_one_sentence():
+        ((heads_q, heads_kv),) = head_counts(heads)
+        note = f"{layers} layers, hidden {hidden}, ffn {ffn}"
+        every = product(counts(seq, "--seq"), modes_of(mode or ()))
+        rows = [
+            _row(
+                hosts=hosts, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
+                impl=one.impl, mode=one.name, pass_="fwd_bwd", note=note,
+            )
+            for tokens, one in every
+        ]  # fmt: skip
+        _write(rows, hardware, out)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,74 @@
+"""The ways to recompute that `bench recompute` measures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+
+if TYPE_CHECKING:
+    from megatron_burst.mcore.stack import Stack, Widths
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to recompute.
+
+    Attributes:
+        impl: whose attention: "burst" or "megatron".
+        name: of the mode.
+        recompute: "full", "selective" or "off".
+        keep: burst's keeping.
+        half_of_layers: whether only half of the layers keep.
+        offload: whether it waits on the host.
+    """
+
+    impl: str
+    name: str
+    recompute: str = "full"
+    keep: str = "none"
+    half_of_layers: bool = False
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.impl}:{self.name}"
+
+    def apply(self, stack: "Stack", widths: "Widths", options: BurstConfig) -> None:
+        """Have the layers recompute this way."""
+        burst = replace(options, keep=self.keep, keep_offload=self.offload)
+        layers = max(1, widths.layers // 2) if self.half_of_layers else None
+        stack.set(self.recompute, burst, layers)
+
+
+MODES = {
+    str(mode): mode
+    for mode in (
+        Mode("burst", "none"),
+        Mode("burst", "half", keep="half"),
+        Mode("burst", "all", keep="all"),
+        Mode("burst", "all-half-layers", keep="all", half_of_layers=True),
+        Mode("burst", "all-offload", keep="all", offload=True),
+        Mode("burst", "selective", "selective"),
+        Mode("burst", "off", "off"),
+        Mode("megatron", "full"),
+        Mode("megatron", "full-keep", keep="all"),
+        Mode("megatron", "selective", "selective"),
+        Mode("megatron", "off", "off"),
+    )
+}
+
+
+def modes_of(names: Sequence[str]) -> tuple[Mode, ...]:
+    """The modes of a list of names; none named means all.
+
+    Raises:
+        BurstError: if there is no such mode.
+    """
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
+        raise BurstError(
+            "bench recompute: --mode must name one that there is, because it stands for a way to "
+            f"recompute; got {unknown[0]!r}; choose among {', '.join(MODES)}"
+        )
+    return tuple(MODES[name] for name in names or MODES)

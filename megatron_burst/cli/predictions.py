@@ -1,0 +1,174 @@
+"""What the planner says of a row of the benchmarks: before it is measured, or beside it."""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.modes import MODES, Mode
+from megatron_burst.cli.results import Row
+from megatron_burst.engine.setup import Pattern, way_of
+from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.calibration import preset_of
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.memory import memory_of
+from megatron_burst.plan.model import Model
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.step import layer_seconds
+from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.plan.topology import pretend_hosts
+
+_LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
+_LINK = re.compile(r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time of a pass, and memory above inputs and outputs; None where it is not known."""
+
+    ms: float
+    gib: float | None
+
+
+def is_of_layers(row: Row) -> bool:
+    """Whether a row is of `bench recompute`: its note has the layers' sizes."""
+    return bool(_LAYERS.match(row.note))
+
+
+def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
+    """The prediction for a row; None where the planner has nothing to say.
+
+    Links between hosts are those that the row's run measured, if it did.
+
+    Args:
+        row: its measurements are not looked at.
+        hardware: None: the preset of the row's GPU.
+
+    Raises:
+        BurstError: if there is no preset of it.
+    """
+    if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
+        return None
+    layers = is_of_layers(row)
+    if row.impl not in (("burst", "megatron") if layers else ("burst", "ceiling")):
+        return None
+    if layers and (row.batch > 1 or f"{row.impl}:{row.mode}" not in MODES):
+        return None
+    hardware = hardware or preset_of(row.gpu, "a benchmark's row")
+    if layers:
+        return _of_layers(row, hardware)
+    return _of_kernel(row, hardware) if row.impl == "ceiling" else _of_attention(row, hardware)
+
+
+def _of_attention(row: Row, hardware: Hardware) -> Prediction:
+    call = _call(row, hardware)
+    hardware = _with_links(row, hardware, call)
+    work, seconds = call.tflop(Direction.FORWARD), 0.0
+    seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
+    gib = None
+    if row.pass_ == "fwd_bwd":
+        work += call.tflop(Direction.BACKWARD)
+        seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
+        if call.backend == "auto":  # other kernels' own memory is not known
+            gib = buffer_bytes(call) / GIB
+    return Prediction(1e3 * seconds, gib)
+
+
+def _call(row: Row, hardware: Hardware) -> AttentionCall:
+    """The call of a row, as the engine would have it on that hardware."""
+    mode = row.mode if row.impl == "burst" else "auto"
+    (impl,) = impls_of((f"burst:{mode}",))
+    shape = AttentionShape(
+        row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
+        row.head_dim_qk, row.head_dim_v, 2, 4, 4,
+    )  # fmt: skip
+    pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
+    hosts = pretend_hosts(row.ranks, row.hosts)
+    call = way_of(shape, torch.device("cpu"), hosts, pattern, impl.config)
+    return replace(call, device="cuda", multiprocessors=hardware.gpu.multiprocessors)
+
+
+def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
+    """The hardware with the links between hosts that the row's run measured, each rank sending."""
+    measured = _LINK.match(row.link)
+    if not measured:
+        return hardware
+    over_all = call.mode == "a2a" and call.arranged.spans_hosts
+    gbs = Curve(((1.0, float(measured[2 if over_all else 1])),))
+    inter = LinkSpeed(hardware.links.inter.latency_us, gbs)
+    own = row.ranks // row.hosts
+    return replace(
+        hardware,
+        links=replace(hardware.links, inter=inter),
+        host=replace(hardware.host, gpus=own, nics=own),
+    )
+
+
+def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
+    """The kernel alone: the whole sequence, 1/P of the heads."""
+    call = _call(row, hardware)
+    shape = replace(
+        call.shape,
+        heads_q=row.heads_q // row.ranks,
+        heads_kv=max(1, row.heads_kv // row.ranks),
+    )
+    rows = Span(0, row.seq)
+    tile = Tile(rows, rows, call.mask)
+    passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
+    work = seconds = 0.0
+    for direction in passes:
+        work += call.tflop(direction)
+        seconds += Timer(hardware, row.mode, work).tile(tile, shape, direction)
+    return Prediction(1e3 * seconds, None)
+
+
+def _of_layers(row: Row, hardware: Hardware) -> Prediction:
+    """Layers of Megatron's under recomputation, above weights and their gradients."""
+    layers, hidden, ffn = map(int, _LAYERS.match(row.note).groups())
+    heads = row.heads_q, row.heads_kv
+    model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
+    mode = MODES[f"{row.impl}:{row.mode}"]
+    job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
+    seconds = waiting = working = 0.0
+    for share, strategy in _strategies(row, layers, mode):
+        call = attention_call(job, strategy)
+        if row.impl == "megatron":
+            call = _as_megatron(call, hardware)
+        links = _with_links(row, hardware, call)
+        on_links = replace(job, hardware=links)
+        seconds += share * layers * layer_seconds(on_links, strategy, call)
+        if mode.recompute == "selective":  # attention alone is computed again
+            again = attention_time(call, links, Direction.FORWARD).seconds
+            seconds += share * layers * again
+        memory = memory_of(job, strategy)
+        waiting += share * (memory.saved + memory.kept)
+        working = max(working, memory.layer + memory.attention)
+    a_gradient = 2 * 2 * hidden * ffn  # of the largest weight, until it is summed
+    return Prediction(1e3 * seconds, (waiting + working + a_gradient) / GIB)
+
+
+def _strategies(row: Row, layers: int, mode: Mode) -> list[tuple[float, Strategy]]:
+    """Shares of the layers and how they recompute."""
+    recompute = "full" if mode.recompute == "full" else "none"
+    intra = "ring" if row.impl == "megatron" else "auto"
+    one = Strategy(
+        cp=row.ranks, recompute=recompute, keep=mode.keep, offload=mode.offload, intra=intra
+    )
+    if not mode.half_of_layers:
+        return [(1.0, one)]
+    share = max(1, layers // 2) / layers
+    return [(share, one), (1 - share, replace(one, keep="none"))]
+
+
+def _as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
+    """A stand-in for TransformerEngine's p2p: one ring of K, V over all ranks, cuDNN's kernels."""
+    known = {kernel.backend for kernel in hardware.kernels}
+    backend = "cudnn" if "cudnn" in known else "auto"
+    way = {"intra": "ring", "inter": "flat", "circulate": "kv"}
+    return replace(call, **way, pulled=False, backend=backend)
