@@ -12,7 +12,7 @@ from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.calibration import preset_of
-from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.cost import AttentionShape, exchange_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
@@ -24,6 +24,7 @@ from megatron_burst.plan.step import layer_seconds
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.plan.topology import pretend_hosts
 
+_AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts")
 
@@ -83,8 +84,16 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         work += call.tflop(Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if call.backend == "auto":  # other kernels' own memory is not known
-            gib = buffer_bytes(call) / GIB
+            gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
+
+
+def _left_bytes(call: AttentionCall) -> int:
+    """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
+    if call.mode != "a2a" or call.again:
+        return 0
+    there, _ = exchange_widths(call.shape)[Direction.FORWARD]
+    return call.shape.batch * call.shape.tokens * there
 
 
 def _call(row: Row, hardware: Hardware) -> AttentionCall:
@@ -98,7 +107,10 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
     hosts = pretend_hosts(row.ranks, row.hosts)
     call = way_of(shape, torch.device("cpu"), hosts, pattern, impl.config)
-    return replace(call, device="cuda", multiprocessors=hardware.gpu.multiprocessors)
+    return replace(
+        call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
+        again=call.again or row.date < _AGAIN_BEFORE,
+    )  # fmt: skip
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:

@@ -13,6 +13,7 @@ from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
 from megatron_burst.engine.wholes import (
     Left,
     Recalled,
+    Sides,
     Wholes,
     as_rows,
     as_statistics,
@@ -22,7 +23,6 @@ from megatron_burst.engine.wholes import (
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
     accumulate_dtype,
-    delta_stand_in,
     merge_parts,
     row_delta,
 )
@@ -171,36 +171,6 @@ def _backward(run: "_Backward") -> tuple[Tensor, Tensor, Tensor]:
     return run.finish()
 
 
-class _Sides:
-    """The query side of this rank's heads of its host's rows, round by round.
-
-    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
-    stand-in made of it is nearer to the true delta than a rounded output.
-
-    Args:
-        call: the call.
-        there: as in `_Backward`.
-    """
-
-    def __init__(self, call: Call, there: Wholes | Recalled) -> None:
-        self._there = there
-        self._takes_delta = call.backend.capability.takes_delta
-        self._made: tuple[int, QuerySide] | None = None
-
-    def make(self, round_: int) -> QuerySide:
-        """A round's side, made on the current stream."""
-        queries, _, _, douts, lses, deltas = self._there.of(round_)
-        delta = as_statistics(deltas)
-        out = None if self._takes_delta else delta_stand_in(douts, delta)
-        return QuerySide(queries, douts, as_statistics(lses), delta, out)
-
-    def of(self, round_: int) -> QuerySide:
-        """A round's side for kernels; made once, whoever's keys it meets."""
-        if self._made is None or self._made[0] != round_:
-            self._made = round_, self.make(round_)
-        return self._made[1]
-
-
 class _Backward:
     """The backward pass of a call: exchanges, visitors and sums.
 
@@ -216,7 +186,7 @@ class _Backward:
     def __init__(self, call: Call, there: Wholes | Recalled, grads: tuple[Tensor, ...]) -> None:
         self._call, self.schedule = call, call.backward
         self._there, self._grads = there, grads
-        self._sides = _Sides(call, there)
+        self._sides = Sides(call, there)
         schedule, (q, k, v) = self.schedule, grads
         shapes = [shapes_of(schedule, x, v) for x in (q, k)]
         self._back = Inbound(call, schedule, grads)

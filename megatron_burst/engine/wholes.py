@@ -10,6 +10,8 @@ from megatron_burst.comm.aside import Aside
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.exchanged import Outbound, fields_of, views_of
 from megatron_burst.engine.visiting import Shape
+from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.plan.a2a import A2ASchedule
 
 
@@ -113,6 +115,36 @@ class Recalled:
     def _views(self, round_: int) -> list[Tensor]:
         fields = fields_of(self._schedule, round_, self._like)
         return views_of(self._left.rows[round_], fields)
+
+
+class Sides:
+    """The query side of this rank's heads of its host's rows, round by round.
+
+    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
+    stand-in made of it is nearer to the true delta than a rounded output.
+
+    Args:
+        call: the call.
+        there: q, k, v, dout, lse and delta, round by round.
+    """
+
+    def __init__(self, call: Call, there: Wholes | Recalled) -> None:
+        self._there = there
+        self._takes_delta = call.backend.capability.takes_delta
+        self._made: tuple[int, QuerySide] | None = None
+
+    def make(self, round_: int) -> QuerySide:
+        """A round's side, made on the current stream."""
+        queries, _, _, douts, lses, deltas = self._there.of(round_)
+        delta = as_statistics(deltas)
+        out = None if self._takes_delta else delta_stand_in(douts, delta)
+        return QuerySide(queries, douts, as_statistics(lses), delta, out)
+
+    def of(self, round_: int) -> QuerySide:
+        """A round's side for kernels; made once, whoever's keys it meets."""
+        if self._made is None or self._made[0] != round_:
+            self._made = round_, self.make(round_)
+        return self._made[1]
 
 
 def shapes_of(schedule: A2ASchedule, x: Tensor, v: Tensor) -> list[Shape]:

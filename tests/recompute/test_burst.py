@@ -25,7 +25,10 @@ CASES = {
     "none": (BurstConfig(), {}),
     "all": (BurstConfig(keep="all"), {}),
     "all, gather": (BurstConfig(keep="all", intra="gather"), {}),
+    "all, a2a": (BurstConfig(keep="all", intra="a2a", heads_per_round=1), {}),
+    "none, a2a": (BurstConfig(intra="a2a"), {}),
     "half": (BurstConfig(keep="half"), {}),
+    "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
     "half, two hosts": (BurstConfig(keep="half", hosts=2), {}),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
@@ -131,7 +134,7 @@ def test_gradients_are_those_of_full_attention(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_the_replay_communicates(results, name):
     whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
-    falls_back = name in ("none", "half, contiguous", "half, no mask")
+    falls_back = name in ("none", "none, a2a", "half, contiguous", "half, no mask")
     for found in results:
         _, (replayed,), kept, _ = found[name]
         if name.startswith("all"):
