@@ -134,12 +134,11 @@ def gather_backward(
     sides.expect(0)
     sides.receive(0)
     keys.receive(0)
-    own_grads = []
     for index, step in enumerate(schedule.steps):
         direct = dq[:, :, _query_heads(step, q, k)] if schedule.topology.inter_size == 1 else None
         tiles = BackwardTiles(call, step, sides.of(index), direct)
         own = tuple(x[:, :, step.heads.slice] for x in (k, v))
-        own_grads += [(tile, tiles.compute(tile, *own)) for tile in step.before]
+        own_grads = [(tile, tiles.compute(tile, *own)) for tile in step.before]
         gathered = keys.land(index)
         sides.expect(index + 1)
         keys.expect_ahead(index + 1)
@@ -152,10 +151,8 @@ def gather_backward(
         of_keys.settle(index - 1)
         shares.post(index)
         own_grads += [(tile, tiles.compute(tile, *own)) for tile in step.after]
-        if not schedule.relay.legs[index].distance:
-            for tile, grads in own_grads:
-                shares.add_own(tile, *grads)
-            own_grads = []
+        for tile, grads in own_grads:
+            shares.add_own(tile, *grads)
         of_queries.add(index, tiles.sums())
         of_queries.come_home(index)
     of_queries.finish()

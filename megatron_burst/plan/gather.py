@@ -45,8 +45,7 @@ class GatherStep:
         gather: number of the gather whose keys are used.
         queries: the pieces of the shard whose queries are used.
         keys: the pieces of the gathered keys.
-        before: tiles over the rank's own shard, computed while the keys are on their way, even if
-            these are another host's.
+        before: tiles over the rank's own shard, computed while the keys are on their way.
         tiles: tiles over the gathered keys.
         after: tiles over the rank's own shard, computed while gradients are on their way.
         leaves: the gradients of others' keys that every rank of the host computes.
@@ -138,8 +137,7 @@ def gather_schedule(
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     rounds = heads_in_rounds(heads_kv, heads_per_round)
-    travels_keys = circulate is Circulate.KV and mask is Mask.CAUSAL  # own queries meet own keys
-    legs = relay(topology, cp_rank, len(rounds), direction, home_last=travels_keys)
+    legs = relay(topology, cp_rank, len(rounds), direction)
     row, _ = topology.coord(cp_rank)
     pieces = host_pieces(topology, row, layout, tokens)
     tiling = _Tiling(pieces, legs, mask, direction, rectangular_causal, circulate)
@@ -234,17 +232,13 @@ class _Tiling:
     def of(self, rank: int, index: int) -> tuple[tuple[Tile, ...], ...]:
         """Tiles of a rank before the keys are there, over them, and after them."""
         queries, keys = self.queries(rank, index), self.keys(index)
-        diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
-        visited_first = bool(self.relay.legs[0].distance)
         if self.relay.legs[index].distance:
             rows = [(piece.rows, piece.position) for piece in queries]
-            before = diagonal if visited_first and index == 0 else ()
-            return before, tiles_between(rows, keys, self.mask), ()
-        if visited_first:
-            return (), _earlier(queries), ()
+            return (), tiles_between(rows, keys, self.mask), ()
         if self.mask is Mask.FULL or len(keys) == len(queries):
             every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
             return (), (Tile(*every, self.mask),), ()
+        diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
         last = len(self.relay.legs) - 1
         before = diagonal if index == 0 else ()
         after = diagonal if index == last and self.direction is Direction.BACKWARD else ()

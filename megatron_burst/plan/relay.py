@@ -82,29 +82,22 @@ class Relay:
         return index == len(self.legs) - 1 or self.is_first(index + 1)
 
 
-def relay(
-    topology: Topology,
-    cp_rank: int,
-    num_rounds: int,
-    direction: Direction,
-    home_last: bool = False,
-) -> Relay:
+def relay(topology: Topology, cp_rank: int, num_rounds: int, direction: Direction) -> Relay:
     """The hops between hosts of one rank, and its steps in order.
 
     Each round begins with the host's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles; an only round does so
-    if there is other work while the first piece comes.
+    the last gradients from elsewhere come home behind their tiles. An only round does not: its
+    first piece would have nothing to come behind.
 
     Args:
         topology: hosts are its rows.
         cp_rank: whose hops.
         num_rounds: groups of heads.
         direction: in forward there are no gradients.
-        home_last: whether an only round has such work, and so ends with the host's own shards.
     """
     hosts = topology.inter_size
     order = [(round_, away) for round_ in range(num_rounds) for away in range(hosts)]
-    if direction is Direction.BACKWARD and (num_rounds > 1 or home_last):
+    if direction is Direction.BACKWARD and num_rounds > 1:
         last = order[-hosts:]
         order[-hosts:] = [*last[1:], last[0]]
     programme = _Programme(topology, cp_rank, order)
