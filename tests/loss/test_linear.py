@@ -81,7 +81,7 @@ def test_any_shape_and_any_tiles(
         if reduction == "none" and grads == "forward":
             grads = "auto"
         found = errors(problem, options, reduction, grads=grads, chunk_tokens=chunk)
-    # of a single class p - [y] is 0, and what z_loss leaves of it a small difference of numbers near 1
+    # of a single class p - [y] is 0: what z_loss leaves is a small difference of numbers near 1
     assert max(found) < (1e-11 if vocab > 1 else 1e-8), found
 
 
