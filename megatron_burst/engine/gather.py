@@ -167,22 +167,21 @@ class _Sides:
     def __init__(
         self, call: Call, schedule: GatherSchedule, whole: QuerySide, heads_kv: int
     ) -> None:
-        self._schedule, self._visitors = schedule, None
         batch, rows, heads_q, dim_qk = whole.q.shape
-        self._group = heads_q // heads_kv
+        group = heads_q // heads_kv
         if schedule.circulate is Circulate.Q:
             whole = replace(whole, delta=row_delta(whole.dout, whole.out))
-            dims = dim_qk, whole.dout.shape[-1]
-            shapes = [(batch, rows, len(heads) * self._group, *dims) for heads in schedule.rounds]
-            self._visitors = QueryVisitors(call, schedule.relay, self._own, shapes, whole.q)
-        self._whole = whole
-        self._guests = Guests(call, schedule.relay, self._visitors, whole.q.device)
 
-    def _own(self, round_: int) -> QuerySide:
-        heads = self._schedule.rounds[round_]
-        return self._whole.rows(
-            slice(None), slice(heads.start * self._group, heads.stop * self._group)
-        )
+        def own(round_: int) -> QuerySide:
+            heads = schedule.rounds[round_]
+            return whole.rows(slice(None), slice(heads.start * group, heads.stop * group))
+
+        self._schedule, self._own, self._visitors = schedule, own, None
+        if schedule.circulate is Circulate.Q:
+            dims = dim_qk, whole.dout.shape[-1]
+            shapes = [(batch, rows, len(heads) * group, *dims) for heads in schedule.rounds]
+            self._visitors = QueryVisitors(call, schedule.relay, own, shapes, whole.q)
+        self._guests = Guests(call, schedule.relay, self._visitors, whole.q.device)
 
     def expect(self, index: int) -> None:
         """Let the visitor of a step come beside the kernels that are queued next."""
