@@ -205,10 +205,9 @@ class LocalSums:
 
 def add_up(total: Tensor, parts: Sequence[Tensor], fresh: bool) -> None:
     """total <- sum of parts, added to what is there unless it is fresh; [b, n, h, d] each."""
-    parts = list(parts) if fresh else [total, *parts]
     if parts:
-        sum_parts(total, parts)
-    else:
+        sum_parts(total, parts if fresh else [total, *parts])
+    elif fresh:
         total.zero_()
 
 

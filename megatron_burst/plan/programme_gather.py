@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.mask import Tile, cut
+from megatron_burst.plan.mask import Tile, cut, is_alone
 from megatron_burst.plan.operations import Compute, Op, Post, Wait, part_of_heads, tile_runner
 from megatron_burst.plan.programme_relay import Relayed, carried
 from megatron_burst.plan.schedule import Direction
@@ -131,14 +131,6 @@ def merged_rows(tiles: Sequence[Tile], tokens: int) -> int:
         parts = sum(tile.q.holds(span) for tile in tiles if not is_alone(tile, tiles))
         rows += (parts + 1) * len(span) if parts else 0
     return rows
-
-
-def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
-    """Whether no other of the tiles has any of its query rows."""
-    return not any(
-        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
-        for other in tiles
-    )
 
 
 def arriving_rows(schedule: GatherSchedule, index: int) -> int:
