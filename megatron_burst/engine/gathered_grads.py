@@ -9,7 +9,8 @@ from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes, view_as
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.relayed import LocalSums, Sum, TravellingSums
-from megatron_burst.plan.gather import GatherSchedule, Leaf
+from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.gather_tiles import Leaf
 from megatron_burst.plan.mask import Tile
 from megatron_burst.plan.pieces import Piece
 from megatron_burst.plan.schedule import Cargo, Circulate
