@@ -148,6 +148,8 @@ class BurstAttentionFunction(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
             out, lse = run_forward(call, q, k, v)
         out = out.to(q.dtype)
+        if not recording():  # a replay has v itself
+            v = _lean(v, q, k)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
@@ -194,6 +196,17 @@ class ExchangingAttentionFunction(torch.autograd.Function):
         with torch.autocast(out.device.type, enabled=False):
             grads = a2a_backward_recalling(ctx.call, Left.of(left), ctx.shapes, out, dout)
         return *grads, None
+
+
+def _lean(x: Tensor, *others: Tensor) -> Tensor:
+    """A copy of x if it is at most a quarter of memory that only x holds on to, else x.
+
+    Values are a slice of the fused QKV projection, which position embeddings take queries and keys
+    out of: saved as they are, they keep all of it until backward.
+    """
+    held = x.untyped_storage()
+    shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)
+    return x if shared or 4 * x.nbytes > held.nbytes() else x.clone(memory_format=_DENSE)
 
 
 def _readable(x: Tensor) -> Tensor:

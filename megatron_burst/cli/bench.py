@@ -178,6 +178,21 @@ def loss(
 
 
 @app.command()
+def recompute_show(
+    csvs: Annotated[list[Path], Argument(help="CSV files of bench recompute")],
+) -> None:
+    """Print what bench recompute measured as a Markdown table; draw it beside the first CSV."""
+    from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
+    from megatron_burst.cli.results import read
+
+    with in_one_sentence():
+        rows = read(csvs)
+        typer.echo(trade_table(rows))
+        for path in draw_if_possible(rows, csvs[0].with_suffix("")):
+            typer.echo(path)
+
+
+@app.command()
 def loss_show(csvs: Annotated[list[Path], Argument(help="CSV files of bench loss")]) -> None:
     """Print what bench loss measured as a Markdown table; draw it beside the first CSV."""
     from megatron_burst.cli.bench_loss import LossRow

@@ -44,18 +44,32 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
     lengths = sorted({row.seq for row in able})
     if not lengths:
         return []
-    figure = Figure(figsize=(5.5 * len(lengths), 4.5), layout="constrained")
-    for axis, seq in zip(
-        figure.subplots(1, len(lengths), squeeze=False).flat, lengths, strict=True
-    ):
+    names = list(dict.fromkeys(f"{row.impl}:{row.mode}" for row in able))
+    figure = Figure(figsize=(4 * len(lengths) + 2, 4), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)
+    for axis, seq in zip(panels.flat, lengths, strict=True):
         for row in (row for row in able if row.seq == seq):
-            marker = "o" if row.impl == "burst" else "s"
-            low, high = row.ms - row.ms_min, row.ms_max - row.ms
-            axis.errorbar(row.peak_gib, row.ms, [[low], [high]], marker=marker, capsize=3)
-            axis.annotate(f" {row.impl}:{row.mode}", (row.peak_gib, row.ms), fontsize=8)
+            _point(axis, row, names.index(f"{row.impl}:{row.mode}"))
         axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
-        axis.set(ylabel="ms, forward + backward", xlim=(0, None), ylim=(0, None))
+        axis.set(ylabel="ms, forward + backward", xlim=(0, None))
+        axis.margins(0.08)
         axis.grid(alpha=0.3)
+    points = {label: point for axis in panels.flat for point, label in _labelled(axis)}
+    figure.legend(points.values(), points, loc="outside right upper", fontsize=8)
     path = stem.with_name(f"{stem.name}_trade.png")
     figure.savefig(path, dpi=130)
     return [path]
+
+
+def _point(axis, row: Row, number: int) -> None:
+    """Burst's in circles, Megatron's in squares; a mode has its colour in all panels."""
+    low, high = row.ms - row.ms_min, row.ms_max - row.ms
+    axis.errorbar(
+        row.peak_gib, row.ms, [[low], [high]], marker="o" if row.impl == "burst" else "s",
+        color=f"C{number % 10}", fillstyle="full" if number < 10 else "none", linestyle="none",
+        capsize=3, label=f"{row.impl}:{row.mode}",
+    )  # fmt: skip
+
+
+def _labelled(axis) -> zip:
+    return zip(*axis.get_legend_handles_labels(), strict=True)

@@ -46,6 +46,7 @@ class Capability:
         devices: torch device types; empty means any.
         dtypes: input dtypes.
         max_dim: largest head dimension; 0 means any.
+        min_dim: smallest head dimension.
         dim_multiple: head dimensions must be a multiple of this.
         equal_dims: whether queries and values need the same head dimension.
         equal_dims_if_grouped: the same, for grouped heads only.
@@ -71,6 +72,7 @@ class Capability:
     wide_grads: bool = False
     deterministic: bool = True
     archs: frozenset[int] = frozenset()
+    min_dim: int = 1
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend cannot do the problem, or None if it can."""
@@ -88,6 +90,8 @@ class Capability:
         for dim in (problem.dim_qk, problem.dim_v):
             if self.max_dim and dim > self.max_dim:
                 return f"its largest head dimension is {self.max_dim}"
+            if dim < self.min_dim:
+                return f"its smallest head dimension is {self.min_dim}"
             if dim % self.dim_multiple:
                 return f"it needs head dimensions that are multiples of {self.dim_multiple}"
         return None

@@ -20,6 +20,7 @@ class Triton:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_dim=256,
+        min_dim=16,  # of 8 to 10, out was wrong on an H200 where keys had padded columns too
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,

@@ -161,7 +161,8 @@ def _config(widths: Widths, cp_size: int, comm_type: str) -> TransformerConfig:
         add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype,
         pipeline_dtype=dtype, use_cpu_initialization=on_cpu, masked_softmax_fusion=not on_cpu,
-        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False,
+        bias_activation_fusion=not on_cpu, bias_dropout_fusion=not on_cpu,
+        apply_rope_fusion=HAVE_TE and not on_cpu, persist_layer_norm=False,
         gradient_accumulation_fusion=False, context_parallel_size=cp_size,
         cp_comm_type=comm_type if cp_size > 1 else None,
     )  # fmt: skip

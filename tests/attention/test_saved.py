@@ -1,0 +1,43 @@
+"""What a call saves for its backward pass: no memory that is not its own."""
+
+import pytest
+import torch
+
+from megatron_burst import burst_attention
+from tests.ranks import run_ranks
+
+
+def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
+    """Of each saved tensor: bytes that it keeps alive, by its own; and whether dv is right.
+
+    Queries and keys are new tensors if rotated, as position embeddings make them.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    qkv = torch.randn(1, 8, 8 + 2 + 2, 16, generator=generator, dtype=torch.float64)
+    qkv.requires_grad_()
+    q, k, v = qkv.split((8, 2, 2), dim=2)
+    if rotated:
+        q, k = q * 1.0, k * 1.0
+    shares = []
+
+    def pack(x):
+        shares.append(x.untyped_storage().nbytes() / x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = burst_attention(q, k, v)
+    (got,) = torch.autograd.grad(out.square().sum(), qkv, retain_graph=True)
+    whole = [x.repeat_interleave(4, 2).transpose(1, 2) for x in (k, v)]
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), *whole, is_causal=True
+    )
+    (true,) = torch.autograd.grad(plain.square().sum(), qkv)
+    return shares, bool((got - true).abs().max() < 1e-10)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_values_do_not_hold_the_projection_that_they_are_a_slice_of(rotated):
+    """Where queries and keys are slices too, all of it is needed, and nothing is copied."""
+    ((shares, right),) = run_ranks(saved, 1, rotated)
+    assert right and len(shares) == 5
+    assert max(shares) == (1 if rotated else 6)
