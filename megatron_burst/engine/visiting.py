@@ -70,7 +70,7 @@ class QueryVisitors(Visitors):
         shapes: Sequence[Shape],
         like: Tensor,
     ) -> None:
-        self._own, self._carrier = own, call.carrier
+        self._own = own
         self._takes_delta = call.backend.capability.takes_delta
         segments = [_side_segments(*shape, like.dtype) for shape in shapes]
         super().__init__(call, relay, segments, like.device)
@@ -116,10 +116,11 @@ class Guests:
         if index >= len(self._relay.legs):
             return
         self._latest = index
-        comes = self._visitors and self._relay.legs[index].distance
+        leg = self._relay.legs[index]
+        comes = self._visitors and leg.distance
         if then and not comes:
             then()
-        if self._visitors:
+        if self._visitors and (leg.distance or leg.reads):
             aside = self._carrier.beside
             then = then if comes else None
             self._expected[index] = aside(self._device), aside(self._device), then
