@@ -96,7 +96,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         "burst-intra": ["auto", "ring", "gather", "a2a"],
         "burst-inter": ["auto", "ring", "a2a", "flat"],
         "burst-circulate": ["auto", "kv", "q"],
-        "burst-grad-wire": ["accumulate", "input"],
+        "burst-grad-wire": ["auto", "accumulate", "input"],
         "burst-transfer": ["auto", "send", "pull"],
     }
 
