@@ -134,9 +134,11 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    exchanges = isinstance(call.forward, A2ASchedule) and not recording()
-    if exchanges and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return ExchangingAttentionFunction.apply(q, k, v, call)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if differentiated and not recording():  # backward follows this very forward
+        if isinstance(call.forward, A2ASchedule):
+            return ExchangingAttentionFunction.apply(q, k, v, call)
+        v = _lean(v, q, k)
     return BurstAttentionFunction.apply(q, k, v, call)
 
 
@@ -148,8 +150,6 @@ class BurstAttentionFunction(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
             out, lse = run_forward(call, q, k, v)
         out = out.to(q.dtype)
-        if not recording():  # a replay has v itself
-            v = _lean(v, q, k)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
