@@ -81,7 +81,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     for run in runs:
         if not run.replays:
             run.put(recording)
-    return recording.play(inputs)
+    return recording.play(inputs, last=all(run.replays for run in runs))
 
 
 def torch_patches() -> tuple[Patch, ...]:

@@ -6,7 +6,7 @@ recomputed, and for its outputs, which are kept once. With burst attention, or a
 that leaves (out, lse).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Hidden
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors
-from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
+from megatron_burst.recompute.saved import Saved, checksum, geometry, home, lean, num_bytes, place
 
 
 @dataclass(slots=True)
@@ -57,7 +57,8 @@ class Recording:
 
     def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
         self._inputs = [geometry(x) for x in inputs]
-        self._needs = [1] * len(inputs)
+        self._floats = [x.is_floating_point() for x in inputs]
+        self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
         self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
         self._saved: list[Saved] = []
@@ -115,8 +116,12 @@ class Recording:
         self._saved.clear()
         return tuple(extras)
 
-    def play(self, inputs: Tensors) -> Tensor | Tensors:
+    def play(self, inputs: Tensors, last: bool = False) -> Tensor | Tensors:
         """What the function returned; with gradients enabled, with a graph over these inputs.
+
+        Args:
+            inputs: as the first pass's.
+            last: whether nobody will ask again; what is kept is then let go.
 
         Raises:
             BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
@@ -127,18 +132,30 @@ class Recording:
             (outs, extras), self._fresh = self._fresh, None
         else:
             kept = self._parcel.get()
+            if last:
+                self._parcel = None
             self._draw_again()
             outs = self._policy.restore(kept[: self._num_kept], inputs)
             extras = kept[self._num_kept :]
         if torch.is_grad_enabled():
-            outs = _Played.apply(self, outs, extras, *inputs)
+            outs = _Played.apply(self, self._read(inputs), outs, extras, *inputs)
         return outs if self._is_tuple else outs[0]
 
-    def backward(self, inputs: Tensors, outs: Tensors, extras: Tensors, grads) -> list:
+    def _read(self, inputs: Tensors) -> list[Tensor | None]:
+        """What backward reads of the inputs, holding on to as little memory as it can."""
+        given = enumerate(zip(inputs, self._needs, strict=True))
+        return [
+            None if not needs else x if needs > 1 else lean(x, *inputs[:i], *inputs[i + 1 :])
+            for i, (x, needs) in given
+        ]
+
+    def backward(
+        self, inputs: Sequence[Tensor | None], outs: Tensors, extras: Tensors, grads
+    ) -> list:
         """Gradients of the inputs, None for those that have none; only once.
 
         Args:
-            inputs: of the replay.
+            inputs: of the replay, None where backward does not read them.
             outs: of `play`.
             extras: what else the graph saved.
             grads: of the outputs, None where there is none.
@@ -153,7 +170,7 @@ class Recording:
         finally:
             self._bound.clear()
         found, self._ends.grads = iter(self._ends.grads), ()
-        return [next(found, None) if x.is_floating_point() else None for x in inputs]
+        return [next(found, None) if floats else None for floats in self._floats]
 
     @property
     def constants(self) -> list[bool]:
@@ -172,7 +189,7 @@ class Recording:
     def _check(self, inputs: Tensors) -> None:
         found = [geometry(x) for x in inputs]
         matches = len(found) == len(self._inputs) and all(
-            got[:needs] == first[:needs]
+            got[: max(needs, 1)] == first[: max(needs, 1)]
             for got, first, needs in zip(found, self._inputs, self._needs, strict=True)
         )
         if not matches:
@@ -196,10 +213,10 @@ class _Played(torch.autograd.Function):
     """The outputs of a recording as if its function had been run on these inputs."""
 
     @staticmethod
-    def forward(ctx, recording, outs, extras, *inputs):
+    def forward(ctx, recording, read, outs, extras, *inputs):
         outs = tuple(x.detach() for x in outs)
         ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
-        ctx.save_for_backward(*inputs, *outs, *extras)
+        ctx.save_for_backward(*read, *outs, *extras)
         pairs = zip(outs, recording.constants, strict=True)
         ctx.mark_non_differentiable(*(x for x, constant in pairs if constant))
         ctx.set_materialize_grads(False)
@@ -210,7 +227,7 @@ class _Played(torch.autograd.Function):
     def backward(ctx, *grads):
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
-        return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
+        return None, None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
 
 
 def _random_state(devices: list[int]) -> list[Tensor]:

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import keep
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.keep import run_kept
+from megatron_burst.recompute.keeping import Keeping
 from tests.oracle import full_attention
 
 HEADS, DIM, LAYERS = 4, 8, 3
@@ -183,6 +185,59 @@ def test_kept_are_the_output_and_the_statistics_only(reentrant):
     loss.backward()
     del loss
     assert kept_bytes() == []
+
+
+@REENTRANT
+def test_until_its_backward_a_replay_holds_values_but_not_the_projection_they_are_a_slice_of(
+    reentrant,
+):
+    """Queries and keys are new tensors, as position embeddings make them."""
+    weight, x = torch.randn(HEADS * DIM, 8 * HEADS * DIM).double() / 8, inputs()
+    attend, projections, alive = keep(F.scaled_dot_product_attention), [], []
+
+    def one(x):
+        qkv = (x @ weight).unflatten(-1, (HEADS, 8 * DIM)).transpose(1, 2)
+        projections.append(weakref.ref(qkv.untyped_storage()))
+        out = attend(qkv[..., :DIM] * 2, qkv[..., DIM : 2 * DIM] * 2, qkv[..., 2 * DIM : 3 * DIM])
+        if out.requires_grad:  # not in the first pass of a reentrant one
+            out.register_hook(lambda _: alive.append([qkv() is not None for qkv in projections]))
+        return out.square()
+
+    checkpoint(one, x, use_reentrant=reentrant).sum().backward()
+    assert alive == [[False, False]]
+    replayed, x.grad = x.grad, None
+    one(x).sum().backward()
+    assert torch.equal(replayed, x.grad)
+
+
+class Halved:
+    """A policy that keeps half of the columns, and makes outputs anew of them."""
+
+    def trim(self, outs):
+        self.kept = [x[..., : x.shape[-1] // 2].clone() for x in outs]
+        return tuple(self.kept)
+
+    def restore(self, kept, inputs):
+        return tuple(torch.cat([x, x], -1) for x in kept)
+
+
+@REENTRANT
+def test_what_a_replay_has_made_its_outputs_of_is_let_go_before_backward(reentrant):
+    policy, alive = Halved(), []
+    keeping = Keeping(policy)
+
+    def one(x):
+        heads = x.unflatten(-1, (HEADS, DIM))
+        out = run_kept(flash, (heads, heads, heads), keeping)
+        if out.requires_grad:
+            out.register_hook(lambda _: alive.append(watched() is not None))
+        return out.square()
+
+    x = inputs()
+    loss = checkpoint(one, x, use_reentrant=reentrant).sum()
+    watched = weakref.ref(policy.kept.pop())
+    loss.backward()
+    assert alive == [False]
 
 
 @REENTRANT
