@@ -14,6 +14,8 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.gather import gather_backward, gather_forward_leaving
+from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
@@ -134,9 +136,12 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    exchanges = isinstance(call.forward, A2ASchedule) and not recording()
-    if exchanges and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return ExchangingAttentionFunction.apply(q, k, v, call)
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if followed and not recording():  # backward follows this very forward
+        if isinstance(call.forward, A2ASchedule):
+            return ExchangingAttentionFunction.apply(q, k, v, call)
+        if call.recalling:
+            return RecallingAttentionFunction.apply(q, k, v, call)
     return BurstAttentionFunction.apply(q, k, v, call)
 
 
@@ -195,6 +200,36 @@ class ExchangingAttentionFunction(torch.autograd.Function):
         dout = _readable(dout)
         with torch.autocast(out.device.type, enabled=False):
             grads = a2a_backward_recalling(ctx.call, Left.of(left), ctx.shapes, out, dout)
+        return *grads, None
+
+
+class RecallingAttentionFunction(torch.autograd.Function):
+    """Forward and backward of one `Call` that gathers, where backward follows this forward.
+
+    Also saves the keys of other hosts that came, and backward need not send them again.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, left = gather_forward_leaving(call, q, k, v)
+        ctx.save_for_backward(q, k, _lean(v, q, k), out, lse, *left.tensors)
+        ctx.call, ctx.hosts = call, left.hosts
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse):
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse, *left = ctx.saved_tensors
+        dout = _readable(dout)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = gather_backward(
+                ctx.call, q, k, v, out, lse, dout, Pieces(tuple(left), ctx.hosts)
+            )
         return *grads, None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_burst.comm.aside import Aside
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.gathered import GatheredKeys, KeyGrads
+from megatron_burst.engine.gathered import GatheredKeys, KeyGrads, Pieces
 from megatron_burst.engine.gathered_tiles import BackwardTiles, Outputs
 from megatron_burst.engine.relayed import LocalSums, Sum, TravellingSums
 from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
@@ -29,10 +29,22 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     Returns:
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
     """
+    return _forward(call, _Keys(call, call.forward, k, v), q, k, v)
+
+
+def gather_forward_leaving(
+    call: Call, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Pieces]:
+    """As `gather_forward`; also the keys of other hosts that came, for `call.recalling`."""
+    left = Pieces.made_for(call.forward, k, v)
+    out, lse = _forward(call, _Keys(call, call.forward, k, v, left), q, k, v)
+    return out, lse, left
+
+
+def _forward(call: Call, keys: "_Keys", q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     schedule = call.forward
     out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
-    keys = _Keys(call, schedule, k, v)
     keys.receive(0)
     for index, step in enumerate(schedule.steps):
         heads = _query_heads(step, q, k)
@@ -56,12 +68,14 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 class _Keys:
     """Gathered keys, of visitors too if these are keys: those are prepared beside the kernels."""
 
-    def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
-        self._schedule = schedule
+    def __init__(
+        self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor, left: Pieces | None = None
+    ) -> None:
+        self._schedule, self._left = schedule, left
         self._gathered = GatheredKeys(call, schedule, k, v)
         self._visitors, self._expected = None, -1
         self._last: tuple[Tensor, Tensor] | None = None
-        if schedule.circulate is Circulate.KV:
+        if schedule.circulate is Circulate.KV and not schedule.recalls:
             batch, rows, _, dim_qk = k.shape
             shapes = [(batch, rows, len(heads), dim_qk, v.shape[-1]) for heads in schedule.rounds]
 
@@ -94,8 +108,14 @@ class _Keys:
         self._guests.receive(index)
 
     def _gather(self, index: int) -> None:
+        leg = self._schedule.relay.legs[index]
+        visitor = self._visitors and self._visitors.views(index)
+        if self._left and leg.distance:
+            piece = self._left.of(leg)
+            if visitor:
+                piece.copy_(visitor[0])
+            visitor = (piece,)
         if self._begins(index):
-            visitor = self._visitors and self._visitors.views(index)
             self._gathered.post(self._schedule.steps[index].gather, visitor)
 
     def land(self, index: int) -> tuple[Tensor, Tensor]:
@@ -112,8 +132,9 @@ class _Keys:
 
 
 def gather_backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    left: Pieces | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's q, k and v, in their dtype.
 
     Args:
@@ -124,10 +145,11 @@ def gather_backward(
         out: [b, n, h, dv].
         lse: [b, h, n].
         dout: [b, n, h, dv].
+        left: by `gather_forward_leaving`, if it ran; not changed.
     """
-    schedule = call.backward
+    schedule = call.recalling if left else call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
-    keys, shares = _Keys(call, schedule, k, v), KeyGrads(call, schedule, k, v)
+    keys, shares = _Keys(call, schedule, k, v, left), KeyGrads(call, schedule, k, v)
     sides = _Sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
     of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
     of_keys = _KeySums(call, schedule, shares, of_keys)

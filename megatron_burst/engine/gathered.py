@@ -1,5 +1,7 @@
 """Buffers of a gathering call: keys that have come together, gradients on their way to holders."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes, view_as
@@ -8,7 +10,39 @@ from megatron_burst.engine.relayed import Sum
 from megatron_burst.plan.gather import GatherSchedule, Leaf
 from megatron_burst.plan.mask import Tile
 from megatron_burst.plan.pieces import Piece
+from megatron_burst.plan.relay import Leg
 from megatron_burst.plan.schedule import Cargo
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Keys and values of other hosts that forward leaves for backward.
+
+    Attributes:
+        tensors: by round, then by how many hosts they have come: [n, b, heads, d_qk + d_v].
+        hosts: of the group.
+    """
+
+    tensors: tuple[Tensor, ...]
+    hosts: int
+
+    @staticmethod
+    def made_for(schedule: GatherSchedule, k: Tensor, v: Tensor) -> "Pieces":
+        """Empty ones for a forward pass."""
+        batch, rows, _, dim_qk = k.shape
+        hosts = schedule.topology.inter_size
+        return Pieces(
+            tuple(
+                k.new_empty(rows, batch, len(heads), dim_qk + v.shape[-1])
+                for heads in schedule.rounds
+                for _ in range(hosts - 1)
+            ),
+            hosts,
+        )
+
+    def of(self, leg: Leg) -> Tensor:
+        """The piece of a step of either pass that works on another host's."""
+        return self.tensors[leg.round * (self.hosts - 1) + leg.distance - 1]
 
 
 class GatheredKeys:

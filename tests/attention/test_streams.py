@@ -8,6 +8,7 @@ other's memory is not looked at here.
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.gather import gather_backward, gather_forward_leaving
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.kernels.backends import backends
+from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate
+from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import pretend_hosts
 from tests.attention import simulated
 from tests.attention.test_simulated import a2a_schedules, gather_schedules, problem
@@ -221,6 +224,11 @@ def both_passes_recalling(call, q, k, v, dout):
     a2a_backward_recalling(call, left, [x.shape for x in (q, k, v)], out, dout)
 
 
+def both_passes_leaving(call, q, k, v, dout):
+    out, lse, left = gather_forward_leaving(call, q, k, v)
+    gather_backward(replace(call, recalling=call.backward), q, k, v, out, lse, dout, left)
+
+
 def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
     """Uses that are not ordered, in two passes back to back on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
@@ -241,19 +249,30 @@ def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
     return simulated.run_simulated(one, topology.cp_size, pulls=pulls)[0]
 
 
+WAYS = {
+    "gather": both_passes,
+    "gather, recalling": both_passes_leaving,
+    "a2a": both_passes,
+    "a2a, recalling": both_passes_recalling,
+}
 GRIDS = [(1, 2), (2, 1), (3, 2)]  # hosts, ranks on each
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("way", ["gather", "a2a", "a2a, recalling"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulate):
     def schedules(*args, **rows):
         if way == "gather":
             return gather_schedules(*args, (4, 2, True), circulate, **rows)
+        if way == "gather, recalling":
+            forward, _ = gather_schedules(*args, (4, 2, True), **rows)
+            options = {"heads_kv": 4, "heads_per_round": 2, "rectangular_causal": True}
+            directed = {"direction": Direction.BACKWARD, "recalls": True}
+            return forward, gather_schedule(*args, **options, **directed, **rows)
         return a2a_schedules(*args, (4, 1), circulate, **rows)
 
-    passes = both_passes_recalling if way == "a2a, recalling" else both_passes
+    passes = WAYS[way]
     for pulls in (False, True, "one slot") if grid[1] > 1 else (False,):
         for found, unfinished in races(monkeypatch, *grid, schedules, pulls, passes):
             assert found == [] and unfinished == []
