@@ -1,4 +1,4 @@
-"""What a forward leaves for backward of what came from others: how much, how long, and when nothing.
+"""What forward leaves for backward of what came from others: how much, how long, and when nothing.
 
 Catches memory that is held after backward, exchanged tensors that a replay's recording keeps, a
 second backward that finds spoilt ones. Bytes sent are in `test_bytes.py`.
