@@ -8,13 +8,14 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall, attention_time
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
+from megatron_burst.plan.flags import megatron_flags
 from megatron_burst.plan.flat import flat_cost
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.strategy import Job, attention_call, megatron_flags
+from megatron_burst.plan.strategy import Job, attention_call
 from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.plan.units import in_units
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.exchanged import Inbound
-from megatron_burst.engine.relayed import LocalSums, Sum, TravellingSums
+from megatron_burst.engine.relayed import LocalSums, TravellingSums
+from megatron_burst.engine.tiles import BackwardTiles, Outputs, sums_of
 from megatron_burst.engine.visiting import Guests, KeyVisitors, QueryVisitors
 from megatron_burst.engine.wholes import (
     Left,
@@ -17,17 +18,10 @@ from megatron_burst.engine.wholes import (
     Wholes,
     as_rows,
     as_statistics,
-    dense_copy,
     shapes_of,
 )
-from megatron_burst.kernels.backends import QuerySide
-from megatron_burst.kernels.partial import (
-    accumulate_dtype,
-    merge_parts,
-    row_delta,
-)
-from megatron_burst.plan.a2a import A2ASchedule
-from megatron_burst.plan.mask import Mask, Span, Tile, cut
+from megatron_burst.kernels.partial import accumulate_dtype, row_delta
+from megatron_burst.plan.mask import Mask, cut
 from megatron_burst.plan.schedule import Circulate
 
 
@@ -58,69 +52,37 @@ def a2a_forward_leaving(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def _forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, stays: bool
 ) -> tuple[Tensor, Tensor, Left]:
-    schedule = call.forward
+    schedule, relay = call.forward, call.forward.relay
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=accumulate_dtype(q.dtype))
     there = Wholes(call, schedule, (q, k, v), stays)
     back = Inbound(call, schedule, (out, lse))
-    keys = KeyVisitors(call, schedule.relay, there.keys, shapes_of(schedule, k, v), k)
-    guests = Guests(call, schedule.relay, keys, q.device)
-    parts: list[tuple[Tile, Tensor, Tensor]] = []
+    keys = KeyVisitors(call, relay, there.keys, shapes_of(schedule, k, v), k)
+    guests = Guests(call, relay, keys, q.device)
     lses: list[Tensor] = []
-    for index, leg in enumerate(schedule.relay.legs):
-        if schedule.relay.is_first(index):
+    for index, leg in enumerate(relay.legs):
+        if relay.is_first(index):
             queries, *home = there.of(leg.round)
             there.post(leg.round + 1)
-        guests.expect(index)
+            whole_out, whole_lse = back.results(leg.round)
+            lse_there = lse.new_empty(q.shape[0], queries.shape[2], schedule.num_rows)
+            tiles = schedule.tiles_of_round(index)
+            outputs = Outputs(call, tiles, queries, whole_out, lse_there)
         guests.receive(index)
         visits = guests.await_visitor(index)
-        k_there, v_there = keys.split(keys.views(index)[0]) if visits else home
+        met = keys.split(keys.views(index)[0]) if visits else home
         for tile in schedule.tiles[index]:
-            rows, seen = tile.q.slice, tile.kv.slice
-            part = call.backend.forward(
-                queries[:, rows], k_there[:, seen], v_there[:, seen], call.scale, _causal(tile),
-                into=_only_result(back, schedule, leg.round),
-            )  # fmt: skip
-            parts.append((tile, *part))
-        if schedule.relay.is_last(index):
-            results = back.results(leg.round)
-            _merge(parts, *results)
-            parts.clear()
+            outputs.compute(tile, *met)
+        if relay.is_last(index):
+            outputs.merge()
+            whole_lse.copy_(as_rows(lse_there))
             if stays:
-                lses.append(dense_copy(as_statistics(results[1])))
+                lses.append(lse_there)
             back.collect()
             back.post(leg.round)
     back.collect()
     guests.finish()
     return out, as_statistics(lse), Left(there.rows, tuple(lses))
-
-
-def _only_result(back: Inbound, schedule: A2ASchedule, round_: int) -> tuple[Tensor, Tensor] | None:
-    """Where the only tile of a round writes out and lse; None if there are several."""
-    if schedule.topology.inter_size > 1:
-        return None
-    whole_out, whole_lse = back.results(round_)
-    batch, length, heads, _ = whole_lse.shape
-    return whole_out, whole_lse.new_empty(batch, heads, length)
-
-
-def _merge(parts: Sequence[tuple[Tile, Tensor, Tensor]], out: Tensor, whole_lse: Tensor) -> None:
-    """Merge the tiles of a round into out [b, s, h, d] and lse [b, s, h, 1]."""
-    if len(parts) == 1:  # out is there
-        lse = parts[0][2]
-        if parts[0][1].data_ptr() != out.data_ptr():
-            out.copy_(parts[0][1])
-    else:
-        batch, length, heads, _ = whole_lse.shape
-        lse = whole_lse.new_empty(batch, heads, length)
-        for span in cut((tile.q for tile, *_ in parts), length):
-            held = []
-            for tile, tile_out, tile_lse in parts:
-                if tile.q.holds(span):
-                    rows = span.moved(-tile.q.start).slice
-                    held.append((tile_out[:, rows], tile_lse[:, :, rows]))
-            merge_parts(out[:, span.slice], lse[:, :, span.slice], held)
-    whole_lse.copy_(as_rows(lse))
 
 
 def a2a_backward(
@@ -194,7 +156,7 @@ class _Backward:
         if schedule.circulate is Circulate.KV:
             self._keys = KeyVisitors(call, schedule.relay, there.keys, shapes[1], k)
         else:
-            self._queries = QueryVisitors(call, schedule.relay, self._sides.make, shapes[0], q)
+            self._queries = QueryVisitors(call, schedule.relay, self._sides.bare, shapes[0], q)
         visitors = self._keys or self._queries
         self._guests = Guests(call, schedule.relay, visitors, q.device)
         kinds = (LocalSums, TravellingSums) if self._keys else (TravellingSums, LocalSums)
@@ -213,7 +175,6 @@ class _Backward:
         if self.schedule.relay.is_first(index):
             self._there.of(round_)
             self._there.post(round_ + 1)
-        self._guests.expect(index)
         self._guests.receive(index)
 
     def compute_alone(self, round_: int) -> None:
@@ -221,7 +182,7 @@ class _Backward:
         keys, values = self._there.keys(round_)
         self._call.backend.backward(
             self._sides.make(round_), keys, values, self._call.scale,
-            _causal(self.schedule.tiles[round_][0]),
+            self.schedule.tiles[round_][0].mask is Mask.CAUSAL,
             into=tuple(self._back.results(round_)), deterministic=self._call.deterministic,
         )  # fmt: skip
         self._send_back(round_)
@@ -238,11 +199,10 @@ class _Backward:
         keys = self._there.keys(round_)
         if visits and self._keys:
             keys = self._keys.split(self._keys.views(index)[0])
-        parts = [(tile, self._tile(tile, side, keys)) for tile in self.schedule.tiles[index]]
-        rows, seen = side.q.shape[1], keys[0].shape[1]
-        of_queries = _sums([(tile.q, grads[:1]) for tile, grads in parts], 1, rows)
-        of_keys = _sums([(tile.kv, grads[1:]) for tile, grads in parts], 2, seen)
-        sums = [(self._of_queries, of_queries), (self._of_keys, of_keys)]
+        tiles = BackwardTiles(self._call, self.schedule.tiles[index], side, None)
+        parts = [(tile.kv, tiles.compute(tile, *keys)) for tile in self.schedule.tiles[index]]
+        of_keys = sums_of(parts, 2, cut((seen for seen, _ in parts), self.schedule.num_rows))
+        sums = [(self._of_queries, tiles.sums()), (self._of_keys, of_keys)]
         if self._keys:
             sums.reverse()
         travelling, local = sums
@@ -251,13 +211,6 @@ class _Backward:
         travelling[0].come_home(index)
         self._send_home(index)
         local[0].add(index, local[1])
-
-    def _tile(self, tile: Tile, side: QuerySide, keys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        k, v = (x[:, tile.kv.slice] for x in keys)
-        return self._call.backend.backward(
-            side.rows(tile.q.slice), k, v, self._call.scale, _causal(tile),
-            deterministic=self._call.deterministic,
-        )  # fmt: skip
 
     def _send_home(self, turn: int) -> None:
         for coming in self.schedule.relay.homecomings[turn]:
@@ -276,21 +229,3 @@ class _Backward:
 def _results(back: Inbound, part: slice, round_: int) -> list[Tensor]:
     """Where some of a round's results are to be put."""
     return back.results(round_)[part]
-
-
-def _sums(parts: Sequence[tuple[Span, Sequence[Tensor]]], count: int, length: int) -> list[Sum]:
-    """What each row has of gradients over some rows each."""
-    return [
-        (
-            span,
-            [
-                [grads[i][:, span.moved(-of.start).slice] for of, grads in parts if of.holds(span)]
-                for i in range(count)
-            ],
-        )
-        for span in cut((of for of, _ in parts), length)
-    ]
-
-
-def _causal(tile: Tile) -> bool:
-    return tile.mask is Mask.CAUSAL

@@ -1,17 +1,16 @@
-"""Buffers of a gathering call: keys that have come together, gradients on their way to holders."""
+"""Keys of a gathering call: those of a host's ranks come together, of visiting shards too."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes, view_as
+from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.relayed import Sum
-from megatron_burst.plan.gather import GatherSchedule, Leaf
-from megatron_burst.plan.mask import Tile
-from megatron_burst.plan.pieces import Piece
+from megatron_burst.engine.visiting import Guests, KeyVisitors
+from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.relay import Leg
-from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.schedule import Cargo, Circulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,99 +112,69 @@ class GatheredKeys:
         return self._slot.transpose(0, 1).split(self._dims, dim=-1)
 
 
-class KeyGrads:
-    """Gradients of gathered keys on their way to the ranks that hold these keys.
+class Keys:
+    """Gathered keys, of visitors too if these are keys: those are prepared beside the kernels.
 
-    A share is in the dtype in which the kernel returns it (or in the wire's), is rounded once, and
-    all shares of a row are summed in the accumulation dtype in one pass: no error grows with the
-    number of ranks.
-
-    Attributes:
-        in_one_slot: a step must be collected before the next one's tiles are computed.
-        device: of the gradients.
+    Args:
+        call: the call.
+        schedule: of the pass.
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        left: pieces of other hosts: a forward pass fills them, a backward that recalls reads them.
     """
 
-    def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
-        self._schedule = schedule
-        self._dims, self._batch = (k.shape[-1], v.shape[-1]), k.shape[0]
-        self._dtype = call.grad_dtype if call.backend.capability.wide_grads else k.dtype
-        steps = range(len(schedule.steps))
-        come = max(sum(len(leaf.rows) for _, leaf in self._arrivals(index)) for index in steps)
-        sizes = [
-            size_in_bytes(self._shape(0, rows), self._dtype) for rows in (schedule.share_rows, come)
-        ]
-        self.device = k.device
-        self._slots = call.carrier.slots(Cargo.GRAD, len(steps), sizes[0], k.device)
-        self.in_one_slot = len(self._slots) == 1
-        (self._staging,) = call.carrier.buffers("staging", 1, sizes[1], k.device)
-        self._under_way: UnderWay | None = None
-        self._own: list[tuple[Tile, Tensor, Tensor]] = []
+    def __init__(
+        self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor, left: Pieces | None = None
+    ) -> None:
+        self._schedule, self._left = schedule, left
+        self._gathered = GatheredKeys(call, schedule, k, v)
+        self._visitors: KeyVisitors | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
+        if schedule.circulate is Circulate.KV and not schedule.recalls:
+            batch, rows, _, dim_qk = k.shape
+            shapes = [(batch, rows, len(heads), dim_qk, v.shape[-1]) for heads in schedule.rounds]
 
-    def _shape(self, index: int, rows: int) -> tuple[int, ...]:
-        return rows, self._batch, len(self._schedule.steps[index].heads), sum(self._dims)
+            def own(round_: int) -> tuple[Tensor, Tensor]:
+                heads = schedule.rounds[round_].slice
+                return k[:, :, heads], v[:, :, heads]
 
-    def _arrivals(self, index: int) -> list[tuple[int, Leaf]]:
-        """What comes from which other rank."""
-        mine, leaves = self._schedule.cp_rank, self._schedule.steps[index].leaves
-        return [
-            (rank, leaf)
-            for rank in self._schedule.others
-            for leaf in leaves[rank]
-            if leaf.piece.holder == mine
-        ]
+            self._visitors = KeyVisitors(call, schedule.relay, own, shapes, k)
+        self._guests = Guests(call, schedule.relay, self._visitors, k.device)
 
-    def _slot(self, index: int) -> Tensor:
-        rows = sum(len(tile.kv) for tile in self._schedule.steps[index].tiles)
-        return self._slots.view(index, self._shape(index, rows), self._dtype)
+    def _begins(self, index: int) -> bool:
+        steps = self._schedule.steps
+        return index == 0 or steps[index].gather != steps[index - 1].gather
 
-    def shares(self, index: int) -> list[Tensor]:
-        """Where the tiles of a step put their shares: [rows of kv, b, heads, d_qk + d_v] each."""
-        lengths = [len(tile.kv) for tile in self._schedule.steps[index].tiles]
-        return list(self._slot(index).split(lengths)) if lengths else []
+    def expect(self, index: int) -> None:
+        """Let the keys of a step come beside the kernels that are queued next, if slots allow it;
+        at once if no visitor has to come first."""
+        if not self._gathered.in_one_slot:
+            self._guests.expect(index, partial(self._gather, index))
 
-    def split(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """A share as dk [b, rows, heads, d_qk] and dv [b, rows, heads, d_v]."""
-        return share.transpose(0, 1).split(self._dims, dim=-1)
+    def receive(self, index: int) -> None:
+        """Let the visitor of a step come and gather its keys; a single slot must have been read
+        by then."""
+        self._guests.receive(index, partial(self._gather, index))
 
-    def add_own(self, tile: Tile, dk: Tensor, dv: Tensor) -> None:
-        """Remember the share of a tile over the rank's own shard until the step is summed."""
-        self._own.append((tile, dk, dv))
+    def _gather(self, index: int) -> None:
+        visitor = self._visitors and self._visitors.views(index)
+        leg = self._schedule.relay.legs[index]
+        if self._left and leg.distance:
+            piece = self._left.of(leg)
+            if visitor:
+                piece.copy_(visitor[0])
+            visitor = (piece,)
+        if self._begins(index):
+            self._gathered.post(self._schedule.steps[index].gather, visitor)
 
-    def post(self, index: int) -> None:
-        """Start to bring a step's shares to their holders; the step before must be collected."""
-        leaves = self._schedule.steps[index].leaves[self._schedule.cp_rank]
-        gives = [Give(leaf.piece.holder, leaf.rows.slice) for leaf in leaves]
-        takes = [Take(rank, leaf.rows.slice, view) for (rank, leaf), view in self._staged(index)]
-        self._under_way = self._slots.exchange(index, self._slot(index), gives, takes)
+    def land(self, index: int) -> tuple[Tensor, Tensor]:
+        """k [b, s, heads, d_qk] and v [b, s, heads, d_v] of a step."""
+        if self._begins(index):
+            # a rank that is alone on its host sends and receives nothing that it could wait for
+            self._guests.await_visitor(index)
+            self._last = self._gathered.land(self._schedule.steps[index].gather)
+        return self._last
 
-    def _staged(self, index: int) -> list[tuple[tuple[int, Leaf], Tensor]]:
-        arrivals = self._arrivals(index)
-        lengths = [len(leaf.rows) for _, leaf in arrivals]
-        staging = view_as(self._staging, self._shape(index, sum(lengths)), self._dtype)
-        return list(zip(arrivals, staging.split(lengths) if lengths else (), strict=True))
-
-    def collect(self, index: int) -> list[Sum]:
-        """Wait for the shares that were posted; what is to be summed, for each piece held here."""
-        self._under_way.wait()
-        staged, found = self._staged(index), []
-        for piece in self._schedule.steps[index].keys:
-            if piece.holder != self._schedule.cp_rank:
-                continue
-            parts = self._local_parts(index, piece)
-            parts += [self.split(view) for (_, leaf), view in staged if leaf.piece == piece]
-            found.append((piece.rows, [[dk for dk, _ in parts], [dv for _, dv in parts]]))
-        self._own = []
-        return found
-
-    def _local_parts(self, index: int, piece: Piece) -> list[tuple[Tensor, Tensor]]:
-        """What this rank itself contributes to a piece that it holds."""
-        parts = [
-            tuple(grad[:, piece.rows.moved(-tile.kv.start).slice] for grad in (dk, dv))
-            for tile, dk, dv in self._own
-            if tile.kv.holds(piece.rows)
-        ]
-        tiles = self._schedule.steps[index].tiles
-        for tile, share in zip(tiles, self.shares(index), strict=True):
-            if tile.kv.holds(piece.whole):
-                parts.append(self.split(share[piece.whole.moved(-tile.kv.start).slice]))
-        return parts
+    def finish(self) -> None:
+        """Let the current stream wait for all that was done beside it."""
+        self._guests.finish()

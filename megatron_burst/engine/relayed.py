@@ -1,7 +1,7 @@
 """Buffers of pieces that go from host to host, and of their gradients on the way home."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,26 +18,37 @@ SumShape = tuple[int, int, int, int]  # batch, rows, heads, d
 Sum = tuple[Span, Sequence[Sequence[Tensor]]]  # rows, and for each tensor the parts to be added
 
 
-class _Hops:
-    """The hops of one cargo and their buffers; a round's pieces may be smaller than another's."""
+class _Buffers:
+    """Buffers of pieces or sums; a round's may be smaller than another's."""
+
+    def __init__(
+        self, call: Call, use: Hashable, count: int, segments: Sequence[list[Segment]], device
+    ) -> None:
+        self._segments = segments
+        self._sizes = [sum(segment.num_bytes for segment in of_round) for of_round in segments]
+        self._flat = call.carrier.buffers(use, count, max(self._sizes), device)
+
+    def flat(self, slot: int, round_: int) -> Tensor:
+        """A buffer's bytes in a round."""
+        return self._flat[slot][: self._sizes[round_]]
+
+    def views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
+        """A buffer's tensors in a round."""
+        return PackedBuffers(self._segments[round_], [self.flat(slot, round_)]).views(0)
+
+
+class _Hops(_Buffers):
+    """The hops of one cargo and their buffers."""
 
     def __init__(
         self, call: Call, cargo: Cargo, count: int, segments: Sequence[list[Segment]], device
     ) -> None:
-        self._carrier, self._segments = call.carrier, segments
-        sizes = [sum(segment.num_bytes for segment in of_round) for of_round in segments]
-        self._sizes = sizes
-        self._flat = call.carrier.buffers(("relay", cargo), count, max(sizes), device)
+        super().__init__(call, ("relay", cargo), count, segments, device)
+        self._carrier = call.carrier
         self._under_way: dict[int, list[Transfer]] = defaultdict(list)
 
-    def views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
-        """A buffer's tensors in a round."""
-        flat = self._flat[slot][: self._sizes[round_]]
-        return PackedBuffers(self._segments[round_], [flat]).views(0)
-
     def start(self, hop: Hop) -> None:
-        size = self._sizes[hop.round]
-        send, recv = (self._flat[slot][:size] for slot in (hop.from_slot, hop.to_slot))
+        send, recv = (self.flat(slot, hop.round) for slot in (hop.from_slot, hop.to_slot))
         self._under_way[hop.lands].append(self._carrier.start(hop, send, recv))
 
     def land(self, index: int) -> None:
@@ -172,16 +183,12 @@ class LocalSums:
         device: torch.device,
     ) -> None:
         self._relay, self._targets = relay, targets
-        self._segments = _segments(shapes, accumulate_dtype(call.grad_dtype))
-        sizes = [sum(segment.num_bytes for segment in of_round) for of_round in self._segments]
+        segments = _segments(shapes, accumulate_dtype(call.grad_dtype))
         count = int(len(relay.legs) > len(shapes))
-        self._flat = call.carrier.buffers("local sums", count, max(sizes), device)
+        self._buffers = _Buffers(call, "local sums", count, segments, device)
 
     def _totals(self, round_: int) -> tuple[Tensor, ...]:
-        segments = self._segments[round_]
-        size = sum(segment.num_bytes for segment in segments)
-        views = PackedBuffers(segments, [self._flat[0][:size]]).views(0)
-        return tuple(view.transpose(0, 1) for view in views)
+        return tuple(view.transpose(0, 1) for view in self._buffers.views(0, round_))
 
     def add(self, index: int, sums: Sequence[Sum]) -> None:
         """Add a step's share; the sums of a step name rows once, those of its round every row."""
@@ -205,10 +212,9 @@ class LocalSums:
 
 def add_up(total: Tensor, parts: Sequence[Tensor], fresh: bool) -> None:
     """total <- sum of parts, added to what is there unless it is fresh; [b, n, h, d] each."""
-    parts = list(parts) if fresh else [total, *parts]
     if parts:
-        sum_parts(total, parts)
-    else:
+        sum_parts(total, parts if fresh else [total, *parts])
+    elif fresh:
         total.zero_()
 
 

@@ -70,7 +70,7 @@ class QueryVisitors(Visitors):
         shapes: Sequence[Shape],
         like: Tensor,
     ) -> None:
-        self._own, self._carrier = own, call.carrier
+        self._own = own
         self._takes_delta = call.backend.capability.takes_delta
         segments = [_side_segments(*shape, like.dtype) for shape in shapes]
         super().__init__(call, relay, segments, like.device)
@@ -104,6 +104,7 @@ class Guests:
         self._visitors = visitors
         self._expected: dict[int, tuple[Aside, Aside, Callable[[], None] | None]] = {}
         self._landed: dict[int, Aside] = {}
+        self._latest = -1  # step whose visitor may come
 
     def expect(self, index: int, then: Callable[[], None] | None = None) -> None:
         """Say that the visitor of a step may come from here on; before the kernels beside which it
@@ -114,17 +115,24 @@ class Guests:
         """
         if index >= len(self._relay.legs):
             return
-        comes = self._visitors and self._relay.legs[index].distance
+        self._latest = index
+        leg = self._relay.legs[index]
+        comes = self._visitors and leg.distance
         if then and not comes:
             then()
-        if self._visitors:
+        if self._visitors and (leg.distance or leg.reads):
             aside = self._carrier.beside
             then = then if comes else None
             self._expected[index] = aside(self._device), aside(self._device), then
 
-    def receive(self, index: int) -> None:
-        """Let the visitor of a step come, do with it what was to be done, send on what goes on;
-        behind these kernels in the GPU's queue, as it waits for other hosts."""
+    def receive(self, index: int, then: Callable[[], None] | None = None) -> None:
+        """Let the visitor of a step come, do with it what was to be done, send on what goes on.
+
+        Behind these kernels in the GPU's queue, as it waits for other hosts. Whom nobody expected
+        may come from here on.
+        """
+        if index > self._latest:
+            self.expect(index, then)
         if index not in self._expected:
             return
         coming, going, then = self._expected.pop(index)

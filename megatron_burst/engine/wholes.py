@@ -1,9 +1,8 @@
 """Tensors of a rank's heads over all rows: exchanged in this pass, or left by forward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megatron_burst.comm.aside import Aside
@@ -133,12 +132,17 @@ class Sides:
         self._takes_delta = call.backend.capability.takes_delta
         self._made: tuple[int, QuerySide] | None = None
 
+    def bare(self, round_: int) -> QuerySide:
+        """A round's side without an output, as it travels; made on the current stream."""
+        queries, _, _, douts, lses, deltas = self._there.of(round_)
+        return QuerySide(queries, douts, as_statistics(lses), as_statistics(deltas), None)
+
     def make(self, round_: int) -> QuerySide:
         """A round's side, made on the current stream."""
-        queries, _, _, douts, lses, deltas = self._there.of(round_)
-        delta = as_statistics(deltas)
-        out = None if self._takes_delta else delta_stand_in(douts, delta)
-        return QuerySide(queries, douts, as_statistics(lses), delta, out)
+        side = self.bare(round_)
+        if self._takes_delta:
+            return side
+        return replace(side, out=delta_stand_in(side.dout, side.delta))
 
     def of(self, round_: int) -> QuerySide:
         """A round's side for kernels; made once, whoever's keys it meets."""
@@ -164,8 +168,3 @@ def as_rows(statistics: Tensor) -> Tensor:
 def as_statistics(rows: Tensor) -> Tensor:
     """[b, s, h, 1] as [b, h, s], dense."""
     return rows.squeeze(-1).transpose(1, 2).contiguous()
-
-
-def dense_copy(statistics: Tensor) -> Tensor:
-    """Statistics in memory of their own."""
-    return statistics.clone(memory_format=torch.contiguous_format)

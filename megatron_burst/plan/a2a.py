@@ -66,6 +66,12 @@ class A2ASchedule:
         """Rows of a rank's shard."""
         return self.num_rows // len(self.ranks)
 
+    def tiles_of_round(self, index: int) -> tuple[Tile, ...]:
+        """All tiles of the round that a step belongs to."""
+        round_ = self.relay.legs[index].round
+        legs = zip(self.tiles, self.relay.legs, strict=True)
+        return tuple(tile for tiles, leg in legs if leg.round == round_ for tile in tiles)
+
 
 @lru_cache(maxsize=1024)
 def a2a_schedule(

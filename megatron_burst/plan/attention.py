@@ -9,11 +9,10 @@ from megatron_burst.plan.choose import (
     Choice,
     Exchange,
     choose_circulate,
-    choose_heads_per_exchange,
-    choose_heads_per_round,
     choose_inter,
     choose_intra,
 )
+from megatron_burst.plan.choose_heads import choose_heads_per_exchange, choose_heads_per_round
 from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware

@@ -8,9 +8,9 @@ from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
 from megatron_burst.plan.gather import GatherSchedule, GatherStep
-from megatron_burst.plan.mask import Tile
+from megatron_burst.plan.mask import Tile, is_alone
 from megatron_burst.plan.operations import part_of_heads
-from megatron_burst.plan.programme_gather import arriving_rows, is_alone
+from megatron_burst.plan.programme_gather import arriving_rows
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 from megatron_burst.plan.slots import pulled_count, sent_count
 from megatron_burst.plan.topology import pretend_hosts

@@ -2,20 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
-from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
-
-_ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
-_ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
-_PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
-_WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
-_BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,91 +177,6 @@ def choose_transfer(
     if cannot:
         return Choice("send", cannot)
     return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
-
-
-def choose_heads_per_round(
-    shape: AttentionShape,
-    topology: Topology,
-    multiprocessors: int,
-    asked: int | None = None,
-    pieces: bool = True,
-) -> int:
-    """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
-
-    A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last
-    wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
-    which so takes two heads.
-
-    On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
-    from another host and the last gradient that goes home are hidden by one step only, and the
-    more rounds there are, the smaller they are.
-
-    Args:
-        shape: sizes of the call on one rank.
-        topology: of the group; ranks of a row gather.
-        multiprocessors: of a GPU.
-        asked: by the user; None lets the rule decide.
-        pieces: whether there may be several rounds.
-
-    Raises:
-        BurstError: if more heads were asked for than there are.
-    """
-    if asked is not None and asked > shape.heads_kv:
-        raise BurstError(
-            "burst attention: heads_per_round must not exceed the key heads of a rank, because a "
-            f"round gathers some of them; got {asked} of {shape.heads_kv}; leave it out"
-        )
-    if asked is not None or not pieces:
-        return asked or shape.heads_kv
-    row = shape.batch * shape.tokens * topology.intra_size
-    head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    in_bytes = _ROUND_BYTES // head_bytes
-    if topology.inter_size > 1:
-        in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
-    elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
-        return shape.heads_kv
-    chunk = -(-shape.tokens // 2)  # of zigzag: the queries of a tile
-    a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
-    fewest = min(shape.heads_kv, max(1, in_bytes))
-    for heads in range(fewest, shape.heads_kv):
-        rounds = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
-        busy = share_busy([a_head * some for some in rounds], multiprocessors)
-        if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
-            return heads
-    return shape.heads_kv
-
-
-def choose_heads_per_exchange(
-    shape: AttentionShape,
-    topology: Topology,
-    multiprocessors: int,
-    asked: int | None = None,
-    pieces: bool = True,
-) -> int:
-    """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
-
-    On several hosts there are eight rounds, if heads and kernels allow: nothing hides the first one
-    there and the last one back.
-
-    Args:
-        shape: sizes of the call on one rank.
-        topology: of the group; ranks of a row exchange.
-        multiprocessors: of a GPU.
-        asked: by the user; None lets the rule decide.
-        pieces: whether there may be several rounds.
-    """
-    ranks = topology.intra_size
-    group = shape.heads_q // shape.heads_kv
-    a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
-    most = max(1, shape.heads_kv // ranks)
-    if not pieces:
-        return most
-    in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
-    if topology.inter_size > 1 or topology.spans_hosts:
-        in_bytes = min(in_bytes, -(-most // _PIECES))
-    blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
-    to_fill = ceil(_WAVES * multiprocessors / blocks)
-    return min(most, asked or max(in_bytes, to_fill))
 
 
 def _size(num_bytes: int) -> str:

@@ -14,26 +14,15 @@ which meet keys that are gathered once a round.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
+from megatron_burst.plan.gather_tiles import Leaf, Meeting, Tiling
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, host_pieces, tiles_between
+from megatron_burst.plan.pieces import Piece, host_pieces
 from megatron_burst.plan.relay import Relay, relay
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Key gradients that a rank computes for a piece that another rank holds.
-
-    Attributes:
-        rows: of the gradients of the step's tiles, laid one behind the other.
-        piece: whose gradients they are.
-    """
-
-    rows: Span
-    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,156 +132,44 @@ def gather_schedule(
     rounds = heads_in_rounds(heads_kv, heads_per_round)
     legs = relay(topology, cp_rank, len(rounds), direction, recalls)
     row, _ = topology.coord(cp_rank)
-    pieces = host_pieces(topology, row, layout, tokens)
-    tiling = _Tiling(pieces, legs, mask, direction, rectangular_causal, circulate)
-    ranks = topology.grid[row]
-    steps, reads = [], []
-    alike: dict[tuple, _Meeting] = {}  # steps of other rounds: there are thousands at a time
-    for index, leg in enumerate(legs.legs):
-        kind = leg.distance, index == 0, index == len(legs.legs) - 1
-        if kind not in alike:
-            alike[kind] = tiling.meeting(ranks, index)
-        met = alike[kind]
-        if circulate is Circulate.KV or legs.is_first(index):
-            reads.append({rank: set() for rank in ranks})
-        for rank in ranks:
-            reads[-1][rank].update(met.needed[rank])
-        keys, queries = tiling.keys(index), tiling.queries(cp_rank, index)
-        steps.append(
-            GatherStep(
-                rounds[leg.round], len(reads) - 1, queries, keys, *met.tiles[cp_rank], met.leaves
-            )
+    ranks, pieces = topology.grid[row], host_pieces(topology, row, layout, tokens)
+    tiling = Tiling(ranks, pieces, legs, mask, direction, rectangular_causal, circulate)
+    meetings = tiling.meetings()
+    apart = circulate is Circulate.KV  # else the keys of a round are gathered once
+    begins = [apart or legs.is_first(index) for index in range(len(meetings))]
+    gathers = [count - 1 for count in accumulate(begins)]
+    steps = (
+        GatherStep(
+            rounds[leg.round], gathers[index], tiling.queries(cp_rank, index), tiling.keys(index),
+            *meetings[index].tiles[cp_rank], meetings[index].leaves,
         )
-    every = [tiles for met in alike.values() for _, tiles, _ in met.tiles.values()]
+        for index, leg in enumerate(legs.legs)
+    )  # fmt: skip
     return GatherSchedule(
-        topology,
-        cp_rank,
-        circulate,
-        rounds,
-        tuple(steps),
-        legs,
-        reads=tuple({rank: _in_order(found) for rank, found in of.items()} for of in reads),
+        topology, cp_rank, circulate, rounds, tuple(steps), legs,
+        reads=_reads(ranks, gathers, meetings),
         recalls=recalls,
         num_rows=pieces[0][-1].whole.stop,
-        share_rows=max(sum(len(tile.kv) for tile in tiles) for tiles in every),
-    )
+        share_rows=max(met.share_rows for met in meetings),
+    )  # fmt: skip
 
 
-def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
-    """Key heads in groups; the last may have fewer."""
-    starts = range(0, heads_kv, heads_per_round)
-    return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """What the ranks of a host do in a step.
-
-    Attributes:
-        tiles: of each rank, before the keys are there, over them, and after them.
-        needed: pieces that each rank reads of others.
-        leaves: the gradients of others' keys that each rank computes.
-    """
-
-    tiles: Mapping[int, tuple[tuple[Tile, ...], ...]]
-    needed: Mapping[int, tuple[Piece, ...]]
-    leaves: Mapping[int, tuple[Leaf, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """The tiles of the steps of the ranks of one host.
-
-    Attributes:
-        pieces: that the host works with, by how many hosts they have come.
-    """
-
-    pieces: tuple[tuple[Piece, ...], ...]
-    relay: Relay
-    mask: Mask
-    direction: Direction
-    rectangular_causal: bool
-    circulate: Circulate
-
-    def meeting(self, ranks: Sequence[int], index: int) -> _Meeting:
-        """What these ranks do in a step."""
-        keys, tiles = self.keys(index), {rank: self.of(rank, index) for rank in ranks}
-        return _Meeting(
-            tiles,
-            {rank: tuple(_needed(keys, rank, tiles[rank][1])) for rank in ranks},
-            {rank: _leaving(keys, rank, tiles[rank][1]) for rank in ranks},
-        )
-
-    def keys(self, index: int) -> tuple[Piece, ...]:
-        """The pieces of a step's gathered keys."""
-        away = self.relay.legs[index].distance
-        return self.pieces[0 if self.circulate is Circulate.Q else away]
-
-    def queries(self, rank: int, index: int) -> tuple[Piece, ...]:
-        """The pieces of a rank's queries in a step."""
-        away = self.relay.legs[index].distance
-        held = self.pieces[away if self.circulate is Circulate.Q else 0]
-        return tuple(piece for piece in held if piece.holder == rank)
-
-    def of(self, rank: int, index: int) -> tuple[tuple[Tile, ...], ...]:
-        """Tiles of a rank before the keys are there, over them, and after them."""
-        queries, keys = self.queries(rank, index), self.keys(index)
-        if self.relay.legs[index].distance:
-            rows = [(piece.rows, piece.position) for piece in queries]
-            return (), tiles_between(rows, keys, self.mask), ()
-        if self.mask is Mask.FULL or len(keys) == len(queries):
-            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
-            return (), (Tile(*every, self.mask),), ()
-        diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
-        last = len(self.relay.legs) - 1
-        before = diagonal if index == 0 else ()
-        after = diagonal if index == last and self.direction is Direction.BACKWARD else ()
-        if before and after:  # one step only: half of the tiles hide each way
-            half = (len(diagonal) + 1) // 2
-            before, after = diagonal[:half], diagonal[half:]
-        if before or after:
-            return before, _earlier(queries), after
-        return (), _all_visible(queries, self.rectangular_causal), ()
-
-
-def _earlier(queries: Sequence[Piece]) -> tuple[Tile, ...]:
-    """Tiles over the gathered keys before each piece."""
-    return tuple(
-        Tile(piece.rows, Span(0, piece.whole.start), Mask.FULL)
-        for piece in queries
-        if piece.whole.start
-    )
-
-
-def _all_visible(queries: Sequence[Piece], rectangular_causal: bool) -> tuple[Tile, ...]:
-    """Tiles of a rank's queries over all gathered keys that they may see, its own included."""
-    if rectangular_causal:
-        return tuple(Tile(p.rows, Span(0, p.whole.stop), Mask.CAUSAL) for p in queries)
-    diagonal = [Tile(p.rows, p.whole, Mask.CAUSAL) for p in queries]
-    return (*diagonal, *_earlier(queries))
-
-
-def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterable[Piece]:
-    """Other ranks' pieces that a rank's tiles read: under a causal mask not all of them."""
-    return (
-        piece
-        for piece in keys
-        if piece.holder != cp_rank and any(tile.kv.holds(piece.whole) for tile in tiles)
-    )
+def _reads(
+    ranks: Sequence[int], gathers: Sequence[int], meetings: Sequence[Meeting]
+) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
+    """The pieces that each rank needs of others, by gather: for all steps that use it."""
+    found = [{rank: set() for rank in ranks} for _ in range(gathers[-1] + 1)]
+    for gather, met in zip(gathers, meetings, strict=True):
+        for rank in ranks:
+            found[gather][rank].update(met.needed[rank])
+    return tuple({rank: _in_order(pieces) for rank, pieces in of.items()} for of in found)
 
 
 def _in_order(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(sorted(pieces, key=lambda piece: piece.position))
 
 
-def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
-    """Which rows of a rank's shares belong to which piece of another rank."""
-    leaves, start = [], 0
-    for tile in tiles:
-        leaves += [
-            Leaf(piece.whole.moved(start - tile.kv.start), piece)
-            for piece in keys
-            if piece.holder != cp_rank and tile.kv.holds(piece.whole)
-        ]
-        start += len(tile.kv)
-    return tuple(leaves)
+def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
+    """Key heads in groups; the last may have fewer."""
+    starts = range(0, heads_kv, heads_per_round)
+    return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)

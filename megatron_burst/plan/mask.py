@@ -1,6 +1,6 @@
 """Masks as data: which tiles of (query shard, key shard) are alive."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -62,6 +62,14 @@ def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
     """Rows [0, length) in neighbouring spans; each given one holds or does not touch each."""
     edges = {0, length}.union(*((span.start, span.stop) for span in spans))
     return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
+
+
+def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
+    """Whether no other of the tiles has any of its query rows."""
+    return not any(
+        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
+        for other in tiles
+    )
 
 
 def tiles(

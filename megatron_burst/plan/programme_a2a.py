@@ -111,10 +111,8 @@ class _Exchange:
 
     def _merge(self, index: int) -> list[Op]:
         """Forward: merge a round's tiles; one tile is where it belongs."""
-        relay, shape = self.schedule.relay, self._heads(index)
-        legs = zip(relay.legs, self.schedule.tiles, strict=True)
-        tiles = [t for leg, some in legs if leg.round == relay.legs[index].round for t in some]
-        rows = merged_rows(tiles, self.schedule.num_rows)
+        shape = self._heads(index)
+        rows = merged_rows(self.schedule.tiles_of_round(index), self.schedule.num_rows)
         work = rows * shape.batch * shape.heads_q * shape.dim_v * shape.itemsize
         return [Compute((("merge", self.timer.memory(work)),), index)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.mask import Tile, cut
+from megatron_burst.plan.mask import Tile, cut, is_alone
 from megatron_burst.plan.operations import Compute, Op, Post, Wait, part_of_heads, tile_runner
 from megatron_burst.plan.programme_relay import Relayed, carried
 from megatron_burst.plan.schedule import Direction
@@ -55,9 +55,9 @@ class _Gather:
             run = tile_runner(self.timer, shape, Direction.BACKWARD)
             ops += [Compute(run(step.before), index), *self._land(index)]
             ops += self._prepare(index + 1)
-            tiles = Compute(run(step.tiles), index)
-            sums = self._sum_keys(index - 1)
-            ops += [*sums, tiles] if self.relayed.travels(of_keys=True) else [tiles, *sums]
+            ops += self._sum_keys_beside(index - 1)
+            ops.append(Compute(run(step.tiles), index))
+            ops += self._settle_keys(index - 1)
             ops += [self._leave(index), Compute(run(step.after), index)]
             ops += self._sum_queries(index)
         return ops + self._sum_keys(len(self.schedule.steps) - 1) + self.relayed.finish()
@@ -104,13 +104,25 @@ class _Gather:
 
     def _sum_keys(self, index: int) -> list[Op]:
         """Wait for the gradients of a step and add them to this rank's own."""
+        return [Wait(("grad", index)), *self.relayed.add(index, True, self._summed_bytes(index))]
+
+    def _sum_keys_beside(self, index: int) -> list[Op]:
+        """The same for sums that travel on: formed beside the kernels that follow."""
+        if index < 0 or not self.relayed.travels(of_keys=True):
+            return []
+        return self.relayed.add_beside(index, self._summed_bytes(index), ("grad", index))
+
+    def _settle_keys(self, index: int) -> list[Op]:
+        """Behind these kernels: wait for the sums beside them, or form those that stay."""
         if index < 0:
             return []
-        rows = self._arriving_rows(index) + self.shape.tokens  # of others and of its own
-        num_bytes, come = rows * self._row_bytes(index), ("grad", index)
-        if self.relayed.travels(of_keys=True) and index < len(self.schedule.steps) - 1:
-            return self.relayed.add(index, True, num_bytes, after=(come,))  # beside the kernels
-        return [Wait(come), *self.relayed.add(index, True, num_bytes)]
+        if not self.relayed.travels(of_keys=True):
+            return self._sum_keys(index)
+        return [Wait(("grad", index)), *self.relayed.settle(index)]
+
+    def _summed_bytes(self, index: int) -> int:
+        """Of the gradients that others and this rank itself have computed of its keys."""
+        return (self._arriving_rows(index) + self.shape.tokens) * self._row_bytes(index)
 
     def _sum_queries(self, index: int) -> list[Op]:
         """Add up the dq of a step's tiles."""
@@ -131,14 +143,6 @@ def merged_rows(tiles: Sequence[Tile], tokens: int) -> int:
         parts = sum(tile.q.holds(span) for tile in tiles if not is_alone(tile, tiles))
         rows += (parts + 1) * len(span) if parts else 0
     return rows
-
-
-def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
-    """Whether no other of the tiles has any of its query rows."""
-    return not any(
-        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
-        for other in tiles
-    )
 
 
 def arriving_rows(schedule: GatherSchedule, index: int) -> int:

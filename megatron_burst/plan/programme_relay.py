@@ -82,32 +82,48 @@ class Relayed:
         """Whether gradients of keys (else of queries) follow what circulates."""
         return not self.alone and of_keys == (self.schedule.circulate is Circulate.KV)
 
-    def add(
-        self, index: int, of_keys: bool, read_bytes: float, after: tuple[tuple, ...] = ()
-    ) -> list[Op]:
+    def add(self, index: int, of_keys: bool, read_bytes: float) -> list[Op]:
         """Add what this host contributes in a step to gradients of keys or queries.
 
         Args:
             index: number of the step.
             of_keys: keys' gradients, else queries'.
             read_bytes: of the parts that are added.
-            after: transfers that bring parts of a sum that is formed beside kernels.
         """
         leg = self.schedule.relay.legs[index]
-        elements = self._elements(leg.round, of_keys)
         if not self.travels(of_keys):
-            num_bytes = read_bytes + elements * self._local_width(index)
-            return [self._merge(num_bytes, index)]
+            elements = self._elements(leg.round, of_keys)
+            return [self._merge(read_bytes + elements * self._local_width(index), index)]
+        ops, land = self._add(index, read_bytes), self._land_grads(index)
+        return [*(ops + land if leg.fresh else land + ops), *self._join(index)]
+
+    def add_beside(self, index: int, read_bytes: float, come: tuple) -> list[Op]:
+        """The same for keys' gradients that travel, while kernels go on; `settle` is to follow.
+
+        Args:
+            index: number of the step.
+            read_bytes: of the parts that are added.
+            come: transfer that brings parts.
+        """
+        fresh = self.schedule.relay.legs[index].fresh
+        arrived = () if fresh else tuple(self._landing.get((Cargo.GRAD, index), ()))
+        return self._add(index, read_bytes, (come, *arrived))
+
+    def _add(self, index: int, read_bytes: float, after: tuple[tuple, ...] = ()) -> list[Op]:
+        """Form a sum that travels and send it on, once these transfers are over."""
+        leg = self.schedule.relay.legs[index]
+        elements = self._elements(leg.round, self.schedule.circulate is Circulate.KV)
         num_bytes = read_bytes + elements * self.shape.grad_bytes * (1 if leg.fresh else 2)
         leave = [self._post(index, place, hop, after) for place, hop in enumerate(leg.grads)]
-        ops = [self._merge(num_bytes, index), *leave]
-        land = self._land_grads(index)
-        return [*(ops + land if leg.fresh else land + ops), *self._join(index)]
+        return [self._merge(num_bytes, index), *leave]
+
+    def settle(self, turn: int) -> list[Op]:
+        """Wait for the gradients that land in a step; join those that have come home."""
+        return [*self._land_grads(turn), *self._join(turn)]
 
     def finish(self) -> list[Op]:
         """The last gradients come home."""
-        turn = len(self.schedule.relay.legs)
-        return [*self._land_grads(turn), *self._join(turn)]
+        return self.settle(len(self.schedule.relay.legs))
 
     def _land_grads(self, turn: int) -> list[Op]:
         return [Wait(key) for key in self._landing.get((Cargo.GRAD, turn), ())]

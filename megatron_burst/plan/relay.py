@@ -3,8 +3,8 @@
 A round is a group of heads. In each of its N steps the ranks of a host work with the shards of one
 host: each rank has the piece (its shard's heads of the round) of the rank at its own place there.
 Pieces go round the column of equal places in N-1 hops. A rank's own piece of the next round sets
-out before the last round is over, so the slow link always has something to carry, and a step needs
-no more than the piece of its own round.
+out behind the last hop of the round before, so the slow link always has something to carry, and a
+step needs no more than the piece of its own round.
 
 The gradient of a travelling piece follows: each host adds its sum, and the last hop of N-1 brings
 the total home, where what the home host itself contributed has waited. It never leaves.

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_burst.plan.flags import flag_values
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.strategy import Job, flag_values
+from megatron_burst.plan.strategy import Job
 
 VERSION = 1
 

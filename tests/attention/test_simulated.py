@@ -4,6 +4,8 @@ Catches wrong tiles, a merge or an accumulation that misses or repeats a share, 
 before it landed or after it was given away, bytes other than the plan's.
 """
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -265,3 +267,37 @@ def test_scores_so_far_apart_that_exp_overflows():
         for result, whole in zip(results, expected, strict=True):
             part = whole[:, rank * 4 : rank * 4 + 4]
             assert (result - part).abs().max() <= 1e-9 * whole.abs().max()
+
+
+WAYS = {
+    "ring": ring_schedules,
+    "gather": partial(gather_schedules, heads=(2, 1, True)),
+    "a2a": partial(a2a_schedules, heads=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("circulate", list(Circulate))
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_of_a_call_are_let_go_when_it_is_over(way, circulate):
+    """Catches objects of a call that refer to each other in a ring: what they hold would take
+    memory until the garbage collector comes by."""
+    topology, tokens = pretend_hosts(4, 2), 4
+    tensors = problem(4, tokens, (4, 2), (4, 4), 3)
+    rows = {"layout": Layout.ZIGZAG, "tokens": tokens}
+
+    def one(rank, carrier):
+        made = WAYS[way](topology, rank, circulate=circulate, mask=Mask.CAUSAL, **rows)
+        call = Call(*made, backends()["reference"], carrier, 0.5, torch.float64)
+        shard = rows_of(Layout.ZIGZAG, rank, 4, tokens)
+        q, k, v, dout = (x[:, shard].clone() for x in tensors)
+        out, lse = run_forward(call, q, k, v)
+        run_backward(call, q, k, v, out, lse, dout)
+        return [weakref.ref(x) for x in (q, k, v, out, lse, dout)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        results, _ = run_simulated(one, 4)
+        assert [[x() is None for x in found] for found in results] == [[True] * 6] * 4
+    finally:
+        gc.enable()

@@ -130,7 +130,8 @@ class Side:
 
 
 class Ordered:
-    """A transfer: what waits for it knows all of it; one of nothing tells nothing."""
+    """A transfer: the first that waits for it knows all of it, as `Transfer` waits only once; one
+    of nothing tells nothing."""
 
     def __init__(self, streams, transfer, done):
         self._streams, self._transfer, self._done = streams, transfer, done
@@ -138,7 +139,8 @@ class Ordered:
     def wait(self):
         with self._streams.muted():
             self._transfer.wait()
-        self._streams.wait(self._done)
+        done, self._done = self._done, {}
+        self._streams.wait(done)
 
 
 class StreamCarrier(simulated.SimulatedCarrier):

@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
+from megatron_burst.plan.flags import megatron_flags
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search
-from megatron_burst.plan.strategy import Job, Strategy, megatron_flags
+from megatron_burst.plan.strategy import Job, Strategy
 
 JOB_OF_16 = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))

@@ -81,7 +81,8 @@ def test_any_shape_and_any_tiles(
         if reduction == "none" and grads == "forward":
             grads = "auto"
         found = errors(problem, options, reduction, grads=grads, chunk_tokens=chunk)
-    assert max(found) < 1e-11, found
+    # of a single class p - [y] is 0: what z_loss leaves is a small difference of numbers near 1
+    assert max(found) < (1e-11 if vocab > 1 else 1e-8), found
 
 
 def test_tiles_cover_several_parts_of_the_vocabulary(monkeypatch):

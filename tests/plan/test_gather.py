@@ -7,11 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.choose import (
-    choose_heads_per_round,
-    choose_intra,
-    choose_transfer,
-)
+from megatron_burst.plan.choose import choose_intra, choose_transfer
+from megatron_burst.plan.choose_heads import choose_heads_per_round
 from megatron_burst.plan.cost import AttentionShape, gather_bytes
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout, positions

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.flags import megatron_flags
 from megatron_burst.plan.hardware import GIB, preset
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import candidate, loses, search
 from megatron_burst.plan.step import step_time
-from megatron_burst.plan.strategy import Job, Strategy, megatron_flags, misfit
+from megatron_burst.plan.strategy import Job, Strategy, misfit
 
 M = 1 << 20
 EIGHT = Job(PRESETS["llama3-8b"], M // 4, 16, 8, 8, preset("h200"))

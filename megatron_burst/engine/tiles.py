@@ -1,6 +1,6 @@
-"""The tiles of a gathering call: results are written where they belong, or kept until merged."""
+"""The tiles of a call: results are written where they belong, or kept until merged or summed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from megatron_burst.engine.call import Call
 from megatron_burst.engine.relayed import Sum
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts
-from megatron_burst.plan.gather import GatherStep
-from megatron_burst.plan.mask import Mask, Span, Tile, cut
+from megatron_burst.plan.mask import Mask, Span, Tile, cut, is_alone
 
 
 class Outputs:
@@ -26,7 +25,7 @@ class Outputs:
     def compute(self, tile: Tile, k: Tensor, v: Tensor) -> None:
         """Compute a tile over keys [b, rows, heads, d]."""
         rows, keys = tile.q.slice, tile.kv.slice
-        alone = _is_alone(tile, self._tiles)
+        alone = is_alone(tile, self._tiles)
         part = self._call.backend.forward(
             self._q[:, rows], k[:, keys], v[:, keys], self._call.scale,
             tile.mask is Mask.CAUSAL,
@@ -53,13 +52,15 @@ class BackwardTiles:
 
     Args:
         call: the call.
-        step: whose tiles.
+        tiles: of the step.
         side: its queries.
         dq: where dq goes if nothing else is added to it; None: it is.
     """
 
-    def __init__(self, call: Call, step: GatherStep, side: QuerySide, dq: Tensor | None) -> None:
-        self._call, self._step, self._side, self._dq = call, step, side, dq
+    def __init__(
+        self, call: Call, tiles: Sequence[Tile], side: QuerySide, dq: Tensor | None
+    ) -> None:
+        self._call, self._tiles, self._side, self._dq = call, tiles, side, dq
         self._parts: list[tuple[Tile, Tensor]] = []
         self._written: list[Span] = []
 
@@ -69,13 +70,15 @@ class BackwardTiles:
         """dk and dv of a tile; written to `into` if given."""
         side, rows = self._side.rows(tile.q.slice), tile.q.slice
         k, v = k[:, tile.kv.slice], v[:, tile.kv.slice]
-        dtype = accumulate_dtype(k.dtype) if self._call.backend.capability.wide_grads else k.dtype
-        alone = self._dq is not None and _is_alone(tile, self._step.every_tile)
-        dq = self._dq[:, rows] if alone else torch.empty_like(side.q, dtype=dtype)
-        dk, dv = into or (torch.empty_like(x, dtype=dtype) for x in (k, v))
-        self._call.backend.backward(
+        alone = self._dq is not None and is_alone(tile, self._tiles)
+        if alone or into:
+            wide = self._call.backend.capability.wide_grads
+            dtype = accumulate_dtype(k.dtype) if wide else k.dtype
+            dq = self._dq[:, rows] if alone else torch.empty_like(side.q, dtype=dtype)
+            into = dq, *(into or (torch.empty_like(x, dtype=dtype) for x in (k, v)))
+        dq, dk, dv = self._call.backend.backward(
             side, k, v, self._call.scale, tile.mask is Mask.CAUSAL,
-            into=(dq, dk, dv), deterministic=self._call.deterministic,
+            into=into, deterministic=self._call.deterministic,
         )  # fmt: skip
         if alone:
             self._written.append(tile.q)
@@ -85,26 +88,28 @@ class BackwardTiles:
 
     def sums(self) -> list[Sum]:
         """What is to be summed, for all query rows that are not complete."""
-        tiles = (tile.q for tile in self._step.every_tile)
-        return [
-            (
-                span,
-                [
-                    [
-                        dq[:, span.moved(-tile.q.start).slice]
-                        for tile, dq in self._parts
-                        if tile.q.holds(span)
-                    ]
-                ],
-            )
-            for span in cut(tiles, self._side.q.shape[1])
-            if not any(written.holds(span) for written in self._written)
-        ]
+        spans = cut((tile.q for tile in self._tiles), self._side.q.shape[1])
+        left = [span for span in spans if not any(done.holds(span) for done in self._written)]
+        return sums_of([(tile.q, (dq,)) for tile, dq in self._parts], 1, left)
 
 
-def _is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
-    """Whether no other of the tiles has any of its query rows."""
-    return not any(
-        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
-        for other in tiles
-    )
+def sums_of(
+    parts: Sequence[tuple[Span, Sequence[Tensor]]], count: int, spans: Iterable[Span]
+) -> list[Sum]:
+    """What the rows of each span have of gradients over some rows each.
+
+    Args:
+        parts: rows, and `count` tensors [b, these rows, h, d].
+        count: of tensors that are summed.
+        spans: each part holds or does not touch each.
+    """
+    return [
+        (
+            span,
+            [
+                [grads[i][:, span.moved(-of.start).slice] for of, grads in parts if of.holds(span)]
+                for i in range(count)
+            ],
+        )
+        for span in spans
+    ]
