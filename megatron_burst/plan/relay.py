@@ -88,8 +88,8 @@ def relay(
     """The hops between hosts of one rank, and its steps in order.
 
     Each round begins with the host's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles. An only round does not: its
-    first piece would have nothing to come behind.
+    the last gradients from elsewhere come home behind their tiles. An only round does not, unless
+    its pieces are there already: the first would have nothing to come behind.
 
     Args:
         topology: hosts are its rows.
@@ -100,7 +100,7 @@ def relay(
     """
     hosts = topology.inter_size
     order = [(round_, away) for round_ in range(num_rounds) for away in range(hosts)]
-    if direction is Direction.BACKWARD and num_rounds > 1:
+    if direction is Direction.BACKWARD and (num_rounds > 1 or recalls):
         last = order[-hosts:]
         order[-hosts:] = [*last[1:], last[0]]
     programme = _Programme(topology, cp_rank, order)
