@@ -204,7 +204,7 @@ def gather_cases(draw):
     return draw(scattered(hosts, ranks)), tensors, options
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
     """Catches keys read before they arrive, shares sent to the wrong owner or summed too early."""
@@ -236,7 +236,7 @@ def a2a_cases(draw):
     return draw(scattered(hosts, ranks)), tensors, options
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(a2a_cases())
 def test_any_exchange_of_heads_is_exact(case):
     """Catches heads or rows dealt to the wrong rank, results that come home too early or late."""
