@@ -121,7 +121,7 @@ def with_network(gbs: float):
 def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather")
+    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather", resend="always")
     # smaller pieces are hidden sooner and come home sooner
     assert choose_call(call, slow).call.heads < choose_call(call, fast).call.heads
     call = AttentionCall(grouped, pretend_hosts(8, 4))
