@@ -109,7 +109,7 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     call = way_of(shape, torch.device("cpu"), hosts, pattern, impl.config)
     return replace(
         call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
-        again=call.again or row.date < _AGAIN_BEFORE,
+        again=call.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
     )  # fmt: skip
 
 

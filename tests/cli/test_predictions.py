@@ -70,6 +70,13 @@ def layer_model(**sizes):
     return Job(model, 1 << 16, 4, 4, 1, H200), Strategy(cp=4, **sizes)
 
 
+def test_a_row_that_is_yet_to_be_measured_is_of_the_engine_as_it_is():
+    """Only rows from before heads were exchanged once are counted as twice."""
+    exchange = replace(TWO, mode="inter=a2a", pass_="fwd_bwd", link=link(1, 1))
+    new = replace(exchange, date="2026-12-01T00:00:00+00:00")
+    assert ms(replace(exchange, date="")) == ms(new) < ms(exchange)
+
+
 def test_what_is_kept_is_not_computed_again():
     times = {name: ms(replace(LAYERS, mode=name)) for name in ("none", "half", "all", "off")}
     times["some"] = ms(replace(LAYERS, mode="all-half-layers"))
