@@ -6,6 +6,7 @@ before it landed or after it was given away, bytes other than the plan's.
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.gather import gather_backward, gather_forward_leaving
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
@@ -51,13 +53,13 @@ def ring_schedules(topology, rank, circulate, **rows):
     )
 
 
-def gather_schedules(topology, rank, heads, circulate=Circulate.KV, **rows):
+def gather_schedules(topology, rank, heads, circulate=Circulate.KV, recalls=False, **rows):
     """`heads`: key heads, heads of a round, whether causal tiles may be rectangular."""
     options = dict(zip(("heads_kv", "heads_per_round", "rectangular_causal"), heads, strict=True))
     schedule = partial(gather_schedule, topology, rank, **options, **rows)
     return (
         schedule(direction=Direction.FORWARD),
-        schedule(direction=Direction.BACKWARD, circulate=circulate),
+        schedule(direction=Direction.BACKWARD, circulate=circulate, recalls=recalls),
     )
 
 
@@ -85,6 +87,13 @@ def both_passes(call, q, k, v, dout):
     """(out, dq, dk, dv); backward knows nothing but forward's inputs and results."""
     out, lse = run_forward(call, q, k, v)
     return [out, *run_backward(call, q, k, v, out, lse, dout)]
+
+
+def both_passes_leaving(call, q, k, v, dout):
+    """(out, dq, dk, dv); backward takes the keys of other hosts that forward has left."""
+    out, lse, left = gather_forward_leaving(call, q, k, v)
+    recalling = replace(call, recalling=call.backward)
+    return [out, *gather_backward(recalling, q, k, v, out, lse, dout, left)]
 
 
 def both_passes_recalling(call, q, k, v, dout):
@@ -188,14 +197,19 @@ def gather_cases(draw):
     )
     seed, dims = draw(st.integers(0, 9)), draw(st.sampled_from([(4, 4), (6, 3), (2, 5)]))
     tensors = problem(size, 2 * draw(st.integers(1, 3)), heads, dims, seed)
+    circulate, recalls = draw(
+        st.sampled_from([(Circulate.KV, False), (Circulate.KV, True), (Circulate.Q, False)])
+    )
     options = {
         "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         "mask": draw(st.sampled_from(list(Mask))),
         "schedules": partial(
             gather_schedules,
             heads=(heads[1], draw(st.integers(1, heads[1])), rectangular),
-            circulate=draw(st.sampled_from(list(Circulate))),
+            circulate=circulate,
+            recalls=recalls,
         ),
+        "passes": both_passes_leaving if recalls else both_passes,
         "backend": backend,
         "scale": 0.5,
         "seed": seed,
