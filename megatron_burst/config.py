@@ -35,9 +35,9 @@ class BurstConfig:
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
             is "input" where a sum makes one hop only, "accumulate" where it makes more.
-        resend: whether K and V go between hosts again in backward, or stay where they came in
-            forward if backward follows it directly: "never", "always", or "auto": never, where that
-            takes no more memory than the queries.
+        resend: whether gathered K and V go between hosts again in backward: "always"; "never": they
+            stay where they came in forward if backward follows it directly; "auto": never, where
+            that takes no more memory than the queries and sends no more than circulating Q.
         transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels; "auto"
             takes what was measured to be faster.

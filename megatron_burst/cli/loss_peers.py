@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst.cli.cases import counts
+from megatron_burst.cli.sentence import pick
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import linear_cross_entropy
 
@@ -216,13 +217,10 @@ def peers_of(names) -> tuple[LossPeer, ...]:
     Raises:
         BurstError: if there is no such implementation.
     """
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise BurstError(
-            "bench loss: --impl must name an implementation that there is, because each is called "
-            f"in its own way; got {unknown[0]!r}; choose among {', '.join(PEERS)}"
-        )
-    return tuple(PEERS[name] for name in names or PEERS)
+    return pick(
+        names, PEERS, "bench loss: --impl must name an implementation that there is, because each "
+        "is called in its own way",
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_burst.cli.sentence import pick
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
 
 if TYPE_CHECKING:
     from megatron_burst.mcore.stack import Stack, Widths
@@ -66,10 +66,7 @@ def modes_of(names: Sequence[str]) -> tuple[Mode, ...]:
     Raises:
         BurstError: if there is no such mode.
     """
-    unknown = [name for name in names if name not in MODES]
-    if unknown:
-        raise BurstError(
-            "bench recompute: --mode must name one that there is, because it stands for a way to "
-            f"recompute; got {unknown[0]!r}; choose among {', '.join(MODES)}"
-        )
-    return tuple(MODES[name] for name in names or MODES)
+    return pick(
+        names, MODES, "bench recompute: --mode must name one that there is, because it stands for "
+        "a way to recompute",
+    )  # fmt: skip

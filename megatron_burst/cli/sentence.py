@@ -1,12 +1,29 @@
 """How a command refuses."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import typer
 
 from megatron_burst.errors import BurstError
+
+
+def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
+    """What is known by a list of names; none named means all.
+
+    Args:
+        names: what was asked for.
+        known: by name.
+        must: who asks, what must hold and why.
+
+    Raises:
+        BurstError: if a name is not known.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
+    return tuple(known[name] for name in names or known)
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from megatron_burst.plan.gather import GatherSchedule, GatherStep
 from megatron_burst.plan.schedule import Circulate
 
 
-def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def gather_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, left: Pieces | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
@@ -24,26 +26,15 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         q: [b, n, h, dqk].
         k: [b, n, h_kv, dqk].
         v: [b, n, h_kv, dv].
+        left: filled with the keys of other hosts that come, for a backward that recalls.
 
     Returns:
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
     """
-    return _forward(call, Keys(call, call.forward, k, v), q, k, v)
-
-
-def gather_forward_leaving(
-    call: Call, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Pieces]:
-    """As `gather_forward`; also the keys of other hosts that came, for `call.recalling`."""
-    left = Pieces.made_for(call.forward, k, v)
-    out, lse = _forward(call, Keys(call, call.forward, k, v, left), q, k, v)
-    return out, lse, left
-
-
-def _forward(call: Call, keys: Keys, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     schedule = call.forward
     out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
+    keys = Keys(call, schedule, k, v, left)
     keys.receive(0)
     for index, step in enumerate(schedule.steps):
         heads = _query_heads(step, q, k)
@@ -78,7 +69,7 @@ def gather_backward(
         out: [b, n, h, dv].
         lse: [b, h, n].
         dout: [b, n, h, dv].
-        left: by `gather_forward_leaving`, if it ran; not changed.
+        left: filled by forward, for `call.recalling`; None: keys go between hosts again.
     """
     schedule = call.recalling if left else call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))

@@ -1,5 +1,6 @@
 """Buffers of pieces that go from host to host, and of their gradients on the way home."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -36,6 +37,10 @@ class _Buffers:
         """A buffer's tensors in a round."""
         return PackedBuffers(self._segments[round_], [self.flat(slot, round_)]).views(0)
 
+    def sums(self, slot: int, round_: int) -> tuple[Tensor, ...]:
+        """The same of sums, which have rows outermost in memory: [b, rows, heads, d] each."""
+        return tuple(view.transpose(0, 1) for view in self.views(slot, round_))
+
 
 class _Hops(_Buffers):
     """The hops of one cargo and their buffers."""
@@ -56,7 +61,7 @@ class _Hops(_Buffers):
             transfer.wait()
 
 
-class Visitors:
+class Visitors(ABC):
     """Pieces that come by.
 
     Args:
@@ -76,9 +81,9 @@ class Visitors:
         self._relay, self._mine = relay, call.carrier.cp_rank
         self._hops = _Hops(call, Cargo.READ, relay.read_slots, segments, device)
 
+    @abstractmethod
     def _pack_own(self, round_: int, piece: tuple[Tensor, ...]) -> None:
         """Write the rank's own piece of a round into tensors of its segments."""
-        raise NotImplementedError
 
     def land(self, index: int) -> None:
         """Let the current stream wait for the piece of a step."""
@@ -126,9 +131,6 @@ class TravellingSums:
         segments = _segments(shapes, call.grad_dtype)
         self._hops = _Hops(call, Cargo.GRAD, relay.grad_slots, segments, device)
 
-    def _views(self, slot: int, round_: int) -> tuple[Tensor, ...]:
-        return tuple(view.transpose(0, 1) for view in self._hops.views(slot, round_))
-
     def add(self, index: int, sums: Sequence[Sum]) -> None:
         """Add what this host contributes in a step and send it on; `sums` name every row once.
 
@@ -138,7 +140,7 @@ class TravellingSums:
         if not leg.fresh:
             self._hops.land(index)
         home = leg.grad_slot == HOME
-        totals = self._targets(leg.round) if home else self._views(leg.grad_slot, leg.round)
+        totals = self._targets(leg.round) if home else self._hops.sums(leg.grad_slot, leg.round)
         for span, parts in sums:
             for total, own in zip(totals, parts, strict=True):
                 rows = total[:, span.slice]
@@ -158,7 +160,7 @@ class TravellingSums:
 
     def _join(self, coming: Homecoming) -> None:
         slots = coming.waiting, coming.arrived
-        parts = [self._views(slot, coming.round) for slot in slots]
+        parts = [self._hops.sums(slot, coming.round) for slot in slots]
         for target, own in zip(self._targets(coming.round), zip(*parts, strict=True), strict=True):
             sum_parts(target, own)
 
@@ -187,14 +189,11 @@ class LocalSums:
         count = int(len(relay.legs) > len(shapes))
         self._buffers = _Buffers(call, "local sums", count, segments, device)
 
-    def _totals(self, round_: int) -> tuple[Tensor, ...]:
-        return tuple(view.transpose(0, 1) for view in self._buffers.views(0, round_))
-
     def add(self, index: int, sums: Sequence[Sum]) -> None:
         """Add a step's share; the sums of a step name rows once, those of its round every row."""
         round_, first = self._relay.legs[index].round, self._relay.is_first(index)
         targets, last = self._targets(round_), self._relay.is_last(index)
-        totals = targets if first and last else self._totals(round_)
+        totals = targets if first and last else self._buffers.sums(0, round_)
         for span, parts in sums:
             for target, total, own in zip(targets, totals, parts, strict=True):
                 rows = total[:, span.slice]

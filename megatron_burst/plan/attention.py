@@ -51,7 +51,7 @@ class AttentionCall:
         device: torch device type.
         multiprocessors: of a GPU: how many heads a round fill it depends on them.
         grad_wire: of gradients between ranks.
-        resend: whether K and V go between hosts again in backward.
+        resend: whether gathered K and V go between hosts again in backward.
         rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
             None: as the backend of that name does.
         again: whether backward exchanges Q, K and V again: under recomputation with kept results.

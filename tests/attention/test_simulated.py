@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.gather import gather_backward, gather_forward_leaving
+from megatron_burst.engine.gather import gather_backward, gather_forward
+from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
@@ -91,7 +92,8 @@ def both_passes(call, q, k, v, dout):
 
 def both_passes_leaving(call, q, k, v, dout):
     """(out, dq, dk, dv); backward takes the keys of other hosts that forward has left."""
-    out, lse, left = gather_forward_leaving(call, q, k, v)
+    left = Pieces.made_for(call.forward, k, v)
+    out, lse = gather_forward(call, q, k, v, left)
     recalling = replace(call, recalling=call.backward)
     return [out, *gather_backward(recalling, q, k, v, out, lse, dout, left)]
 

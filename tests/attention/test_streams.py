@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.gather import gather_backward, gather_forward_leaving
+from megatron_burst.engine.gather import gather_backward, gather_forward
+from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.gather import gather_schedule
@@ -227,7 +228,8 @@ def both_passes_recalling(call, q, k, v, dout):
 
 
 def both_passes_leaving(call, q, k, v, dout):
-    out, lse, left = gather_forward_leaving(call, q, k, v)
+    left = Pieces.made_for(call.forward, k, v)
+    out, lse = gather_forward(call, q, k, v, left)
     gather_backward(replace(call, recalling=call.backward), q, k, v, out, lse, dout, left)
 
 
