@@ -25,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 class Plain:
     """Leaves q, k, v and lse.
 
-    `followed`: backward follows this very forward, so that nobody else has what it leaves.
+    If `followed`, by backward, values do not hold on to what they are a slice of.
     """
 
     call: Call
