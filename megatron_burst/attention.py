@@ -133,7 +133,8 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
-    return BurstAttentionFunction.apply(q, k, v, passes_of(call, q, k, v, followed))
+    passes = passes_of(call, (q.shape, k.shape, v.shape), followed)
+    return BurstAttentionFunction.apply(q, k, v, passes)
 
 
 class BurstAttentionFunction(torch.autograd.Function):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gather import gather_backward, gather_forward
 from megatron_burst.engine.gathered import Pieces
@@ -19,6 +19,7 @@ from megatron_burst.engine.wholes import Left
 from megatron_burst.plan.a2a import A2ASchedule
 
 Tensors = tuple[Tensor, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +69,28 @@ class Exchanging:
     """
 
     call: Call
-    shapes: tuple[torch.Size, ...]
+    shapes: Shapes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
-        out, lse, left = a2a_forward_leaving(self.call, q, k, v)
+        left = Left.of()
+        out, lse = a2a_forward(self.call, q, k, v, left)
         return out, lse, left.tensors
 
     def backward(self, left: Sequence[Tensor], out: Tensor, dout: Tensor) -> Tensors:
         return a2a_backward_recalling(self.call, Left.of(left), self.shapes, out, dout)
 
 
-def passes_of(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, followed: bool
-) -> Plain | Recalling | Exchanging:
+def passes_of(call: Call, shapes: Shapes, followed: bool) -> Plain | Recalling | Exchanging:
     """How a call's passes run.
 
     Args:
         call: the call.
-        q: [b, n, h, dqk].
-        k: [b, n, h_kv, dqk].
-        v: [b, n, h_kv, dv].
+        shapes: of q, k and v.
         followed: whether backward follows this very forward. Where results are kept for a replay
             instead, what is left beside inputs and results would be more memory until then.
     """
     if followed and isinstance(call.forward, A2ASchedule):
-        return Exchanging(call, tuple(x.shape for x in (q, k, v)))
+        return Exchanging(call, shapes)
     return Recalling(call) if followed and call.recalling else Plain(call, followed)
 
 

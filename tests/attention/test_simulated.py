@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gather import gather_backward, gather_forward
 from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import attention_shape
+from megatron_burst.engine.wholes import Left
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.a2a import A2ASchedule, a2a_schedule
 from megatron_burst.plan.cost import gather_bytes, link_bytes
@@ -100,7 +101,8 @@ def both_passes_leaving(call, q, k, v, dout):
 
 def both_passes_recalling(call, q, k, v, dout):
     """(out, dq, dk, dv); backward takes what forward has exchanged, twice."""
-    out, _, left = a2a_forward_leaving(call, q, k, v)
+    left = Left.of()
+    out, _ = a2a_forward(call, q, k, v, left)
     shapes = [x.shape for x in (q, k, v)]
     left_before = [x.clone() for x in left.tensors]
     run_forward(call, q, -k, -v)  # a call in between must not spoil it

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gather import gather_backward, gather_forward
 from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.wholes import Left
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
@@ -223,7 +224,8 @@ def both_passes(call, q, k, v, dout):
 
 
 def both_passes_recalling(call, q, k, v, dout):
-    out, _, left = a2a_forward_leaving(call, q, k, v)
+    left = Left.of()
+    out, _ = a2a_forward(call, q, k, v, left)
     a2a_backward_recalling(call, left, [x.shape for x in (q, k, v)], out, dout)
 
 
