@@ -12,14 +12,11 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.comm.groups import board_of, communicator_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.passes import passes_of
 from megatron_burst.engine.planned import planned
-from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
-from megatron_burst.engine.wholes import Left
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.recompute.frames import recording
@@ -135,53 +132,21 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if differentiated and not recording():  # backward follows this very forward
-        if isinstance(call.forward, A2ASchedule):
-            return ExchangingAttentionFunction.apply(q, k, v, call)
-        v = _lean(v, q, k)
-    return BurstAttentionFunction.apply(q, k, v, call)
+    followed = differentiated and not recording()  # backward follows this very forward
+    passes = passes_of(call, (q.shape, k.shape, v.shape), followed)
+    return BurstAttentionFunction.apply(q, k, v, passes)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
-    """Forward and backward of one `Call`; saves q, k, v, out and lse."""
+    """The two passes of one call; saves out and what forward leaves."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
+    def forward(ctx, q, k, v, passes):
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
-            out, lse = run_forward(call, q, k, v)
+            out, lse, left = passes.forward(q, k, v)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, _dlse):
-        if dout is None:
-            return None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = _readable(dout)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = run_backward(ctx.call, q, k, v, out, lse, dout)
-        return *(grad.to(q.dtype) for grad in grads), None
-
-
-class ExchangingAttentionFunction(torch.autograd.Function):
-    """Forward and backward of one `Call` that exchanges heads, where backward follows this forward.
-
-    Saves out and what was exchanged, in place of q, k, v and lse: as much memory, and backward need
-    not exchange them again. Where results are kept for a replay it would be more memory, and
-    `BurstAttentionFunction` runs.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, call):
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse, left = a2a_forward_leaving(call, q, k, v)
-        ctx.save_for_backward(out, *left.tensors)
-        ctx.call, ctx.shapes = call, tuple(x.shape for x in (q, k, v))
+        ctx.save_for_backward(out, *left)
+        ctx.passes = passes
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -194,19 +159,8 @@ class ExchangingAttentionFunction(torch.autograd.Function):
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
         with torch.autocast(out.device.type, enabled=False):
-            grads = a2a_backward_recalling(ctx.call, Left.of(left), ctx.shapes, out, dout)
-        return *grads, None
-
-
-def _lean(x: Tensor, *others: Tensor) -> Tensor:
-    """A copy of x if it is at most a quarter of memory that only x holds on to, else x.
-
-    Values are a slice of the fused QKV projection, which position embeddings take queries and keys
-    out of: saved as they are, they keep all of it until backward.
-    """
-    held = x.untyped_storage()
-    shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)
-    return x if shared or 4 * x.nbytes > held.nbytes() else x.clone(memory_format=_DENSE)
+            grads = ctx.passes.backward(left, out, dout)
+        return *(grad.to(out.dtype) for grad in grads), None
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ class BurstConfig:
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
             is "input" where a sum makes one hop only, "accumulate" where it makes more.
+        resend: whether gathered K and V go between hosts again in backward: "always"; "never": they
+            stay where they came in forward if backward follows it directly; "auto": never, where
+            that takes no more memory than the queries and sends no more than circulating Q.
         transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels; "auto"
             takes what was measured to be faster.
@@ -67,6 +70,7 @@ class BurstConfig:
     deterministic: bool = False
     hosts: int | None = None
     grad_wire: Literal["auto", "accumulate", "input"] = "auto"
+    resend: Literal["auto", "never", "always"] = "auto"
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     overlap: bool = True

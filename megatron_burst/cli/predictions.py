@@ -91,7 +91,7 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
 def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
     if call.mode != "a2a" or call.again:
-        return 0
+        return call.left_bytes
     there, _ = exchange_widths(call.shape)[Direction.FORWARD]
     return call.shape.batch * call.shape.tokens * there
 

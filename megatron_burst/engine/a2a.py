@@ -25,7 +25,9 @@ from megatron_burst.plan.mask import Mask, cut
 from megatron_burst.plan.schedule import Circulate
 
 
-def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def a2a_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, left: Left | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
@@ -33,33 +35,19 @@ def a2a_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         q: [b, n, h, dqk].
         k: [b, n, h_kv, dqk].
         v: [b, n, h_kv, dv].
+        left: filled with what `a2a_backward_recalling` takes in place of q, k, v and lse, and as
+            large as these.
 
     Returns:
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
     """
-    out, lse, _ = _forward(call, q, k, v, stays=False)
-    return out, lse
-
-
-def a2a_forward_leaving(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Left]:
-    """As `a2a_forward`; also what `a2a_backward_recalling` takes in place of q, k, v and lse.
-
-    What is left is as large as q, k, v and lse.
-    """
-    return _forward(call, q, k, v, stays=True)
-
-
-def _forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, stays: bool
-) -> tuple[Tensor, Tensor, Left]:
     schedule, relay = call.forward, call.forward.relay
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=accumulate_dtype(q.dtype))
-    there = Wholes(call, schedule, (q, k, v), stays)
+    there = Wholes(call, schedule, (q, k, v), left and left.rows)
     back = Inbound(call, schedule, (out, lse))
     keys = KeyVisitors(call, relay, there.keys, shapes_of(schedule, k, v), k)
     guests = Guests(call, relay, keys, q.device)
-    lses: list[Tensor] = []
     for index, leg in enumerate(relay.legs):
         if relay.is_first(index):
             queries, *home = there.of(leg.round)
@@ -76,13 +64,13 @@ def _forward(
         if relay.is_last(index):
             outputs.merge()
             whole_lse.copy_(as_rows(lse_there))
-            if stays:
-                lses.append(lse_there)
+            if left:
+                left.lses.append(lse_there)
             back.collect()
             back.post(leg.round)
     back.collect()
     guests.finish()
-    return out, as_statistics(lse), Left(there.rows, tuple(lses))
+    return out, as_statistics(lse)
 
 
 def a2a_backward(
@@ -112,7 +100,7 @@ def a2a_backward_recalling(
 
     Args:
         call: the call.
-        left: by `a2a_forward_leaving`; not changed.
+        left: filled by forward; not changed.
         shapes: of q, k and v.
         out: [b, n, h, dv].
         dout: [b, n, h, dv].

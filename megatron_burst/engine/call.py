@@ -18,6 +18,8 @@ class Call:
     Attributes:
         forward: what this rank does in forward.
         backward: what it does in backward.
+        recalling: what it does in a backward for which forward has left keys of other hosts; None
+            if it never does.
         backend: computes the tiles.
         carrier: carries the data between ranks.
         scale: of the scores before the softmax.
@@ -32,6 +34,7 @@ class Call:
     scale: float
     grad_dtype: torch.dtype
     deterministic: bool = False
+    recalling: GatherSchedule | None = None
 
     @property
     def num_rounds(self) -> int:

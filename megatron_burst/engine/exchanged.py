@@ -23,23 +23,23 @@ class Outbound:
         call: the call.
         schedule: of the pass.
         tensors: [b, n, heads, d] each.
-        stays: whether what has come stays until after the call: in memory of its own, not in two
-            buffers in turn.
+        kept: filled with what comes in each round, [s, b, bytes]; None: it stays for two rounds.
     """
 
     def __init__(
-        self, call: Call, schedule: A2ASchedule, tensors: Sequence[Tensor], stays: bool = False
+        self,
+        call: Call,
+        schedule: A2ASchedule,
+        tensors: Sequence[Tensor],
+        kept: list[Tensor] | None = None,
     ) -> None:
-        self._schedule, self._tensors = schedule, tensors
+        self._schedule, self._tensors, self._kept = schedule, tensors, kept
         self._batch, device = tensors[0].shape[0], tensors[0].device
         num_bytes = schedule.num_rows * self._batch * row_bytes(self._fields(0))
         rounds = len(schedule.rounds)
         self._slots = call.carrier.slots(Cargo.READ, rounds, num_bytes, device)
-        if stays:
-            self._wholes: list[Tensor] = []
-        else:
-            self._wholes = call.carrier.buffers("heads", min(2, rounds), num_bytes, device)
-        self._stays = stays
+        if kept is None:
+            self._buffers = call.carrier.buffers("heads", min(2, rounds), num_bytes, device)
         self._under_way: dict[int, UnderWay] = {}
 
     def _fields(self, index: int) -> list[Field]:
@@ -50,16 +50,12 @@ class Outbound:
 
     def _whole(self, index: int, fields: Sequence[Field]) -> Tensor:
         shape = self._shape(fields)
-        if self._stays and index == len(self._wholes):
-            device = self._tensors[0].device
-            self._wholes.append(torch.empty(shape, dtype=torch.uint8, device=device))
-        buffer = self._wholes[index % len(self._wholes)]
-        return buffer.view(-1)[: shape[0] * shape[1] * shape[2]].view(shape)
-
-    @property
-    def wholes(self) -> tuple[Tensor, ...]:
-        """What has come and stays, of each round that was posted: [s, b, bytes]."""
-        return tuple(self._wholes)
+        if self._kept is None:
+            buffer = self._buffers[index % len(self._buffers)]
+            return buffer.view(-1)[: shape[0] * shape[1] * shape[2]].view(shape)
+        if index == len(self._kept):
+            self._kept.append(self._tensors[0].new_empty(shape, dtype=torch.uint8))
+        return self._kept[index]
 
     def post(self, index: int) -> None:
         """Start to exchange a round's heads, if there is such a round."""

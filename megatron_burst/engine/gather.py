@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.gathered import Keys
+from megatron_burst.engine.gathered import Keys, Pieces
 from megatron_burst.engine.gathered_grads import KeyGrads, KeySums
 from megatron_burst.engine.relayed import LocalSums, TravellingSums
 from megatron_burst.engine.tiles import BackwardTiles, Outputs
@@ -16,7 +16,9 @@ from megatron_burst.plan.gather import GatherSchedule, GatherStep
 from megatron_burst.plan.schedule import Circulate
 
 
-def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def gather_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, left: Pieces | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
@@ -24,6 +26,7 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         q: [b, n, h, dqk].
         k: [b, n, h_kv, dqk].
         v: [b, n, h_kv, dv].
+        left: filled with the keys of other hosts that come, for a backward that recalls.
 
     Returns:
         out [b, n, h, dv] in q's dtype and lse [b, h, n] in the accumulation dtype.
@@ -31,7 +34,7 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     schedule = call.forward
     out = _empty_rows_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
-    keys = Keys(call, schedule, k, v)
+    keys = Keys(call, schedule, k, v, left)
     keys.receive(0)
     for index, step in enumerate(schedule.steps):
         heads = _query_heads(step, q, k)
@@ -53,8 +56,9 @@ def gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def gather_backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    left: Pieces | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's q, k and v, in their dtype.
 
     Args:
@@ -65,10 +69,11 @@ def gather_backward(
         out: [b, n, h, dv].
         lse: [b, h, n].
         dout: [b, n, h, dv].
+        left: filled by forward, for `call.recalling`; None: keys go between hosts again.
     """
-    schedule = call.backward
+    schedule = call.recalling if left else call.backward
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
-    keys, shares = Keys(call, schedule, k, v), KeyGrads(call, schedule, k, v)
+    keys, shares = Keys(call, schedule, k, v, left), KeyGrads(call, schedule, k, v)
     sides = _Sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
     of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
     of_keys = KeySums(call, schedule, shares, of_keys)

@@ -1,5 +1,6 @@
 """Keys of a gathering call: those of a host's ranks come together, of visiting shards too."""
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -8,7 +9,39 @@ from megatron_burst.comm.slots import Give, Take, UnderWay, size_in_bytes
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.visiting import Guests, KeyVisitors
 from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.relay import Leg
 from megatron_burst.plan.schedule import Cargo, Circulate
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Keys and values of other hosts that forward leaves for backward.
+
+    Attributes:
+        tensors: by round, then by how many hosts they have come: [n, b, heads, d_qk + d_v].
+        hosts: of the group.
+    """
+
+    tensors: tuple[Tensor, ...]
+    hosts: int
+
+    @staticmethod
+    def made_for(schedule: GatherSchedule, k: Tensor, v: Tensor) -> "Pieces":
+        """Empty ones for a forward pass."""
+        batch, rows, _, dim_qk = k.shape
+        hosts = schedule.topology.inter_size
+        return Pieces(
+            tuple(
+                k.new_empty(rows, batch, len(heads), dim_qk + v.shape[-1])
+                for heads in schedule.rounds
+                for _ in range(hosts - 1)
+            ),
+            hosts,
+        )
+
+    def of(self, leg: Leg) -> Tensor:
+        """The piece of a step of either pass that works on another host's."""
+        return self.tensors[leg.round * (self.hosts - 1) + leg.distance - 1]
 
 
 class GatheredKeys:
@@ -80,14 +113,24 @@ class GatheredKeys:
 
 
 class Keys:
-    """Gathered keys, of visitors too if these are keys: those are prepared beside the kernels."""
+    """Gathered keys, of visitors too if these are keys: those are prepared beside the kernels.
 
-    def __init__(self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor) -> None:
-        self._schedule = schedule
+    Args:
+        call: the call.
+        schedule: of the pass.
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        left: pieces of other hosts: a forward pass fills them, a backward that recalls reads them.
+    """
+
+    def __init__(
+        self, call: Call, schedule: GatherSchedule, k: Tensor, v: Tensor, left: Pieces | None = None
+    ) -> None:
+        self._schedule, self._left = schedule, left
         self._gathered = GatheredKeys(call, schedule, k, v)
         self._visitors: KeyVisitors | None = None
         self._last: tuple[Tensor, Tensor] | None = None
-        if schedule.circulate is Circulate.KV:
+        if schedule.circulate is Circulate.KV and not schedule.recalls:
             batch, rows, _, dim_qk = k.shape
             shapes = [(batch, rows, len(heads), dim_qk, v.shape[-1]) for heads in schedule.rounds]
 
@@ -114,8 +157,14 @@ class Keys:
         self._guests.receive(index, partial(self._gather, index))
 
     def _gather(self, index: int) -> None:
+        visitor = self._visitors and self._visitors.views(index)
+        leg = self._schedule.relay.legs[index]
+        if self._left and leg.distance:
+            piece = self._left.of(leg)
+            if visitor:
+                piece.copy_(visitor[0])
+            visitor = (piece,)
         if self._begins(index):
-            visitor = self._visitors and self._visitors.views(index)
             self._gathered.post(self._schedule.steps[index].gather, visitor)
 
     def land(self, index: int) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ def way_of(
         pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
         multiprocessors=_multiprocessors(device), grad_wire=config.grad_wire,
+        resend=config.resend,
         again=config.keep != "none",
     )  # fmt: skip
 
@@ -101,12 +102,13 @@ def set_up(
     narrow = way.priced.grad_bytes == q.dtype.itemsize
     call = Call(
         forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
-        backward=way.schedule(carrier.cp_rank, Direction.BACKWARD),
+        backward=replace(way, again=True).schedule(carrier.cp_rank, Direction.BACKWARD),
         backend=backend,
         carrier=carrier,
         scale=pattern.scale,
         grad_dtype=q.dtype if narrow else accumulate_dtype(q.dtype),
         deterministic=config.deterministic,
+        recalling=way.schedule(carrier.cp_rank, Direction.BACKWARD) if way.recalls else None,
     )
     return call, "; ".join([*_words(way, carrier.transfer), f"backend {backend_choice}"])
 

@@ -23,15 +23,19 @@ class Wholes:
         call: the call.
         schedule: of the pass.
         tensors: [b, n, heads, d] each.
-        stays: whether what has been exchanged stays until after the call.
+        kept: filled with what has been exchanged in each round, if it is to stay: [s, b, bytes].
     """
 
     def __init__(
-        self, call: Call, schedule: A2ASchedule, tensors: Sequence[Tensor], stays: bool = False
+        self,
+        call: Call,
+        schedule: A2ASchedule,
+        tensors: Sequence[Tensor],
+        kept: list[Tensor] | None = None,
     ) -> None:
         self._carrier, self._schedule = call.carrier, schedule
         self._device = tensors[0].device
-        self._exchanges = Outbound(call, schedule, tensors, stays)
+        self._exchanges = Outbound(call, schedule, tensors, kept)
         self._landed: dict[int, tuple[list[Tensor], Aside]] = {}
         self.post(0)
 
@@ -55,11 +59,6 @@ class Wholes:
         """k and v, where the tensors are q, k, v and others."""
         return self.of(round_)[1:3]
 
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """What stays of each round, [s, b, bytes]."""
-        return self._exchanges.wholes
-
 
 @dataclass(frozen=True, slots=True)
 class Left:
@@ -70,8 +69,8 @@ class Left:
         lses: log-sum-exp in each round, [b, heads, s].
     """
 
-    rows: tuple[Tensor, ...]
-    lses: tuple[Tensor, ...]
+    rows: list[Tensor]
+    lses: list[Tensor]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,10 +78,10 @@ class Left:
         return *self.rows, *self.lses
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> "Left":
-        """From `tensors`."""
+    def of(tensors: Sequence[Tensor] = ()) -> "Left":
+        """From `tensors`; none for a forward pass to fill."""
         rounds = len(tensors) // 2
-        return Left(tuple(tensors[:rounds]), tuple(tensors[rounds:]))
+        return Left(list(tensors[:rounds]), list(tensors[rounds:]))
 
 
 class Recalled:

@@ -25,6 +25,7 @@ _ATTENTION = {
     "what simulation finds fastest",
     "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's; auto is "
     "the model's where a sum makes a single hop",
+    "resend": "gathered K and V between hosts again in backward; auto keeps them where few",
     "transfer": "inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
     "nccl_ctas": "most thread blocks of a transfer",
     "timeout_s": "seconds a rank waits for others",

@@ -13,7 +13,7 @@ from megatron_burst.plan.choose import (
     choose_intra,
 )
 from megatron_burst.plan.choose_heads import choose_heads_per_exchange, choose_heads_per_round
-from megatron_burst.plan.cost import AttentionShape, on_wire
+from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
 from megatron_burst.plan.kernel_time import Timer
@@ -51,6 +51,7 @@ class AttentionCall:
         device: torch device type.
         multiprocessors: of a GPU: how many heads a round fill it depends on them.
         grad_wire: of gradients between ranks.
+        resend: whether gathered K and V go between hosts again in backward.
         rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
             None: as the backend of that name does.
         again: whether backward exchanges Q, K and V again: under recomputation with kept results.
@@ -72,6 +73,7 @@ class AttentionCall:
     device: str = "cuda"
     multiprocessors: int = USUAL_MULTIPROCESSORS
     grad_wire: str = "auto"
+    resend: str = "auto"
     rectangular_causal: bool | None = None
     again: bool = False
 
@@ -113,8 +115,28 @@ class AttentionCall:
         return self.mode_why.value
 
     @property
+    def recalls(self) -> bool:
+        """Whether K and V that came from other hosts in forward stay there for backward."""
+        travels = self.mode == "gather" and self.arranged.inter_size > 1
+        if not travels or self.again or self.resend == "always" or self.circulate == "q":
+            return False
+        shape, others = self.priced, self.arranged.inter_size - 1
+        return self.resend == "never" or few_come(shape, others)
+
+    @property
+    def left_bytes(self) -> int:
+        """Memory of keys of other hosts that stay until backward."""
+        if not self.recalls:
+            return 0
+        shape = self.shape
+        width = (shape.dim_qk + shape.dim_v) * shape.itemsize
+        return (self.arranged.inter_size - 1) * shape.rows_kv * width
+
+    @property
     def circulate_why(self) -> Choice:
         """What passes from rank to rank in backward, with the reason."""
+        if self.recalls:
+            return Choice(Circulate.KV, "they stay where they came in forward; gradients go home")
         if self.mode == "ring" or self.arranged.inter_size > 1:
             return choose_circulate(self.priced, self.circulate)
         return Choice(Circulate.KV, "one host")
@@ -166,6 +188,7 @@ class AttentionCall:
         whole = self.rectangular_causal
         if whole is None:
             whole = self.backend in ("auto", "fa4", "flash")
+        options["recalls"] = self.recalls and direction is Direction.BACKWARD
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 
     def tflop(self, direction: Direction) -> float:

@@ -59,6 +59,14 @@ def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
+def few_come(shape: AttentionShape, others: int) -> bool:
+    """Whether K and V of all other hosts' pieces take no more memory than the queries, and their
+    gradients' way home is no longer than that of circulating Q."""
+    keys = shape.rows_kv * (shape.dim_qk + shape.dim_v)
+    sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
+    return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
+
+
 def hop_bytes(
     shape: AttentionShape, direction: Direction, circulate: Circulate
 ) -> dict[Cargo, int]:

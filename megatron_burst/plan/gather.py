@@ -66,6 +66,7 @@ class GatherSchedule:
         steps: in the order in which they run.
         relay: what goes from host to host; its legs are the steps.
         reads: the pieces that every rank of the host needs of others, by gather.
+        recalls: whether keys that have come from other hosts are those that forward has left.
         num_rows: of a host's shards together.
         share_rows: key rows of a step's tiles together, at most on any rank of the host.
     """
@@ -77,6 +78,7 @@ class GatherSchedule:
     steps: tuple[GatherStep, ...]
     relay: Relay
     reads: tuple[Mapping[int, tuple[Piece, ...]], ...]
+    recalls: bool
     num_rows: int
     share_rows: int
 
@@ -107,6 +109,7 @@ def gather_schedule(
     direction: Direction,
     rectangular_causal: bool,
     circulate: Circulate = Circulate.KV,
+    recalls: bool = False,
 ) -> GatherSchedule:
     """The schedule of one rank that gathers keys from all ranks of its host.
 
@@ -121,12 +124,13 @@ def gather_schedule(
         direction: forward or backward.
         rectangular_causal: whether the kernel does causal tiles with more keys than queries.
         circulate: what goes from host to host; Q in backward only.
+        recalls: of a backward in which K, V circulate: whether forward has left what came.
 
     Raises:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     rounds = heads_in_rounds(heads_kv, heads_per_round)
-    legs = relay(topology, cp_rank, len(rounds), direction)
+    legs = relay(topology, cp_rank, len(rounds), direction, recalls)
     row, _ = topology.coord(cp_rank)
     ranks, pieces = topology.grid[row], host_pieces(topology, row, layout, tokens)
     tiling = Tiling(ranks, pieces, legs, mask, direction, rectangular_causal, circulate)
@@ -144,6 +148,7 @@ def gather_schedule(
     return GatherSchedule(
         topology, cp_rank, circulate, rounds, tuple(steps), legs,
         reads=_reads(ranks, gathers, meetings),
+        recalls=recalls,
         num_rows=pieces[0][-1].whole.stop,
         share_rows=max(met.share_rows for met in meetings),
     )  # fmt: skip

@@ -126,7 +126,9 @@ class _LayerBytes:
             routed = max(routed, dense - 6 * width * tokens)  # the first layers may be dense
         gated = 3 if model.gated else 2
         mlp = 2 * gated * width * tokens + routed + hidden
+        call = attention_call(job, strategy)
         attention = 2 * hidden + qkv + out  # input, its norm, q, k, v, out and lse
+        attention += call.left_bytes
         self.saved = {
             "none": attention + hidden + mlp,
             "selective": attention + 2 * hidden,
@@ -136,7 +138,7 @@ class _LayerBytes:
         in_mlp = {"none": mlp, "selective": 2 * mlp, "full": attention + 2 * mlp}
         grads = qkv + 2 * hidden  # dq, dk, dv, dout and that of the layer's output
         in_attention = {"none": grads, "selective": grads, "full": attention + grads}
-        buffers = buffer_bytes(attention_call(job, strategy))
+        buffers = buffer_bytes(call)
         here = max(in_mlp[strategy.recompute] - buffers, in_attention[strategy.recompute])
         self.working = here
 

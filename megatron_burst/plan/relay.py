@@ -82,26 +82,30 @@ class Relay:
         return index == len(self.legs) - 1 or self.is_first(index + 1)
 
 
-def relay(topology: Topology, cp_rank: int, num_rounds: int, direction: Direction) -> Relay:
+def relay(
+    topology: Topology, cp_rank: int, num_rounds: int, direction: Direction, recalls: bool = False
+) -> Relay:
     """The hops between hosts of one rank, and its steps in order.
 
     Each round begins with the host's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles. An only round does not: its
-    first piece would have nothing to come behind.
+    the last gradients from elsewhere come home behind their tiles. An only round does not, unless
+    its pieces are there already: the first would have nothing to come behind.
 
     Args:
         topology: hosts are its rows.
         cp_rank: whose hops.
         num_rounds: groups of heads.
         direction: in forward there are no gradients.
+        recalls: whether the pieces are still there from forward; then only gradients travel.
     """
     hosts = topology.inter_size
     order = [(round_, away) for round_ in range(num_rounds) for away in range(hosts)]
-    if direction is Direction.BACKWARD and num_rounds > 1:
+    if direction is Direction.BACKWARD and (num_rounds > 1 or recalls):
         last = order[-hosts:]
         order[-hosts:] = [*last[1:], last[0]]
     programme = _Programme(topology, cp_rank, order)
-    programme.lay_reads()
+    if not recalls:
+        programme.lay_reads()
     if direction is Direction.BACKWARD:
         programme.lay_grads()
     return programme.relay()

@@ -85,22 +85,23 @@ def test_bytes_on_each_link_are_exactly_the_plans(world):
 
 
 GATHERS = [
-    (hosts, heads, wire, circulate)
+    (hosts, heads, wire, circulate, resend)
     for hosts in (1, 2, 4)
     for heads in (1, 2)
     for wire in ("accumulate", "input")
     for circulate in (Circulate if hosts > 1 else (Circulate.KV,))
+    for resend in ("always", "never")
 ]
 
 
 def gathered_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
-    for hosts, heads, grad_wire, circulate in GATHERS:
+    for hosts, heads, grad_wire, circulate, resend in GATHERS:
         topology = pretend_hosts(world, hosts)
         config = BurstConfig(
             hosts=hosts, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
-            circulate=circulate.value,
+            circulate=circulate.value, resend=resend,
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -109,13 +110,14 @@ def gathered_and_planned(rank, world):
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = attention_shape(q, k, v, grad_dtype)
+        stay = resend == "never" and circulate is Circulate.KV
         planned = Counter()
         for direction in Direction:
             backward = direction is Direction.BACKWARD
             schedule = gather_schedule(
                 topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=2,
                 heads_per_round=heads, direction=direction, rectangular_causal=False,
-                circulate=circulate if backward else Circulate.KV,
+                circulate=circulate if backward else Circulate.KV, recalls=backward and stay,
             )  # fmt: skip
             planned.update(gather_bytes(schedule, shape, grad_dtype.itemsize if backward else 0))
         found.append((dict(+sent), dict(+planned)))

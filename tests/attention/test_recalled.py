@@ -1,4 +1,4 @@
-"""What a forward that exchanges heads leaves for backward: how much, how long, and when nothing.
+"""What forward leaves for backward of what came from others: how much, how long, and when nothing.
 
 Catches memory that is held after backward, exchanged tensors that a replay's recording keeps, a
 second backward that finds spoilt ones. Bytes sent are in `test_bytes.py`.
@@ -25,6 +25,12 @@ WAYS = {
     "nested, kv": BurstConfig(intra="a2a", hosts=2, heads_per_round=1, circulate="kv"),
     "nested, q": BurstConfig(intra="a2a", hosts=2, heads_per_round=1, circulate="q"),
     "over all ranks": BurstConfig(inter="a2a", hosts=2, heads_per_round=1),
+}
+GATHERED = {
+    f"gathered on {hosts} hosts": BurstConfig(
+        intra="gather", hosts=hosts, heads_per_round=3, resend="never"
+    )
+    for hosts in (2, 4)
 }
 ROUNDS = {"one host": 2, "nested, kv": 4, "nested, q": 4, "over all ranks": 2}
 OUT = 2 * TOKENS * HEADS[0] * DIMS[1] * 8
@@ -88,6 +94,30 @@ def test_what_is_saved_is_as_large_as_the_inputs_serves_twice_and_is_let_go():
             assert max(errors) <= 1e-12
 
 
+def gathered(rank):
+    """By way: bytes that are saved beside q, k, v, out and lse; errors of two backward passes."""
+    tensors, truth, rows = shards(rank)
+    found = []
+    for config in GATHERED.values():
+        leaves = [x[:, rows].detach().clone().requires_grad_() for x in tensors[:3]]
+        saved = Saved()
+        with saved_tensors_hooks(saved.pack, lambda x: x):
+            out = burst_attention(*leaves, config=config)
+        dout, errors = tensors[3][:, rows].detach(), []
+        for again in (True, False):
+            grads = torch.autograd.grad(out, leaves, dout, retain_graph=again)
+            errors.append(worst([out.detach(), *grads], truth, rows))
+        found.append((saved.num_bytes - INPUTS - OUT - LSE, errors))
+    return found
+
+
+def test_keys_of_other_hosts_stay_and_serve_twice():
+    keys = 2 * TOKENS * HEADS[1] * sum(DIMS) * 8
+    for found in run_ranks(gathered, WORLD):
+        for hosts, (num_bytes, errors) in zip((2, 4), found, strict=True):
+            assert num_bytes == (hosts - 1) * keys and max(errors) <= 1e-12
+
+
 def without_backward(rank):
     """Bytes saved where no backward follows, or not this forward's."""
     tensors, _, rows = shards(rank)
@@ -113,7 +143,7 @@ def under_checkpoints(rank):
     """Errors, and bytes that recordings hold between the passes."""
     tensors, truth, rows = shards(rank)
     found = {}
-    for way, config in WAYS.items():
+    for way, config in (WAYS | GATHERED).items():
         plain = lambda q, k, v, config=config: burst_attention(q, k, v, config=config)  # noqa: E731
         functions = {"none": plain, "keep": attend_kept(config)}
         for name, function in functions.items():
@@ -147,7 +177,7 @@ def on_the_host(rank):
     """The error where what is saved is packed into other tensors."""
     tensors, truth, rows = shards(rank)
     errors = []
-    for config in WAYS.values():
+    for config in (WAYS | GATHERED).values():
         leaves = [x[:, rows].detach().clone().requires_grad_() for x in tensors[:3]]
         with save_on_cpu():
             out = burst_attention(*leaves, config=config)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_burst import burst_attention
+from megatron_burst import BurstConfig, burst_attention
 from tests.ranks import run_ranks
 
 
@@ -18,14 +18,7 @@ def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
     q, k, v = qkv.split((8, 2, 2), dim=2)
     if rotated:
         q, k = q * 1.0, k * 1.0
-    shares = []
-
-    def pack(x):
-        shares.append(x.untyped_storage().nbytes() / x.nbytes)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = burst_attention(q, k, v)
+    out, shares = attended(q, k, v, BurstConfig())
     (got,) = torch.autograd.grad(out.square().sum(), qkv, retain_graph=True)
     whole = [x.repeat_interleave(4, 2).transpose(1, 2) for x in (k, v)]
     plain = torch.nn.functional.scaled_dot_product_attention(
@@ -35,9 +28,34 @@ def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
     return shares, bool((got - true).abs().max() < 1e-10)
 
 
+def attended(q, k, v, config):
+    """Its output; of each tensor that it saves, bytes that this keeps alive, by its own."""
+    shares = []
+
+    def pack(x):
+        shares.append(x.untyped_storage().nbytes() / x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        return burst_attention(q, k, v, config=config), shares
+
+
+def saved_beside_keys_that_came(rank: int) -> list[float]:
+    """The same shares where keys of another host stay."""
+    qkv = torch.randn(1, 8, 8 + 2 + 2, 16, requires_grad=True)
+    q, k, v = qkv.split((8, 2, 2), dim=2)
+    config = BurstConfig(intra="gather", hosts=2, resend="never", heads_per_round=2)
+    return attended(q * 1.0, k * 1.0, v, config)[1]
+
+
 @pytest.mark.parametrize("rotated", [True, False])
 def test_values_do_not_hold_the_projection_that_they_are_a_slice_of(rotated):
     """Where queries and keys are slices too, all of it is needed, and nothing is copied."""
     ((shares, right),) = run_ranks(saved, 1, rotated)
     assert right and len(shares) == 5
     assert max(shares) == (1 if rotated else 6)
+
+
+def test_nor_where_keys_of_other_hosts_stay():
+    for shares in run_ranks(saved_beside_keys_that_came, 2):
+        assert len(shares) == 6 and max(shares) == 1

@@ -6,6 +6,7 @@ before it landed or after it was given away, bytes other than the plan's.
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.gather import gather_backward, gather_forward
+from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import attention_shape
+from megatron_burst.engine.wholes import Left
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.a2a import A2ASchedule, a2a_schedule
 from megatron_burst.plan.cost import gather_bytes, link_bytes
@@ -51,13 +55,13 @@ def ring_schedules(topology, rank, circulate, **rows):
     )
 
 
-def gather_schedules(topology, rank, heads, circulate=Circulate.KV, **rows):
+def gather_schedules(topology, rank, heads, circulate=Circulate.KV, recalls=False, **rows):
     """`heads`: key heads, heads of a round, whether causal tiles may be rectangular."""
     options = dict(zip(("heads_kv", "heads_per_round", "rectangular_causal"), heads, strict=True))
     schedule = partial(gather_schedule, topology, rank, **options, **rows)
     return (
         schedule(direction=Direction.FORWARD),
-        schedule(direction=Direction.BACKWARD, circulate=circulate),
+        schedule(direction=Direction.BACKWARD, circulate=circulate, recalls=recalls),
     )
 
 
@@ -87,9 +91,18 @@ def both_passes(call, q, k, v, dout):
     return [out, *run_backward(call, q, k, v, out, lse, dout)]
 
 
+def both_passes_leaving(call, q, k, v, dout):
+    """(out, dq, dk, dv); backward takes the keys of other hosts that forward has left."""
+    left = Pieces.made_for(call.forward, k, v)
+    out, lse = gather_forward(call, q, k, v, left)
+    recalling = replace(call, recalling=call.backward)
+    return [out, *gather_backward(recalling, q, k, v, out, lse, dout, left)]
+
+
 def both_passes_recalling(call, q, k, v, dout):
     """(out, dq, dk, dv); backward takes what forward has exchanged, twice."""
-    out, _, left = a2a_forward_leaving(call, q, k, v)
+    left = Left.of()
+    out, _ = a2a_forward(call, q, k, v, left)
     shapes = [x.shape for x in (q, k, v)]
     left_before = [x.clone() for x in left.tensors]
     run_forward(call, q, -k, -v)  # a call in between must not spoil it
@@ -188,14 +201,19 @@ def gather_cases(draw):
     )
     seed, dims = draw(st.integers(0, 9)), draw(st.sampled_from([(4, 4), (6, 3), (2, 5)]))
     tensors = problem(size, 2 * draw(st.integers(1, 3)), heads, dims, seed)
+    circulate, recalls = draw(
+        st.sampled_from([(Circulate.KV, False), (Circulate.KV, True), (Circulate.Q, False)])
+    )
     options = {
         "layout": draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         "mask": draw(st.sampled_from(list(Mask))),
         "schedules": partial(
             gather_schedules,
             heads=(heads[1], draw(st.integers(1, heads[1])), rectangular),
-            circulate=draw(st.sampled_from(list(Circulate))),
+            circulate=circulate,
+            recalls=recalls,
         ),
+        "passes": both_passes_leaving if recalls else both_passes,
         "backend": backend,
         "scale": 0.5,
         "seed": seed,

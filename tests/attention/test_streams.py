@@ -8,18 +8,23 @@ other's memory is not looked at here.
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward_leaving
+from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.gather import gather_backward, gather_forward
+from megatron_burst.engine.gathered import Pieces
 from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.wholes import Left
 from megatron_burst.kernels.backends import backends
+from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate
+from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import pretend_hosts
 from tests.attention import simulated
 from tests.attention.test_simulated import a2a_schedules, gather_schedules, problem
@@ -219,8 +224,15 @@ def both_passes(call, q, k, v, dout):
 
 
 def both_passes_recalling(call, q, k, v, dout):
-    out, _, left = a2a_forward_leaving(call, q, k, v)
+    left = Left.of()
+    out, _ = a2a_forward(call, q, k, v, left)
     a2a_backward_recalling(call, left, [x.shape for x in (q, k, v)], out, dout)
+
+
+def both_passes_leaving(call, q, k, v, dout):
+    left = Pieces.made_for(call.forward, k, v)
+    out, lse = gather_forward(call, q, k, v, left)
+    gather_backward(replace(call, recalling=call.backward), q, k, v, out, lse, dout, left)
 
 
 def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
@@ -243,19 +255,30 @@ def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
     return simulated.run_simulated(one, topology.cp_size, pulls=pulls)[0]
 
 
+WAYS = {
+    "gather": both_passes,
+    "gather, recalling": both_passes_leaving,
+    "a2a": both_passes,
+    "a2a, recalling": both_passes_recalling,
+}
 GRIDS = [(1, 2), (2, 1), (3, 2)]  # hosts, ranks on each
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("way", ["gather", "a2a", "a2a, recalling"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulate):
     def schedules(*args, **rows):
         if way == "gather":
             return gather_schedules(*args, (4, 2, True), circulate, **rows)
+        if way == "gather, recalling":
+            forward, _ = gather_schedules(*args, (4, 2, True), **rows)
+            options = {"heads_kv": 4, "heads_per_round": 2, "rectangular_causal": True}
+            directed = {"direction": Direction.BACKWARD, "recalls": True}
+            return forward, gather_schedule(*args, **options, **directed, **rows)
         return a2a_schedules(*args, (4, 1), circulate, **rows)
 
-    passes = both_passes_recalling if way == "a2a, recalling" else both_passes
+    passes = WAYS[way]
     several = (False, True, "one slot") if grid == (1, 2) else (True,)  # slots alike on all grids
     for pulls in several if grid[1] > 1 else (False,):
         for found, unfinished in races(monkeypatch, *grid, schedules, pulls, passes):

@@ -56,9 +56,10 @@ def values_of_flags(rank):
     every += " --burst-intra gather --burst-heads-per-round 3 --burst-nccl-ctas 8"
     every += " --burst-inter ring"
     every += " --burst-transfer send --burst-grad-wire input --burst-timeout-s 12.5"
+    every += " --burst-resend never"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    flags = ("impl", "intra", "inter", "circulate", "backend", "grad-wire", "transfer")
+    flags = ("impl", "intra", "inter", "circulate", "backend", "grad-wire", "transfer", "resend")
     for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
@@ -86,6 +87,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         hosts=2,
         grad_wire="input",
         transfer="send",
+        resend="never",
         nccl_ctas=8,
         timeout_s=12.5,
     )
@@ -98,6 +100,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         "burst-circulate": ["auto", "kv", "q"],
         "burst-grad-wire": ["auto", "accumulate", "input"],
         "burst-transfer": ["auto", "send", "pull"],
+        "burst-resend": ["auto", "never", "always"],
     }
 
 

@@ -121,7 +121,7 @@ def with_network(gbs: float):
 def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather")
+    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather", resend="always")
     # smaller pieces are hidden sooner and come home sooner
     assert choose_call(call, slow).call.heads < choose_call(call, fast).call.heads
     call = AttentionCall(grouped, pretend_hosts(8, 4))
@@ -163,7 +163,8 @@ def test_schedules_are_the_engines_own(options, hosts):
         carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer="send")
         made, _ = set_up(q, k, v, carrier, pattern, config)
         assert made.forward == call.schedule(rank, Direction.FORWARD)
-        assert made.backward == call.schedule(rank, Direction.BACKWARD)
+        followed = made.recalling or made.backward
+        assert followed == call.schedule(rank, Direction.BACKWARD)
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():
