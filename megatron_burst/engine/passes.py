@@ -14,6 +14,7 @@ from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.gather import gather_backward, gather_forward
 from megatron_burst.engine.gathered import Pieces
+from megatron_burst.engine.lean import lean
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.wholes import Left
 from megatron_burst.plan.a2a import A2ASchedule
@@ -34,7 +35,7 @@ class Plain:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
         out, lse = run_forward(self.call, q, k, v)
-        return out, lse, (q, k, _lean(v, q, k) if self.followed else v, lse)
+        return out, lse, (q, k, lean(v, q, k) if self.followed else v, lse)
 
     def backward(self, left: Sequence[Tensor], out: Tensor, dout: Tensor) -> Tensors:
         q, k, v, lse = left
@@ -53,7 +54,7 @@ class Recalling:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
         came = Pieces.made_for(self.call.forward, k, v)
         out, lse = gather_forward(self.call, q, k, v, came)
-        return out, lse, (q, k, _lean(v, q, k), lse, *came.tensors)
+        return out, lse, (q, k, lean(v, q, k), lse, *came.tensors)
 
     def backward(self, left: Sequence[Tensor], out: Tensor, dout: Tensor) -> Tensors:
         q, k, v, lse, *came = left
@@ -92,15 +93,3 @@ def passes_of(call: Call, shapes: Shapes, followed: bool) -> Plain | Recalling |
     if followed and isinstance(call.forward, A2ASchedule):
         return Exchanging(call, shapes)
     return Recalling(call) if followed and call.recalling else Plain(call, followed)
-
-
-def _lean(x: Tensor, *others: Tensor) -> Tensor:
-    """A copy of x if it is at most a quarter of memory that only x holds on to, else x.
-
-    Values are a slice of the fused QKV projection, which position embeddings take queries and keys
-    out of: saved as they are, they keep all of it until backward.
-    """
-    held = x.untyped_storage()
-    shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)
-    dense = torch.contiguous_format
-    return x if shared or 4 * x.nbytes > held.nbytes() else x.clone(memory_format=dense)

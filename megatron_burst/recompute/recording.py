@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from megatron_burst.engine.lean import lean
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Hidden
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors
-from megatron_burst.recompute.saved import Saved, checksum, geometry, home, lean, num_bytes, place
+from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
 
 
 @dataclass(slots=True)
