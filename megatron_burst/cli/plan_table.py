@@ -130,10 +130,12 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
 
 def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     parts = memory.in_gib()
-    rows = [(name, f"{gib:.2f}") for name, gib in parts.items() if name not in ("peak", "host")]
+    apart = ("attention", "host", "peak")
+    rows = [(name, f"{gib:.2f}") for name, gib in parts.items() if name not in apart]
     gpu = job.hardware.gpu
     free = f"of {gpu.memory_gib - gpu.reserved_gib:.1f} usable"
     rows.append((f"peak, {free}", f"{parts['peak']:.2f}"))
+    rows.append(("attention's buffers (not added)", f"{parts['attention']:.2f}"))
     if parts["host"]:
         rows.append(("pinned memory of a host", f"{parts['host']:.1f}"))
     return rows

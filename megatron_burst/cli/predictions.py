@@ -25,6 +25,9 @@ from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.plan.topology import pretend_hosts
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
+_RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other hosts came again in backward
+_SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more in any case
+_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts")
 
@@ -83,9 +86,19 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     if row.pass_ == "fwd_bwd":
         work += call.tflop(Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
-        if call.backend == "auto":  # other kernels' own memory is not known
+        if call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
+
+
+def _is_outdated(row: Row, call: AttentionCall) -> bool:
+    """Whether the row's run had other buffers than the engine makes now."""
+    if call.mode == "ring" or not row.date:
+        return False
+    if call.mode == "gather" and not call.heads_per_round and row.date < _HEADS_BEFORE:
+        return True
+    few = len(call.schedule(0, Direction.BACKWARD).rounds) <= 2
+    return few and call.by_copy_engine and row.date < _SLOTS_BEFORE
 
 
 def _left_bytes(call: AttentionCall) -> int:
@@ -110,6 +123,7 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     return replace(
         call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
         again=call.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
+        resend="always" if "" < row.date < _RESENT_BEFORE else call.resend,
     )  # fmt: skip
 
 
@@ -154,7 +168,7 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
     mode = MODES.get(f"{row.impl}:{row.mode}", Mode(row.impl, row.mode))
     job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
-    seconds = waiting = working = 0.0
+    seconds = 0.0
     for share, strategy in _strategies(row, layers, mode):
         call = attention_call(job, strategy)
         if row.impl == "megatron":
@@ -167,11 +181,24 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
         seconds += share * layers * layer_seconds(on_links, strategy, call)
         if mode.recompute == "selective":  # attention alone is computed again
             seconds += share * layers * again
-        memory = memory_of(job, strategy)
-        waiting += share * (memory.saved + memory.kept)
-        working = max(working, memory.layer + memory.attention)
-    a_gradient = 2 * 2 * hidden * ffn  # of the largest weight, until it is summed
-    return Prediction(1e3 * seconds, (waiting + working + a_gradient) / GIB)
+    return Prediction(1e3 * seconds, _layer_bytes(job, _strategies(row, layers, mode), mode) / GIB)
+
+
+def _layer_bytes(job: Job, strategies: list[tuple[float, Strategy]], mode: Mode) -> float:
+    """Memory of the layers at its peak, but for the input, which is there before and after."""
+    (share, strategy), model = strategies[0], job.model
+    memory, tokens = memory_of(job, strategy), job.seq // strategy.cp
+    # the first layers keep, and all of them but one wait for the last one's backward
+    keepers = min(round(share * model.layers), model.layers - 1) / max(1, model.layers - 1)
+    num_bytes = memory.saved + memory.kept * keepers + memory.layer
+    num_bytes -= 2 * model.hidden * tokens
+    if mode.impl == "megatron" and mode.keep == "all":  # its ring saves a copy of K and V
+        num_bytes += model.layers * 2 * model.heads_kv * (model.dim_qk + model.dim_v) * tokens
+    if mode.recompute == "selective":  # no lse; values are no copy, and hold all of Q, K, V
+        num_bytes -= model.layers * 4 * model.heads_q * tokens
+        if model.heads_q != model.heads_kv:
+            num_bytes += model.layers * 2 * (model.heads_q + model.heads_kv) * model.dim_qk * tokens
+    return num_bytes
 
 
 def _strategies(row: Row, layers: int, mode: Mode) -> list[tuple[float, Strategy]]:

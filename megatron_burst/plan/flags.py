@@ -43,18 +43,19 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> dict[s
             flags["--burst-intra"] = strategy.intra
     if strategy.fused_loss:
         flags["--burst-fused-loss"] = True
-    flags |= _recompute_flags(strategy)
+    flags |= _recompute_flags(job, strategy)
     if host_bytes:
         gib = host_bytes / job.on_host / (1 << 30)
         flags["--burst-keep-host-gib"] = ceil(1.1 * gib)
     return flags
 
 
-def _recompute_flags(strategy: Strategy) -> dict[str, int | str]:
+def _recompute_flags(job: Job, strategy: Strategy) -> dict[str, int | str]:
     if strategy.recompute == "none":
         return {}
     if strategy.recompute == "selective":
-        return {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
+        modules = "mlp moe" if job.model.experts else "mlp"  # "mlp" leaves layers of experts alone
+        return {"--recompute-granularity": "selective", "--recompute-modules": modules}
     flags = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
     flags["--recompute-num-layers"] = 1
     if strategy.keep != "none":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.keep import in_flight
+from megatron_burst.plan.model import Model
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 
 _LOSS_BYTES = 1 << 30  # of the fused loss, whatever the number of tokens (docs/loss.md)
@@ -19,12 +20,12 @@ class Memory:
         gradients: float32.
         optimizer: float32 weights and two moments, dealt out over data and context parallel ranks.
         saved: activations that wait for backward, all layers and micro-batches.
-        kept: attention's results for replays.
-        layer: of one layer in backward: what recomputation brings back, and gradients.
-        attention: hop buffers, slots, sums of one attention call; at another time than the
-            feed-forward's share of `layer`, so whichever is more counts there.
+        kept: attention's results for the replays of layers that wait.
+        layer: of the one in backward, at its fullest moment: what recomputation brings back,
+            gradients, attention's buffers if it is attention's moment.
         head: logits, or the fused loss's tiles, and the gradient of its input; with PP what the
             last stage has of it beyond the micro-batches that it need not hold.
+        attention: hop buffers, slots, sums of one attention call; no part of the sum.
         host: pinned memory of all GPUs of a host.
     """
 
@@ -34,15 +35,15 @@ class Memory:
     saved: float
     kept: float
     layer: float
-    attention: float
     head: float
+    attention: float
     host: float
 
     @property
     def peak(self) -> float:
         """Of a GPU: the head's turn and a layer's backward are not at the same time."""
         static = self.weights + self.gradients + self.optimizer
-        return static + self.saved + self.kept + max(self.layer + self.attention, self.head)
+        return static + self.saved + self.kept + max(self.layer, self.head)
 
     def in_gib(self) -> dict[str, float]:
         """All parts and the peak."""
@@ -54,27 +55,27 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     """Memory of a step; `misfit` must have found nothing."""
     weights, gradients, optimizer = _static(job, strategy)
     model, layers = job.model, stage_layers(job.model, strategy)
-    tokens = job.seq // strategy.cp / strategy.tp  # with sequence parallelism
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
     waiting = layers * flights
     a_layer = _LayerBytes(job, strategy)
-    inputs = 2 * model.hidden * tokens
-    out = model.heads_q * (2 * model.dim_v + 4) * tokens
-    kept = {"none": 0.0, "half": out / 2, "all": out}[strategy.keep]
+    tokens = job.seq // strategy.cp / strategy.tp
+    saved = a_layer.saved * waiting
+    kept = 0.0
+    if strategy.recompute == "full":
+        share = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep]
+        kept = share * model.heads_q * (2 * model.dim_v + 4) * tokens
+    all_kept = kept * (waiting - 1)  # the layer that is computed again has them among its own
     on_host = 0.0
-    saved = a_layer.saved[strategy.recompute] * waiting
-    all_kept = kept * waiting if strategy.recompute == "full" else 0.0
-    if strategy.offload:  # two layers' worth is on its way
-        on_host, all_kept = on_host + all_kept, min(all_kept, 2 * kept)
+    if strategy.offload:  # the next layer's are on their way
+        on_host, all_kept = on_host + kept * waiting, min(all_kept, kept)
     if strategy.offload_inputs:
-        on_host, saved = on_host + saved, min(saved, 2 * inputs)
-    head = _head(job, strategy)
+        on_host, saved = on_host + saved, min(saved, 2 * 2 * model.hidden * tokens)
+    head = _head(job, strategy) + kept  # all layers wait then
     if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
         head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
     return Memory(
         weights, gradients, optimizer, saved, all_kept,
-        layer=a_layer.working, attention=buffer_bytes(attention_call(job, strategy)),
-        head=head,
+        layer=a_layer.working, head=head, attention=buffer_bytes(attention_call(job, strategy)),
         host=on_host * job.on_host,
     )  # fmt: skip
 
@@ -104,43 +105,98 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
 class _LayerBytes:
     """Activations of one layer for one sequence.
 
+    Weight gradients need no room of their own at the fullest moments: the largest is there while
+    what the activation has saved is gone, which is more once a rank has two thirds as many tokens
+    as the model is wide.
+
     Attributes:
-        saved: what waits for backward, by recomputation.
-        working: what backward of the layer needs beside that and the attention call's buffers.
+        saved: what waits for backward, the layer's input included.
+        working: what backward of the layer needs beside that at its fullest moment.
     """
 
     def __init__(self, job: Job, strategy: Strategy) -> None:
-        model = job.model
-        tokens = job.seq // strategy.cp / strategy.tp
+        model, how = job.model, strategy.recompute
+        tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
         hidden = 2 * model.hidden * tokens
-        heads_kv = max(model.heads_kv, strategy.tp)  # key heads are repeated on surplus TP ranks
-        qkv = model.heads_q * model.dim_qk + heads_kv * (model.dim_qk + model.dim_v)
-        qkv *= 2 * tokens
-        out = model.heads_q * (2 * model.dim_v + 4) * tokens
-        width = model.ffn
-        routed = 0.0
-        if model.experts:
-            width = model.experts.shared_ffn
-            routed = model.experts.active * (model.hidden + 3 * model.experts.ffn) * 2 * tokens
-            dense = 2 * 3 * model.ffn * tokens
-            routed = max(routed, dense - 6 * width * tokens)  # the first layers may be dense
-        gated = 3 if model.gated else 2
-        mlp = 2 * gated * width * tokens + routed + hidden
         call = attention_call(job, strategy)
-        attention = 2 * hidden + qkv + out  # input, its norm, q, k, v, out and lse
-        attention += call.left_bytes
-        self.saved = {
-            "none": attention + hidden + mlp,
-            "selective": attention + 2 * hidden,
-            "full": hidden,
-        }
-        # gradients of the feed-forward are as large as what it saved
-        in_mlp = {"none": mlp, "selective": 2 * mlp, "full": attention + 2 * mlp}
-        grads = qkv + 2 * hidden  # dq, dk, dv, dout and that of the layer's output
-        in_attention = {"none": grads, "selective": grads, "full": attention + grads}
-        buffers = buffer_bytes(call)
-        here = max(in_mlp[strategy.recompute] - buffers, in_attention[strategy.recompute])
-        self.working = here
+        out = 2 * model.heads_q * model.dim_v * tokens
+        qkv = _qkv_bytes(model, strategy, tokens)
+        feed = _feed_forward(model, strategy.tp, tokens)
+        # input, its norm, q, k, v, out, lse
+        attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
+        attention += _beside_values(model, strategy, tokens) + call.left_bytes
+        after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
+        norm = hidden if model.experts else 0.0  # else it is computed in the first product
+        saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
+        # a replay brings the rest back, and its output is held while backward goes through it
+        again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
+        gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
+        attending = hidden + out + qkv + buffer_bytes(call)  # gradients: of the layer, out, q, k, v
+        self.saved = saved[how]
+        self.working = again + max(feed.working, attending - gone)
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedForward:
+    """Bytes of a feed-forward for one sequence.
+
+    Attributes:
+        saved: its input after the norm, what the first products gave, and the activation's output.
+        working: what backward needs beside that at its fullest moment, the gradient of the layer's
+            output included.
+    """
+
+    saved: float
+    working: float
+
+
+def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
+    """A layer's feed-forward; of models with experts the kind of layer that needs most."""
+    dense = _dense(model, model.ffn, tp, tokens)
+    if not model.experts:
+        return dense
+    experts, hidden = model.experts, 2 * model.hidden * tokens
+    shared = _dense(model, experts.shared_ffn, tp, tokens)
+    came, width = experts.active * hidden, 2 * experts.active * experts.ffn * tokens
+    first = _first(model, width)
+    # gradients of what came back from the experts lie beside that of the activation's output
+    working = hidden + max(first, came + width)
+    routed = _FeedForward(
+        shared.saved + came + first + width, max(shared.working, working)
+    )  # fmt: skip
+    kinds = [routed, dense] if experts.dense_layers else [routed]
+    return max(kinds, key=lambda one: one.saved + one.working)
+
+
+def _dense(model: Model, ffn: int, tp: int, tokens: float) -> _FeedForward:
+    """A feed-forward that every token passes.
+
+    Backward is fullest at the activation: the gradients of its output and input are there, its
+    output is gone. Sequence-parallel layers gather the gradient before that, and after it the input
+    again, beside whose gradient it lies until that is scattered.
+    """
+    hidden, width = 2 * model.hidden * tokens, 2 * ffn * tokens
+    first, whole = _first(model, width), hidden * tp if tp > 1 else 0.0
+    turns = first, whole + width, 2 * whole + hidden - width
+    return _FeedForward(hidden + first + width, hidden + max(turns))
+
+
+def _first(model: Model, width: float) -> float:
+    """What the products before the activation give."""
+    return (2 if model.gated else 1) * width
+
+
+def _qkv_bytes(model: Model, strategy: Strategy, tokens: float) -> float:
+    """Of q, k, v; or of their gradients."""
+    heads_kv = max(model.heads_kv, strategy.tp)  # key heads are repeated on surplus TP ranks
+    return 2 * tokens * (model.heads_q * model.dim_qk + heads_kv * (model.dim_qk + model.dim_v))
+
+
+def _beside_values(model: Model, strategy: Strategy, tokens: float) -> float:
+    """Of the fused projection that values are a slice of: those of grouped heads are copied."""
+    if strategy.cp == 1 or model.latent or model.heads_q != model.heads_kv:
+        return 0.0
+    return 2 * tokens * 2 * model.heads_q * model.dim_qk
 
 
 def _head(job: Job, strategy: Strategy) -> float:

@@ -149,7 +149,7 @@ def loses(one: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best, in words."""
     if one.over_gib:
         parts = one.memory.in_gib()
-        names = [n for n in parts if n not in ("peak", "host")]
+        names = [n for n in parts if n not in ("attention", "host", "peak")]
         most = max(names, key=parts.__getitem__)
         return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
     if one.host_over_gib:

@@ -54,7 +54,7 @@ def test_saved_and_kept_bytes_by_hand():
     memory = memory_of(EIGHT, Strategy(cp=16, keep="all"))
     tokens = EIGHT.seq // 16
     assert memory.saved == 32 * tokens * 4096 * 2
-    assert memory.kept == 32 * tokens * 32 * (128 * 2 + 4)
+    assert memory.kept == 31 * tokens * 32 * (128 * 2 + 4)
 
 
 @pytest.mark.parametrize("cp", [1, 4, 16])
@@ -240,4 +240,7 @@ def test_flags_of_a_strategy():
     )
     alone = " ".join(megatron_flags(EIGHT, Strategy(dp=16, recompute="selective")))
     assert "burst-keep" not in alone and "--context-parallel-impl" not in alone
-    assert "--recompute-modules mlp" in alone
+    assert alone.endswith("--recompute-modules mlp")
+    experts = replace(EIGHT, model=PRESETS["deepseek-v3"])
+    found = megatron_flags(experts, Strategy(dp=16, recompute="selective"))
+    assert found[-1] == "--recompute-modules mlp moe"
