@@ -161,9 +161,9 @@ def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
     first = _first(model, width)
     # gradients of what came back from the experts lie beside that of the activation's output
     working = hidden + max(first, came + width)
-    routed = _FeedForward(
-        shared.saved + came + first + width, max(shared.working, working)
-    )  # fmt: skip
+    if experts.shared_ffn:
+        working = max(working, shared.working)
+    routed = _FeedForward(shared.saved + came + first + width, working)
     kinds = [routed, dense] if experts.dense_layers else [routed]
     return max(kinds, key=lambda one: one.saved + one.working)
 

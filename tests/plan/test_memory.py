@@ -95,6 +95,8 @@ def test_experts(ffn, active, routed, fullest):
     experts = replace(LLAMA, experts=Experts(16, active, ffn))
     assert kib("saved", experts, recompute="none") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8 + routed)
     assert kib("layer", experts, recompute="none") == 8 + fullest
+    # whole experts are on a rank, so nothing is gathered for them
+    assert kib("layer", experts, recompute="none", tp=8, cp=1) == 8 + fullest
     # their norm is apart, and saves its own input
     assert kib("saved", experts, recompute="selective") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8)
     assert kib("layer", experts, recompute="selective") == routed + 8 + 8 + fullest
