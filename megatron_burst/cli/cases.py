@@ -156,7 +156,7 @@ _BURST = (  # labels after "burst:"; each changes one thing of auto
 )  # fmt: skip
 _BURST_HOSTS = (  # the same on several hosts
     "auto", "inter=flat", "intra=ring", "circulate=kv", "circulate=q", "overlap=false",
-    "pieces=false", "transfer=send", "intra=a2a", "inter=a2a",
+    "pieces=false", "transfer=send", "intra=a2a", "inter=a2a", "resend=never", "resend=always",
 )  # fmt: skip
 _K = 1024
 _MHA = ((32, 32),)

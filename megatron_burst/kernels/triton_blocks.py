@@ -57,9 +57,7 @@ def _row(forward: Blocks, key_grads: Blocks, query_grads: Blocks) -> _Row:
 
 
 _HOPPER = {
-    64: _row(
-        Blocks(128, 128, 8, 3, True), Blocks(64, 128, 8, 2, True), Blocks(128, 128, 8, 2, True)
-    ),
+    64: _row(Blocks(64, 128, 4, 2, True), Blocks(64, 64, 4, 3, True), Blocks(64, 128, 4, 3, True)),
     128: _row(Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 2, True), Blocks(128, 64, 8, 3, True)),
     256: _row(Blocks(128, 64, 8, 2, True), Blocks(32, 64, 8, 2, True), Blocks(128, 32, 8, 2, True)),
 }

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megatron_burst.loss.statistics import Transform
 
-_BLOCK = 4096  # classes that a program looks at together
+_BLOCK = 4096  # classes that a program of the statistics looks at together
+_GRADIENT_BLOCK = 2048
+_SIDE = 8  # classes side by side in a lane: 16 bytes of 16-bit logits, one load of a thread
 
 
 def merge_statistics(
@@ -21,13 +23,13 @@ def merge_statistics(
     rows, classes = raw.shape
     if rows == 0:
         return
-    block = _block(classes)
+    block = _block(classes, _BLOCK)
     with torch.cuda.device_of(raw):  # Triton launches on the current device, whatever it gets
         _statistics_kernel[(rows,)](
             stats, raw, targets, classes, stats.stride(0), raw.stride(0),
             transform.scale, transform.softcap or 1.0,
             CAPPED=transform.softcap > 0, EXTRAS=extras,
-            BLOCKS=triton.cdiv(classes, block), BLOCK=block, num_warps=8,
+            BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE, SIDE=_SIDE, num_warps=8,
         )  # fmt: skip
 
 
@@ -36,17 +38,17 @@ def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, transform: Transfor
     rows, classes = raw.shape
     if rows == 0:
         return
-    block = _block(classes)
+    block = _block(classes, _GRADIENT_BLOCK)
     with torch.cuda.device_of(raw):
         _gradient_kernel[(rows, triton.cdiv(classes, block))](
             raw, targets, factors, classes, raw.stride(0), factors.stride(0),
             transform.scale, transform.softcap or 1.0,
-            CAPPED=transform.softcap > 0, BLOCK=block, num_warps=8,
+            CAPPED=transform.softcap > 0, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 
-def _block(classes: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(classes))
+def _block(classes: int, most: int) -> int:
+    return min(most, max(_SIDE, triton.next_power_of_2(classes)))
 
 
 @triton.jit
@@ -63,30 +65,36 @@ def _logits(x, scale, softcap, CAPPED: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "softcap"])
 def _statistics_kernel(
     stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
-    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     raw += row * raw_step
     stats += row
-    columns = tl.arange(0, BLOCK)
-    largest = -float("inf")
-    weight = 0.0  # sum of exp(z - largest)
-    weighted = 0.0  # sum of exp(z - largest) z
-    total = 0.0
+    columns = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+    # by lane, and put together at the end: a sum over all lanes waits for all threads
+    largest = tl.full([LANES], -float("inf"), tl.float32)
+    weight = tl.zeros([LANES], tl.float32)  # sum of exp(z - largest)
+    weighted = tl.zeros([LANES], tl.float32)  # sum of exp(z - largest) z
+    total = tl.zeros([LANES], tl.float32)
     for block in range(BLOCKS):  # a constant: the interpreter knows no other bounds
-        inside = block * BLOCK + columns < classes
-        x = tl.load(raw + block * BLOCK + columns, mask=inside, other=0.0)
-        z = _logits(x, scale, softcap, CAPPED)
+        at = block * LANES * SIDE + columns
+        inside = at < classes
+        z = _logits(tl.load(raw + at, mask=inside, other=0.0), scale, softcap, CAPPED)
         masked = tl.where(inside, z, -float("inf"))
-        now = tl.maximum(largest, tl.max(masked, axis=0))
-        shrink = tl.exp(largest - now)
-        e = tl.exp(masked - now)
-        weight = weight * shrink + tl.sum(e, axis=0)
+        now = tl.maximum(largest, tl.max(masked, axis=1))
+        base = tl.where(now == -float("inf"), 0.0, now)  # nothing was inside so far
+        shrink = tl.exp(largest - base)
+        e = tl.exp(masked - base[:, None])
+        weight = weight * shrink + tl.sum(e, axis=1)
         if EXTRAS:
-            weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), axis=0)
-            total += tl.sum(tl.where(inside, z, 0.0), axis=0)
+            weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), axis=1)
+            total += tl.sum(tl.where(inside, z, 0.0), axis=1)
         largest = now
-    lse = largest + tl.log(weight)
+    top = tl.max(largest, axis=0)
+    shrink = tl.exp(largest - top)
+    whole = tl.sum(weight * shrink, axis=0)
+    lse = top + tl.log(whole)
     before = tl.load(stats)
     high = tl.maximum(before, lse)
     merged = high + tl.log(tl.exp(before - high) + tl.exp(lse - high))
@@ -97,9 +105,9 @@ def _statistics_kernel(
     z = tl.where(here, _logits(x, scale, softcap, CAPPED), 0.0)
     tl.store(stats + stats_step, tl.load(stats + stats_step) + z)
     if EXTRAS:
-        tl.store(stats + 2 * stats_step, tl.load(stats + 2 * stats_step) + total)
+        tl.store(stats + 2 * stats_step, tl.load(stats + 2 * stats_step) + tl.sum(total, axis=0))
         mean = tl.load(stats + 3 * stats_step) * tl.exp(before - merged)
-        mean += weighted / weight * tl.exp(lse - merged)
+        mean += tl.sum(weighted * shrink, axis=0) / whole * tl.exp(lse - merged)
         tl.store(stats + 3 * stats_step, mean)
 
 

@@ -32,6 +32,8 @@ WAYS = [
     *INSIDE,
     {"intra": "gather", "circulate": "q", "transfer": "send"},
     {"intra": "gather", "pieces": False},
+    {"intra": "gather", "resend": "always"},
+    {"intra": "gather", "resend": "never"},
     {"intra": "gather", "overlap": False},
     {"inter": "a2a"},
     {"inter": "flat"},
