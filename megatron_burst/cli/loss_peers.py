@@ -145,8 +145,11 @@ def cce(x: HeadTensors) -> Tensor:
 
 
 def quack(x: HeadTensors) -> Tensor:
+    rows = 3072 if x.hidden.shape[-1] == 4096 else 4096  # its own 4096; square products fail in it
     module = import_module("quack.linear_cross_entropy")
-    return module.chunked_linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="mean")
+    return module.chunked_linear_cross_entropy(
+        x.hidden, x.weight, x.labels, chunk_size=rows, reduction="mean"
+    )
 
 
 @dataclass(frozen=True, slots=True)
