@@ -13,7 +13,7 @@ from megatron_burst.cli.links import link_speed
 from megatron_burst.cli.modes import ATTENTION, Mode
 from megatron_burst.cli.results import Row
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
-from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave
+from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.stack import Stack, Widths, start
@@ -27,7 +27,7 @@ class Plan:
         problems: sizes, in order.
         modes: what each is measured with.
         options: burst's other options.
-        reps: repetitions.
+        reps: repetitions, in turns; a single one is that whose memory is measured.
         budget_s: seconds after which nothing new is started; None: no end.
         out: CSV that rank 0 appends to; None: nowhere.
     """
@@ -76,6 +76,7 @@ class _Part:
         self.stack: Stack | None = None
         self.failures: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
+        self.alone: dict[str, list[float]] = {}  # ms of the run whose memory is measured
 
     def rows(self) -> list[Row]:
         """Measure, and let everything go."""
@@ -87,7 +88,7 @@ class _Part:
                 self.failures[str(mode)] = failure_of_it
         able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
         runs = {name: partial(self._run, mode) for name, mode in able.items()}
-        times = self._times(runs)
+        times = self._times(runs) if self.plan.reps > 1 else self.alone
         made = [self._row(mode, times.get(str(mode))) for mode in modes]
         if able:
             made.append(self._attention_row())
@@ -110,13 +111,17 @@ class _Part:
 
     def _try_out(self, mode: Mode) -> str | None:
         """Run it twice: the first pass makes what lasts, the second's memory counts."""
-        failure = attempt(partial(self._run, mode), self.world)
-        clean_up(self.world)
-        memory = Memory(self.world)
+        world, name, mine = self.world, str(mode), []
+        failure = attempt(partial(self._run, mode), world)
+        clean_up(world)
+        memory = Memory(world)
         memory.restart()
-        failure = failure or attempt(partial(self._run, mode), self.world)
-        self.peaks[str(mode)] = None if failure else memory.peak_gib(0)
-        clean_up(self.world)
+        failure = failure or attempt(
+            lambda: mine.append(timed_ms(partial(self._run, mode), world)), world
+        )
+        self.peaks[name] = None if failure else memory.peak_gib(0)
+        self.alone[name] = [] if failure else [max(world.gather(mine[0]))]
+        clean_up(world)
         return failure
 
     def _run(self, mode: Mode) -> None:

@@ -20,7 +20,7 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         measured = ["-"] * 4
         if row.ms:
             measured = [
-                f"{row.ms:.3g} ({row.ms_min:.3g}-{row.ms_max:.3g})",
+                f"{_ms(row.ms)} ({_ms(row.ms_min)}-{_ms(row.ms_max)})",
                 f"{row.ms / native.ms:.2f}" if native else "-",
                 f"{row.gemm_efficiency:.2f}",
                 "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
@@ -33,6 +33,10 @@ def loss_table(rows: Sequence[LossRow]) -> str:
             [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _ms(time: float) -> str:
+    return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
 
 
 def _short(note: str) -> str:
@@ -58,22 +62,22 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return []
-    able = [row for row in rows if row.ms]
-    heads = sorted({(row.hidden, row.vocab, row.ranks) for row in able})
+    newest = {(_head(row), row.impl): row for row in rows if row.ms}.values()
+    heads = sorted({(row.hidden, row.vocab, row.ranks) for row in newest})
     if not heads:
         return []
+    names = list(dict.fromkeys(row.impl for row in newest))
     figure = Figure(figsize=(11, 3.6 * len(heads)), layout="constrained")
     panels = figure.subplots(len(heads), 2, squeeze=False)
     for (left, right), (hidden, vocab, ranks) in zip(panels, heads, strict=True):
-        these = [r for r in able if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
-        for name in dict.fromkeys(row.impl for row in these):
-            line = sorted((r for r in these if r.impl == name), key=lambda row: row.tokens)
-            tokens = [row.tokens for row in line]
-            left.plot(tokens, [row.ms for row in line], "o-", label=name)
-            right.plot(tokens, [row.peak_gib or float("nan") for row in line], "o-", label=name)
+        these = [r for r in newest if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
+        _lines(left, right, these, names)
         for axis, what in ((left, "ms, forward + backward"), (right, "GiB besides the gradients")):
             axis.set(xscale="log", xlabel="tokens", ylabel=what)
             axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
+            tokens = sorted({row.tokens for row in these})
+            axis.set_xticks(tokens, [in_units(number) for number in tokens])
+            axis.minorticks_off()
             axis.grid(alpha=0.3)
         left.set_yscale("log")
         right.set_ylim(0, None)
@@ -81,3 +85,12 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     path = stem.with_name(f"{stem.name}_loss.png")
     figure.savefig(path, dpi=130)
     return [path]
+
+
+def _lines(left, right, rows: Sequence[LossRow], names: Sequence[str]) -> None:
+    """Time and memory of each implementation, which has its colour in all panels."""
+    for name in dict.fromkeys(row.impl for row in rows):
+        line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
+        tokens, style = [row.tokens for row in line], {"color": f"C{names.index(name)}"}
+        left.plot(tokens, [row.ms for row in line], "o-", label=name, **style)
+        right.plot(tokens, [row.peak_gib or float("nan") for row in line], "o-", **style)

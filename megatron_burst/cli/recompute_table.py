@@ -51,8 +51,9 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
         for row in (row for row in able if row.seq == seq):
             _point(axis, row, names.index(f"{row.impl}:{row.mode}"))
         axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
-        axis.set(ylabel="ms, forward + backward", xlim=(0, None))
+        axis.set(ylabel="ms, forward + backward")
         axis.margins(0.08)
+        axis.set_xlim(0, 1.06 * max(row.peak_gib for row in able if row.seq == seq))
         axis.grid(alpha=0.3)
     points = {label: point for axis in panels.flat for point, label in _labelled(axis)}
     figure.legend(points.values(), points, loc="outside right upper", fontsize=8)

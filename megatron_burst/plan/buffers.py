@@ -60,14 +60,22 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     slots = row * (reads * schedule.num_rows + grads * schedule.share_rows + come)
     one, in_place = part_of_heads(shape, heads), schedule.topology.inter_size == 1
     tiles = max(_step_bytes(one, step, in_place) for step in steps)
-    return slots + _relay_bytes(shape, schedule) + tiles
+    came = 0
+    if schedule.recalls:  # what they came through in forward stays for the next call
+        came = call.schedule(0, Direction.FORWARD).relay.read_slots
+    return slots + _relay_bytes(shape, schedule, came) + tiles
 
 
-def _relay_bytes(shape: AttentionShape, schedule: GatherSchedule | A2ASchedule) -> float:
-    """Pieces on their way between hosts, their gradients, and the sums of those that stay."""
+def _relay_bytes(
+    shape: AttentionShape, schedule: GatherSchedule | A2ASchedule, came: int = 0
+) -> float:
+    """Pieces on their way between hosts, their gradients, and the sums of those that stay.
+
+    `came`: buffers of pieces that only forward uses.
+    """
     relay = schedule.relay
     sizes = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
-    buffers = relay.read_slots * sizes[Cargo.READ] + relay.grad_slots * sizes[Cargo.GRAD]
+    buffers = (came + relay.read_slots) * sizes[Cargo.READ] + relay.grad_slots * sizes[Cargo.GRAD]
     if len(relay.legs) > len(schedule.rounds):
         if schedule.circulate is Circulate.KV:
             buffers += 4 * shape.rows_q * shape.dim_qk

@@ -4,7 +4,8 @@ A round is a group of key heads. Its keys and values lie in the order of the seq
 a rank's queries may see of them is one range of rows. While a step is computed, the next one's
 keys arrive; the gradients of its keys leave for the ranks that hold them while the next one is
 computed. The first step has none before it and, in backward, the last has none after it: there the
-rank's own diagonal tiles, which need nobody, are computed meanwhile.
+rank's own diagonal tiles, which need nobody, are computed meanwhile. Where gradients go on to other
+hosts, half of the last step's diagonal tiles come first: behind them the last such sum sets out.
 
 On one host a round is one step. On several, the shards of the others come by, host after host
 (`plan.relay`): keys and values, gathered inside the host in each step; or in backward queries,
@@ -34,7 +35,8 @@ class GatherStep:
         gather: number of the gather whose keys are used.
         queries: the pieces of the shard whose queries are used.
         keys: the pieces of the gathered keys.
-        before: tiles over the rank's own shard, computed while the keys are on their way.
+        before: tiles over the rank's own shard, computed while the keys are on their way, or the
+            last gradients of other hosts' keys on theirs inside the host.
         tiles: tiles over the gathered keys.
         after: tiles over the rank's own shard, computed while gradients are on their way.
         leaves: the gradients of others' keys that every rank of the host computes.

@@ -106,7 +106,8 @@ class Tiling:
         last = len(self.relay.legs) - 1
         before = diagonal if index == 0 else ()
         after = diagonal if index == last and self.direction is Direction.BACKWARD else ()
-        if before and after:  # one step only: half of the tiles hide each way
+        if after and (before or len(self.pieces) > 1):
+            # half of the tiles hide each way: with other hosts what is left for them sets out first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:

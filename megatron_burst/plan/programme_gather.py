@@ -53,10 +53,11 @@ class _Gather:
         for index, step in enumerate(self.schedule.steps):
             shape = part_of_heads(self.shape, len(step.heads))
             run = tile_runner(self.timer, shape, Direction.BACKWARD)
-            ops += [Compute(run(step.before), index), *self._land(index)]
+            leave = self._sum_keys_beside(index - 1)  # behind the kernels that are queued before it
+            early, late = (leave, []) if step.before else ([], leave)
+            ops += [Compute(run(step.before), index), *early, *self._land(index)]
             ops += self._prepare(index + 1)
-            ops += self._sum_keys_beside(index - 1)
-            ops.append(Compute(run(step.tiles), index))
+            ops += [Compute(run(step.tiles), index), *late]
             ops += self._settle_keys(index - 1)
             ops += [self._leave(index), Compute(run(step.after), index)]
             ops += self._sum_queries(index)

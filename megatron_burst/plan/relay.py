@@ -88,8 +88,9 @@ def relay(
     """The hops between hosts of one rank, and its steps in order.
 
     Each round begins with the host's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles. An only round does not, unless
-    its pieces are there already: the first would have nothing to come behind.
+    the last gradients from elsewhere come home behind their tiles. An only round does not: its
+    first piece would have nothing to come behind. Where pieces are there already, every round ends
+    with the host's own: so no two of them leave gradients one right after the other.
 
     Args:
         topology: hosts are its rows.
@@ -99,14 +100,20 @@ def relay(
         recalls: whether the pieces are still there from forward; then only gradients travel.
     """
     hosts = topology.inter_size
-    order = [(round_, away) for round_ in range(num_rounds) for away in range(hosts)]
-    if direction is Direction.BACKWARD and (num_rounds > 1 or recalls):
-        last = order[-hosts:]
-        order[-hosts:] = [*last[1:], last[0]]
+    backward = direction is Direction.BACKWARD
+    order = [
+        (round_, away)
+        for round_ in range(num_rounds)
+        for away in (
+            (*range(1, hosts), 0)
+            if backward and (recalls or 0 < round_ == num_rounds - 1)
+            else range(hosts)
+        )
+    ]
     programme = _Programme(topology, cp_rank, order)
     if not recalls:
         programme.lay_reads()
-    if direction is Direction.BACKWARD:
+    if backward:
         programme.lay_grads()
     return programme.relay()
 

@@ -31,6 +31,8 @@ def bench(rank: int, folder: str) -> tuple:
     )  # fmt: skip
     plan = Plan([widths], modes_of(()), reps=2, out=Path(folder) / "recompute.csv")
     rows = measure(plan, world, said.append)
+    once = measure(replace(plan, modes=modes_of(("burst:all",)), reps=1, out=None), world)
+    assert all(row.ms and row.note.endswith("1 repetitions") for row in once), once
     stack = Stack(widths, burst=True)
     for mode in plan.modes:
         if mode.impl == "burst":
