@@ -175,7 +175,8 @@ def plot(path, picture):
                     [1e3 * float(r["error"]) for r in points],
                 )
                 axis.plot(xs, ys, style, label=label, markersize=6)
-            axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log", ylim=(0, None))
+            axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
             axis.minorticks_off()
     for panels in axes:

@@ -13,6 +13,7 @@ from megatron_burst.errors import BurstError
 
 if TYPE_CHECKING:
     from megatron_burst.cli.bench_attention import Plan
+    from megatron_burst.cli.results import Row
 
 app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
 Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
@@ -216,7 +217,9 @@ def table(
     from megatron_burst.cli.tables import markdown_table
 
     with in_one_sentence():
-        typer.echo(markdown_table(read(csvs), pass_))
+        rows = read(csvs)
+        _refuse_layers(rows)
+        typer.echo(markdown_table(rows, pass_))
 
 
 @app.command()
@@ -226,6 +229,7 @@ def plot(csvs: Csvs) -> None:
 
     with in_one_sentence():
         rows = read(csvs)
+        _refuse_layers(rows)
         try:
             from megatron_burst.cli.plots import draw
         except ModuleNotFoundError as error:
@@ -235,3 +239,16 @@ def plot(csvs: Csvs) -> None:
             ) from None
         for path in draw(rows, csvs[0].with_suffix("")):
             typer.echo(path)
+
+
+def _refuse_layers(rows: "list[Row]") -> None:
+    """Refuse rows of bench recompute, whose columns are the same."""
+    from megatron_burst.cli.modes import ATTENTION, MODES
+
+    for row in rows:
+        if f"{row.impl}:{row.mode}" in MODES or row.mode == ATTENTION:
+            raise BurstError(
+                "bench: rows must be those of bench attention, because implementations are "
+                f"compared by problem; got one of {row.impl}:{row.mode}; show those of bench "
+                "recompute with bench recompute-show"
+            )

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.links import link_speed
@@ -56,12 +57,23 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     out_of_time, link = clock(plan.budget_s), link_speed(world)
     impls = dict.fromkeys(mode.impl for mode in plan.modes)
 
-    def rows_of(part: tuple[Widths, str]) -> list[Row]:
-        made = _Part(*part, plan, world, link, out_of_time).rows()
+    def rows_of(what: _What) -> list[Row]:
+        made = _Part(*what, plan, world, link, out_of_time).rows()
         save(plan.out, world, made)
         return made
 
-    return sweep(list(product(plan.problems, impls)), rows_of, world, out_of_time, say)
+    every = [_What(*pair) for pair in product(plan.problems, impls)]
+    return sweep(every, rows_of, world, out_of_time, say)
+
+
+class _What(NamedTuple):
+    """A problem, and whose attention."""
+
+    widths: Widths
+    impl: str
+
+    def __str__(self) -> str:
+        return f"{self.widths}; attention: {self.impl}"
 
 
 class _Part:

@@ -143,8 +143,8 @@ class Preset:
         if not cases:
             raise BurstError(
                 f"{_WHO}: options beside --preset must leave a problem, because they narrow it "
-                f"down; got none of {len(self.cases)} problems with {grid}; drop the preset to "
-                "measure others"
+                f"down; got none of its {len(self.cases)} problems, the first of which is "
+                f"{self.cases[0]}; leave --preset out to measure others"
             )
         return cases
 

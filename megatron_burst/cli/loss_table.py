@@ -60,6 +60,7 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
     except ModuleNotFoundError:
         return []
     newest = {(_head(row), row.impl): row for row in rows if row.ms}.values()
@@ -80,6 +81,9 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         left.set_yscale("log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        left.yaxis.set_minor_formatter(NullFormatter())
         right.set_ylim(0, None)
         left.legend(fontsize=7)
     path = stem.with_name(f"{stem.name}_loss.png")
@@ -93,4 +97,5 @@ def _lines(left, right, rows: Sequence[LossRow], names: Sequence[str]) -> None:
         line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
         tokens, style = [row.tokens for row in line], {"color": f"C{names.index(name)}"}
         left.plot(tokens, [row.ms for row in line], "o-", label=name, **style)
-        right.plot(tokens, [row.peak_gib or float("nan") for row in line], "o-", **style)
+        memory = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
+        right.plot(tokens, memory, "o-", **style)

@@ -92,7 +92,7 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
         table.add_column(name, justify=justify)
     for one in some:
         time = one.time
-        speed = (time.tokens, f"{time.mfu:.1%}", f"{time.seconds:.4g}") if time else ("", "", "")
+        speed = (time.tokens, f"{time.mfu:.1%}", _digits(time.seconds, 4)) if time else ("", "", "")
         gib = f"{one.memory.peak / GIB:.1f}"
         why = "" if one is best and one.fits else loses(one, best)
         table.add_row(one.strategy.layout, one.strategy.policy, *speed, gib, why)
@@ -110,20 +110,22 @@ def _other_layouts(found: Sequence[Candidate], shown: set[str]) -> list[Candidat
 
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
     table = Table(title=f"{best.strategy.layout}, {best.strategy.policy}", title_justify="left")
-    for name in ("a step's time", "s", "a GPU's memory", "GiB"):
+    for name in (*(("a step's time", "s") if best.time else ()), "a GPU's memory", "GiB"):
         table.add_column(name, justify="right" if name in ("s", "GiB") else "left")
-    times = [(n, f"{s:.3g}") for n, s in best.time.parts if s > 0] if best.time else []
+    times = [(n, _digits(s, 3)) for n, s in best.time.parts if s > 0] if best.time else []
     if best.time:
-        times.append(("together", f"{best.time.seconds:.4g}"))
+        times.append(("together", _digits(best.time.seconds, 4)))
     memory = _memory_rows(job, best.memory)
     for index in range(max(len(times), len(memory))):
-        cells = [*(times[index : index + 1] or [("", "")]), *(memory[index : index + 1])]
+        left = times[index : index + 1] or [("", "")] * bool(times)
+        cells = [*left, *memory[index : index + 1]]
         table.add_row(*(cell for pair in cells for cell in pair))
     console.print(table)
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             console.print(line, highlight=False)
-    console.print("\n[bold]Megatron flags[/bold] (beside the model's own):")
+    note = "beside the model's own" if best.fits else "of what does not fit"
+    console.print(f"\n[bold]Megatron flags[/bold] ({note}):")
     flags = megatron_flags(job, best.strategy, best.memory.host)
     console.print(" \\\n    ".join(flags), highlight=False)
 
@@ -149,12 +151,18 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
         timeline = attention_time(call, job.hardware, direction)
         sent = _sent(call, direction)
         links = ", ".join(
-            f"{name} {num_bytes / GIB:.3g} GiB sent, {1e3 * timeline.exposed(link):.3g} ms waited"
+            f"{name} {num_bytes / GIB:.3g} GiB sent, "
+            f"{_digits(1e3 * timeline.exposed(link), 3)} ms waited"
             for link, name in ((Link.INTRA, "NVLink"), (Link.INTER, "network"))
             if (num_bytes := sent.get(link, 0))
         )
-        lines.append(f"  {direction}: {1e3 * timeline.seconds:.4g} ms; {links}")
+        lines.append(f"  {direction}: {_digits(1e3 * timeline.seconds, 4)} ms; {links}")
     return lines
+
+
+def _digits(number: float, count: int) -> str:
+    """So many digits, never as a power of ten."""
+    return f"{number:.{count}g}" if number < 10**count else f"{number:.0f}"
 
 
 def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:

@@ -3,12 +3,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_burst.cli.modes import ATTENTION, MODES
 from megatron_burst.cli.results import Row
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import in_units
+
+_FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
+_ALONE = {f"{impl}:{ATTENTION}" for impl in _FULL}
 
 
 def trade_table(rows: Sequence[Row]) -> str:
-    """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
+    """Markdown: one line a length and mode, with time and memory beside full recomputation's.
+
+    Raises:
+        BurstError: if a row is of another benchmark, which may have the same columns.
+    """
+    for row in rows:
+        if row.impl not in _FULL or f"{row.impl}:{row.mode}" not in {*MODES, *_ALONE}:
+            raise BurstError(
+                "bench recompute-show: rows must be those of bench recompute, because each is "
+                f"shown beside full recomputation; got one of {row.impl}:{row.mode}; show those of "
+                "bench attention with bench table"
+            )
     head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
     lines = [head, ["---"] * len(head)]
     for row in rows:
@@ -27,7 +43,7 @@ def trade_table(rows: Sequence[Row]) -> str:
 
 
 def _is_full(row: Row, impl: str) -> bool:
-    return (row.impl, row.mode) == (impl, {"burst": "none", "megatron": "full"}[impl])
+    return (row.impl, row.mode) == (impl, _FULL[impl])
 
 
 def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.keep import switch_on
 from megatron_burst.mcore.spec_tree import burst_spec
+from megatron_burst.plan.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class Widths:
     seq: int
     batch: int
     dtype: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layer{'s' * (self.layers > 1)} of {in_units(self.seq)} tokens, batch "
+            f"{self.batch}, hidden {self.hidden}, ffn {self.ffn}, heads {self.heads_q}/"
+            f"{self.heads_kv} x {self.head_dim}, {self.dtype}"
+        )
 
     @property
     def flops(self) -> float:

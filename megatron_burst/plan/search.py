@@ -161,5 +161,6 @@ def loses(one: Candidate, best: Candidate) -> str:
     part = max(extra, key=extra.__getitem__)
     slower = one.time.seconds / best.time.seconds - 1
     if slower < 0.0005:
-        return "as fast, by other copies to the host"
+        same = one.strategy.layout == best.strategy.layout
+        return "as fast, by other copies to the host" if same else "as fast"
     return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

@@ -29,8 +29,8 @@ def check_shm(survey: Survey) -> Check:
 def check_limits(survey: Survey) -> list[Check]:
     """Locked memory, which RDMA and pinned buffers need, and open files."""
     memlock, nofile = survey.word("memlock"), survey.word("nofile")
-    needs_pinning = bool(hcas_of(survey))
-    found = [Check("memlock", Status.OK, f"locked memory: {memlock or 'unknown'}")]
+    needs_pinning, unit = bool(hcas_of(survey)), " KiB" if memlock.isdigit() else ""
+    found = [Check("memlock", Status.OK, f"locked memory: {memlock or 'unknown'}{unit}")]
     if memlock.isdigit() and needs_pinning:
         what = f"locked memory is limited to {memlock} KiB, and RDMA locks its buffers"
         change = "raise ulimit -l to unlimited (docker: --ulimit memlock=-1)"
