@@ -107,3 +107,14 @@ def test_a_missing_file_is_refused_in_one_sentence(command, tmp_path):
     done = CliRunner().invoke(app, ["bench", command, str(tmp_path / "none.csv")])
     assert done.exit_code == 1 and done.output.startswith("error: bench: ")
     assert "got no such file" in done.output
+
+
+def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
+    """Catches layers that are shown as attention, and the reverse: their columns are the same."""
+    kinds = (["table", "plot"], "burst:all"), (["recompute-show"], "burst:auto")
+    for number, (commands, impl) in enumerate(kinds):
+        path = tmp_path / f"{number}.csv"
+        append(path, [row(impl, (10.0, 9.0, 12.0))])
+        for command in commands:
+            done = CliRunner().invoke(app, ["bench", command, str(path)])
+            assert done.exit_code == 1 and f"got one of {impl};" in done.output, done.output
