@@ -13,7 +13,8 @@ from megatron.training import get_args, training
 
 
 class StepLog:
-    """Writes one JSON object per step: iteration, lm loss, grad norm, seconds, tokens per second.
+    """Writes one JSON object per step: iteration, lm loss, grad norm, seconds, tokens per second,
+    and on GPUs the most memory so far.
 
     Megatron prints three digits of the gradient norm and has no callback for a step, but it calls
     train_step and then training_log once for each; both are rebound. The values are taken by the
@@ -55,6 +56,8 @@ class StepLog:
             "seconds": seconds,
             "tokens/s": tokens / seconds,
         }
+        if torch.cuda.is_available():
+            step["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w", buffering=1)

@@ -1,0 +1,243 @@
+"""Training steps, from embedding to optimizer, of models of real widths with few layers, as CSV.
+
+PYTHONPATH=. python benchmarks/slices.py measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
+PYTHONPATH=. python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
+
+Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
+beside Megatron with TransformerEngine's ring, with burst's fused loss and with Megatron's own.
+The most telling runs come first; a row is written when its run is over.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Annotated
+
+import torch
+import typer
+from typer import Argument, Option
+
+from benchmarks.predict import commit
+from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.results import append
+from megatron_burst.cli.sentence import in_one_sentence, pick
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import hardware as hardware_of
+from megatron_burst.plan.model import Model
+from megatron_burst.plan.search import candidate
+from megatron_burst.plan.strategy import Job, Strategy
+from megatron_burst.plan.units import in_units
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP, STEPS = 1, 2  # steps that do not count, and that do
+LONGEST_S = 200  # of a run
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A model with few layers, and a length."""
+
+    name: str
+    seq: int
+    layers: int
+    hidden: int
+    ffn: int
+    heads_q: int
+    heads_kv: int
+    vocab: int
+
+    @property
+    def model(self) -> Model:
+        dim = self.hidden // self.heads_q
+        sizes = self.layers, self.hidden, self.heads_q, self.heads_kv, dim, dim
+        return Model(self.name, *sizes, self.ffn, self.vocab)
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's, of the model and its training."""
+        return f"""
+        --num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
+        --num-attention-heads {self.heads_q} --group-query-attention
+        --num-query-groups {self.heads_kv} --seq-length {self.seq}
+        --max-position-embeddings {self.seq} --vocab-size {self.vocab - 1}
+        --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --micro-batch-size 1 --global-batch-size 1 --calculate-per-token-loss
+        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --eval-iters 0
+        --eval-interval 1000 --log-interval 1 --num-workers 1 --mock-data
+        --tokenizer-type NullTokenizer --split 98,1,1 --use-distributed-optimizer
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        """.split()
+
+
+_8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)
+_14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
+_LONG = replace(_8B, seq=2 << 20, layers=1)
+_TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
+_ALIKE = "--cp-comm-type p2p --attention-backend fused"  # Megatron with TransformerEngine's cuDNN
+IMPLS = {
+    "burst": "--context-parallel-impl burst --burst-keep all --burst-fused-loss",
+    "megatron": f"{_ALIKE} --burst-fused-loss",
+    "megatron-own-loss": f"{_ALIKE} --cross-entropy-loss-fusion",
+}
+RUNS = (
+    (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
+    (_LONG, "burst"), (_LONG, "megatron"), (_8B, "megatron-own-loss"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceRow:
+    """One run; ms of a step, its least and most; memory is PyTorch's peak, weights and all."""
+
+    date: str
+    versions: str
+    gpu: str
+    gpus: int
+    model: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads_q: int
+    heads_kv: int
+    vocab: int
+    seq: int
+    impl: str
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    peak_gib: float | None = None
+    loss: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: object) -> SliceRow:
+    """A row from the milliseconds of its steps; none: one that failed."""
+    sizes = {field.name: getattr(what, field.name) for field in fields(what)[1:]}
+    if times:
+        ms = median(times)
+        tokens = what.seq / ms * 1e3 / gpus
+        flops = tokens * what.model.flops_per_token(what.seq)
+        others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
+        others |= {"tokens_per_s_per_gpu": tokens, "tflops_per_gpu": flops / 1e12}
+    return SliceRow(
+        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, model=what.name,
+        impl=impl, **sizes, **others,
+    )  # fmt: skip
+
+
+def device_flags() -> list[str]:
+    """bf16 over NCCL with TransformerEngine's layers, or fp32 over gloo on the CPU."""
+    if not torch.cuda.is_available():
+        return ["--distributed-backend", "gloo", "--use-cpu-initialization"]
+    plain = "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
+    return ["--bf16", "--transformer-impl", "transformer_engine", *plain.split()]
+
+
+def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
+    """Train; the row, also of a run that failed."""
+    log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(gpus), "-m", "megatron_burst"]
+    command += [str(ROOT / "examples" / "pretrain_gpt.py"), *what.flags, *device_flags()]
+    command += ["--context-parallel-size", str(gpus), *IMPLS[impl].split(), "--step-log", str(log)]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with output.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        try:
+            code = process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its workers
+            process.wait()
+            code = None
+    text = log.read_text().rpartition("\n")[0] if log.exists() else ""
+    steps = [json.loads(line) for line in text.splitlines()][WARM_UP:]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    facts = {"versions": versions(), "gpu": gpu_state(device)}
+    if not steps:
+        reason = f"took over {LONGEST_S} s" if code is None else _reason(output)
+        return row_of(what, impl, gpus, [], status="failed", note=reason, **facts)
+    return row_of(
+        what, impl, gpus, [1e3 * step["seconds"] for step in steps],
+        peak_gib=steps[-1].get("peak GiB"), loss=steps[-1]["lm loss"],
+        note=f"{len(steps)} steps", **facts,
+    )  # fmt: skip
+
+
+def _reason(output: Path) -> str:
+    """The line that says why a run failed: the first error, else the last line."""
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if "Error: " in line or line.startswith("error: ")]
+    return [*told[:1], *lines[-1:], "it said nothing"][0][:300]
+
+
+Out = Annotated[Path, Argument(help="CSV to append to")]
+Gpus = Annotated[int, Option(min=1, help="all of them one context-parallel group")]
+Only = Annotated[list[str] | None, Option(help="repeatable, e.g. 8b-1M:burst; default: all")]
+
+
+def _wanted(names: list[str] | None) -> tuple[tuple[Slice, str], ...]:
+    every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in RUNS}
+    must = "slices: --only must name a run that there is, because each has sizes of its own"
+    return pick(names or (), every, must)
+
+
+@app.command()
+def measure(
+    out: Out,
+    gpus: Gpus = 8,
+    only: Only = None,
+    tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
+    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
+) -> None:
+    """Train each, and append its row."""
+    with in_one_sentence(), TemporaryDirectory() as folder:
+        runs, started = [(_TINY, impl) for impl in IMPLS] if tiny else _wanted(only), monotonic()
+        for what, impl in runs:
+            if budget_s is not None and monotonic() - started > budget_s:
+                typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
+                continue
+            row = run(what, impl, gpus, Path(folder))
+            append(out, [row], SliceRow)
+            result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
+            typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {impl}: {row.status}, {result}")
+
+
+@app.command()
+def predict(
+    out: Out,
+    gpus: Gpus = 8,
+    hardware: Annotated[str, Option(help="preset or TOML of calibrate's")] = "h200",
+) -> None:
+    """Append what the planner says of burst's runs; of Megatron's attention it knows nothing."""
+    with in_one_sentence():
+        machine = hardware_of(hardware)
+        for what, impl in RUNS:
+            if impl == "burst":
+                job = Job(what.model, what.seq, gpus, gpus, 1, machine)
+                found = candidate(job, Strategy(cp=gpus, keep="all"))
+                row = row_of(
+                    what, impl, gpus, [1e3 * found.time.seconds] if found.time else [],
+                    peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
+                    versions=f"planner at {commit()}",
+                    status="ok" if found.fits else "failed",
+                    note="" if found.fits else "it does not fit",
+                )  # fmt: skip
+                append(out, [row], SliceRow)
+                typer.echo(f"{what.name}, {in_units(what.seq)}: {row.ms} ms, {row.peak_gib} GiB")
+
+
+if __name__ == "__main__":
+    app()
