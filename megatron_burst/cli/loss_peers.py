@@ -15,6 +15,7 @@ from megatron_burst.cli.cases import counts
 from megatron_burst.cli.sentence import pick
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import linear_cross_entropy
+from megatron_burst.plan.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class LossCase:
     hidden: int
     vocab: int
     dtype: str
+
+    def __str__(self) -> str:
+        return (
+            f"{in_units(self.tokens)} tokens, {self.hidden} x {in_units(self.vocab)} classes, "
+            f"{self.dtype}"
+        )
 
     def flops(self, ranks: int) -> float:
         """Operations of a rank: three GEMMs of [tokens, hidden, classes]."""
