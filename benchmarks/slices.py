@@ -236,7 +236,8 @@ def predict(
                     note="" if found.fits else "it does not fit",
                 )  # fmt: skip
                 append(out, [row], SliceRow)
-                typer.echo(f"{what.name}, {in_units(what.seq)}: {row.ms} ms, {row.peak_gib} GiB")
+                time = f"{row.ms:.0f} ms" if row.ms else row.note
+                typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
 
 
 if __name__ == "__main__":
