@@ -50,6 +50,8 @@ hosts() { # number, seconds, lengths, file
         export "${between_hosts[@]}"
         attention "$2" "$3" "$4" --hosts "$1" "${te[@]}" --reps 3
         unset "${between_hosts[@]%%=*}"
+    else
+        echo "== $gpus GPUs are not $1 hosts"
     fi
 }
 

@@ -143,3 +143,24 @@ def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
     args.world_size = 64
     with pytest.raises(BurstError, match=match):
         apply_plan(args)
+
+
+def test_megatron_and_burst_take_the_flags_of_slices():
+    """Catches a benchmark of training steps that would fail on the machine that it is for."""
+    from benchmarks.slices import IMPLS, RUNS
+
+    for what, impl in RUNS:
+        args = megatrons_parser().parse_args([*what.flags, *IMPLS[impl].split()])
+        assert args.seq_length == what.seq and args.burst_fused_loss == (impl[-4:] != "loss")
+
+
+def test_the_script_of_all_benchmarks_has_options_that_exist():
+    from benchmarks.slices import app as slices
+
+    script = ROOT / "benchmarks" / "everything.sh"
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    bench, of_slices = get_command(app).commands["bench"], get_command(slices)
+    commands = [*bench.commands.values(), *of_slices.commands.values()]
+    known = {option for one in commands for param in one.params for option in param.opts}
+    found = flags_in(code_of(script))
+    assert len(found) > 10 and found <= known | options(get_args_parser())
