@@ -1,5 +1,6 @@
 """What a backend must offer, which ones there are, and the choice among them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -221,13 +222,19 @@ def _refusal(backend: Backend, problem: Problem) -> str | None:
 
 def _fastest(problem: Problem) -> Choice | None:
     """The first that can do the problem; slower ones are not asked, since that may import much."""
-    refusals = []
+    refusals = {}
     for name, backend in backends().items():
         if (why := _refusal(backend, problem)) is None:
-            skipped = f"; not {'; '.join(refusals)}" if refusals else ""
+            skipped = f"; {in_words(refusals)}" if refusals else ""
             return Choice(name, backend.capability.speed + skipped)
-        refusals.append(f"{name}: {why}")
+        refusals[name] = why
     return None
+
+
+def in_words(refusals: Mapping[str, str]) -> str:
+    """Why backends cannot be used, each reason once: "not fa4, fa3: it runs on cuda only"."""
+    names = {why: [n for n in refusals if refusals[n] == why] for why in refusals.values()}
+    return "; ".join(f"not {', '.join(them)}: {why}" for why, them in names.items())
 
 
 def _nothing_can(problem: Problem, asked: str) -> BurstError:

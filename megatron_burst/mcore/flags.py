@@ -16,7 +16,7 @@ _ATTENTION = {
     "hosts": "pretend that the ranks span N hosts",
     "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
     "inter": "between hosts: a ring around intra, an exchange of heads over all ranks, or one flat "
-    "ring over all ranks; auto takes what has fewer bytes there",
+    "ring over all ranks; auto takes ring or exchange by the bytes there and by what hides them",
     "heads_per_round": "key heads gathered at a time",
     "deterministic": "bitwise the same gradients every time",
     "circulate": "what travels in backward; auto takes what has fewer bytes",

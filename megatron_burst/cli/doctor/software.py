@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_burst.cli.doctor.record import Check, Status
-from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.kernels.backends import Problem, backends, in_words
 
 _MEGATRON = ("0.19.",)  # those that the tests run with
 _FOR_FA4 = (9, 10)
@@ -64,7 +64,7 @@ def check_backends() -> Check:
     )
     why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
     live = [name for name, refusal in why.items() if refusal is None]
-    reasons = "; ".join(f"not {name}: {refusal}" for name, refusal in why.items() if refusal)
+    reasons = in_words({name: refusal for name, refusal in why.items() if refusal})
     what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
         return Check("backends", Status.FAIL, what, "install a torch with attention kernels")
