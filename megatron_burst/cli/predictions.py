@@ -219,4 +219,4 @@ def _as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     known = {kernel.backend for kernel in hardware.kernels}
     backend = "cudnn" if "cudnn" in known else "auto"
     way = {"intra": "ring", "inter": "flat", "circulate": "kv"}
-    return replace(call, **way, pulled=False, backend=backend)
+    return replace(call, **way, transfer="send", backend=backend)

@@ -12,7 +12,11 @@ from megatron_burst.plan.choose import (
     choose_inter,
     choose_intra,
 )
-from megatron_burst.plan.choose_heads import choose_heads_per_exchange, choose_heads_per_round
+from megatron_burst.plan.choose_heads import (
+    choose_heads_per_exchange,
+    choose_heads_per_round,
+    most_heads,
+)
 from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
@@ -43,7 +47,8 @@ class AttentionCall:
         heads_per_round: of gathering or exchanging; None: as the engine chooses.
         pieces: whether there may be several rounds.
         circulate: in backward.
-        pulled: whether gathered keys go by copy engine, where they can.
+        transfer: of gathered keys inside a host: "pull" by copy engine or "send"; "auto" pulls where it
+            can.
         overlap: whether transfers are hidden.
         backend: attention kernel.
         layout: of the tokens.
@@ -65,7 +70,7 @@ class AttentionCall:
     heads_per_round: int | None = None
     pieces: bool = True
     circulate: str = "auto"
-    pulled: bool = True
+    transfer: str = "auto"
     overlap: bool = True
     backend: str = "auto"
     layout: Layout = Layout.ZIGZAG
@@ -80,10 +85,19 @@ class AttentionCall:
     @property
     def between_why(self) -> Choice:
         """How it goes between hosts, with the reason."""
-        asked = self.inter, self.intra
+        asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         exchange = Exchange(self._rounds_over_all, self.again)
         return choose_inter(shape, self.topology, self.layout, self.device, asked, exchange)
+
+    @property
+    def _of_rings(self) -> str:
+        """An option that was given and that an exchange over all ranks does not have, or ""."""
+        given = {"intra": self.intra, "circulate": self.circulate, "transfer": self.transfer}
+        given = {name: value for name, value in given.items() if value not in ("auto", "send")}
+        if (self.heads_per_round or 0) > most_heads(self.shape, _flat(self.topology), "a2a"):
+            given["heads_per_round"] = f"{self.heads_per_round}"
+        return next((f"{name}={value}" for name, value in given.items()), "")
 
     @property
     def _rounds_over_all(self) -> int:
@@ -115,10 +129,15 @@ class AttentionCall:
         return self.mode_why.value
 
     @property
+    def can_recall(self) -> bool:
+        """Whether K and V that are gathered come from other hosts and may stay for backward."""
+        travels = self.mode == "gather" and self.arranged.inter_size > 1
+        return travels and self.circulate != "q"
+
+    @property
     def recalls(self) -> bool:
         """Whether K and V that came from other hosts in forward stay there for backward."""
-        travels = self.mode == "gather" and self.arranged.inter_size > 1
-        if not travels or self.again or self.resend == "always" or self.circulate == "q":
+        if not self.can_recall or self.again or self.resend == "always":
             return False
         shape, others = self.priced, self.arranged.inter_size - 1
         return self.resend == "never" or few_come(shape, others)
@@ -160,7 +179,8 @@ class AttentionCall:
     @property
     def by_copy_engine(self) -> bool:
         """Whether ranks of a host pull what is gathered or exchanged."""
-        return self.pulled and self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+        together = self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+        return self.transfer != "send" and together
 
     @property
     def heads(self) -> int:

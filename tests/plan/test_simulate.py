@@ -48,7 +48,7 @@ def calls(draw) -> AttentionCall:
         shape, pretend_hosts(hosts * ranks, hosts), intra=intra, inter=inter,
         heads_per_round=draw(st.sampled_from([None, 1, 3])),
         circulate=draw(st.sampled_from(["auto", "kv", "q"])),
-        pulled=draw(st.booleans()), mask=draw(st.sampled_from(list(Mask))),
+        transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(list(Mask))),
         layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         again=draw(st.booleans()),
     )  # fmt: skip
