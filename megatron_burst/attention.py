@@ -67,8 +67,8 @@ def burst_attention(
         qkv_format: order of the first two axes.
         return_lse: also return the log-sum-exp of the scores.
         config: how it runs.
-        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and so does
-            `config.nccl_ctas`, of the same ranks.
+        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
+            `config.nccl_ctas` own ones of the same ranks.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,

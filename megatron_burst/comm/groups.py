@@ -17,7 +17,6 @@ from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
 from megatron_burst.plan.slots import sent_count
@@ -236,12 +235,6 @@ def communicator_of(
     if key not in made:
         board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
-        if config.hosts is not None and hcp_groups:
-            raise BurstError(
-                f"{_WHO}: hosts and hcp_groups must not come together, because each says which "
-                f"ranks share a host; got hosts={config.hosts} and groups of "
-                f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
-            )
         check_devices(group, board)
         topology = find_topology(group, config, board, hcp_groups)
         made[key] = (

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.plan.asked import check_asked, misses
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.layout import Layout

@@ -117,8 +117,8 @@ def choose_inter(
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
-        asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given of which an exchange
-            over all ranks has nothing, such as "intra=gather", or "".
+        asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given and that an
+            exchange over all ranks does not have, such as "intra=gather", or "".
         exchange: what the ring is compared with.
     """
     inter, of_rings = asked

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.cost import AttentionShape, a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import Curve, Links, LinkSpeed, preset
