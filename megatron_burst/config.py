@@ -22,13 +22,13 @@ class BurstConfig:
             ranks of each host work together, "a2a" exchanges heads over all ranks, "flat" runs one
             ring over all ranks as if there were one host, to measure what nesting brings; "auto"
             takes the ring or the exchange, by bytes between hosts.
-        heads_per_round: key heads that are gathered, or that a rank computes, at a time; the last
-            round may have fewer. Refused where there are fewer, and in a ring, which has no rounds.
-            None takes what fills the GPU within a bounded buffer.
+        heads_per_round: key heads that are gathered, or that a rank computes, at a time (fewer in
+            the last round); refused where there are fewer, and in a ring, which has no rounds; None
+            takes what fills the GPU within a bounded buffer.
         pieces: go through the heads in rounds; False takes all in one, so that transfers between
             hosts are whole shards, to measure what cutting them brings.
-        circulate: what travels round the rings in backward, where there are any: gathering or
-            exchanging on one host has none. "auto" takes what has fewer bytes.
+        circulate: what travels round the rings in backward, of which gathering or exchanging on one
+            host has none; "auto" takes what has fewer bytes.
         backend: the attention kernel by name; "auto" takes the fastest that can do the call.
         hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
             `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
@@ -36,12 +36,12 @@ class BurstConfig:
         hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
-            is "input" where a sum makes one hop only, "accumulate" where it makes more.
+            is "input" where a sum makes one hop only, "accumulate" where it makes more. What a
+            kernel itself rounds to the input dtype and nobody adds to travels so.
         resend: whether gathered K and V go between hosts again in backward: "always"; "never": they
-            stay where they came in forward if backward follows it directly, and what cannot have
-            that (rings inside hosts, or circulating Q) is refused on several hosts; "auto": never,
-            where that takes no more memory than the queries and sends no more than circulating Q.
-            What is exchanged over all ranks stays in any case.
+            stay where they came in forward if backward follows it directly, which is refused where
+            they cannot; "auto": never, where that takes no more memory than the queries and sends
+            no more than circulating Q. What is exchanged over all ranks stays in any case.
         transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels and know no
             rings; "auto" takes what was measured to be faster.
@@ -156,6 +156,11 @@ class BurstConfig:
                     f"keep=none, {name}={getattr(self, name)}; pass --burst-keep all, or leave it "
                     "out"
                 )
+        if self.keep == "auto" and (self.keep_layers is not None or self.keep_offload):
+            raise BurstError(
+                f"{who}: keep=auto must come without keep_layers and keep_offload, which it chooses; "
+                f"got {self.keep_layers}, {self.keep_offload}; leave them out, or pass keep=all"
+            )
         offloads = self.keep_offload or self.keep_offload_inputs or self.keep == "auto"
         if self.keep_host_gib is not None and not offloads:
             raise BurstError(

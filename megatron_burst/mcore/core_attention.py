@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -164,6 +164,8 @@ class BurstForward:
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
+        if config.deterministic_mode:
+            burst_config = replace(burst_config, deterministic=True)
         if config.context_parallel_size != cp_group.size():
             raise BurstError(
                 f"{WHO}: the layer's context parallel size must be that of its group, because a "

@@ -1,4 +1,4 @@
-"""How Megatron's GPT specs come to use burst's core attention; others that ask for it are refused."""
+"""How Megatron's GPT specs come to use burst's core attention; others that name it are refused."""
 
 import functools
 import inspect

@@ -31,8 +31,6 @@ def misses(call: AttentionCall) -> str | None:
     Raises:
         BurstError: if the call cannot run so at all.
     """
-    if call.topology.cp_size == 1:
-        return None
     several = len(set(call.topology.host_of)) > 1
     return (
         _heads_missing(call)
@@ -44,6 +42,8 @@ def misses(call: AttentionCall) -> str | None:
 def _heads_missing(call: AttentionCall) -> str | None:
     asked = call.heads_per_round
     if asked is None:
+        return None
+    if call.mode == "ring" and call.topology.cp_size == 1:
         return None
     if call.mode == "ring":
         return (
@@ -62,7 +62,7 @@ def _heads_missing(call: AttentionCall) -> str | None:
 
 
 def _transfer_missing(call: AttentionCall) -> str | None:
-    if call.transfer != "pull" or call.mode != "ring":
+    if call.transfer != "pull" or call.mode != "ring" or call.topology.cp_size == 1:
         return None
     return (
         "transfer=pull must come with gathering or exchanging heads, because shards of a ring are "

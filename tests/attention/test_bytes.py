@@ -91,6 +91,7 @@ GATHERS = [
     for wire in ("accumulate", "input")
     for circulate in (Circulate if hosts > 1 else (Circulate.KV,))
     for resend in ("always", "never")
+    if hosts == 1 or (resend, circulate) != ("never", Circulate.Q)  # K and V cannot stay
 ]
 
 
