@@ -158,8 +158,8 @@ class BurstConfig:
                 )
         if self.keep == "auto" and (self.keep_layers is not None or self.keep_offload):
             raise BurstError(
-                f"{who}: keep=auto must come without keep_layers and keep_offload, which it chooses; "
-                f"got {self.keep_layers}, {self.keep_offload}; leave them out, or pass keep=all"
+                f"{who}: keep=auto must come without keep_layers and keep_offload, as it chooses "
+                f"them; got {self.keep_layers} and {self.keep_offload}; leave them out"
             )
         offloads = self.keep_offload or self.keep_offload_inputs or self.keep == "auto"
         if self.keep_host_gib is not None and not offloads:

@@ -17,7 +17,7 @@ _ATTENTION = {
     "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
     "inter": "between hosts: a ring around intra, an exchange of heads over all ranks, or one flat "
     "ring over all ranks; auto takes what has fewer bytes there",
-    "heads_per_round": "key heads gathered, or computed by a rank (a2a), at a time; rings have none",
+    "heads_per_round": "key heads gathered, or computed by a rank (a2a), at a time; not in rings",
     "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
     "circulate": "what travels round rings in backward; auto takes what has fewer bytes",
     "backend": "attention kernel",
@@ -25,8 +25,8 @@ _ATTENTION = {
     "what simulation finds fastest",
     "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's; auto is "
     "the model's where a sum makes a single hop",
-    "resend": "gathered K and V between hosts again in backward; auto keeps them where few; never is "
-    "refused where they cannot stay",
+    "resend": "gathered K and V between hosts again in backward; auto keeps them where few; "
+    "never is refused where they cannot stay",
     "transfer": "gathered inside a host: send by NCCL, or pull by copy engine; auto pulls where it "
     "can",
     "nccl_ctas": "most thread blocks of a transfer",
