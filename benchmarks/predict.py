@@ -35,7 +35,14 @@ Link = Annotated[str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 host
 def commit() -> str:
     """The commit that predicts, and whether files other than predictions differ from it."""
     folder = Path(__file__).parents[1]
-    code = ["--", ".", ":!benchmarks/predictions"]
+    status = [
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!benchmarks/predictions",
+    ]
     head, changes = (
         subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
         for words in (
