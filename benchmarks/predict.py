@@ -34,21 +34,10 @@ Link = Annotated[str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 host
 
 def commit() -> str:
     """The commit that predicts, and whether files other than predictions differ from it."""
-    folder = Path(__file__).parents[1]
-    status = [
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        ".",
-        ":!benchmarks/predictions",
-    ]
+    folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
     head, changes = (
         subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
-        for words in (
-            ["rev-parse", "HEAD"],
-            ["status", "--porcelain", "--untracked-files=no", *code],
-        )
+        for words in (["rev-parse", "HEAD"], [*status, "--", ".", ":!benchmarks/predictions"])
     )
     return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
 
