@@ -33,11 +33,11 @@ Link = Annotated[str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 host
 
 
 def commit() -> str:
-    """The commit that predicts, and whether files differ from it."""
-    folder = Path(__file__).parent
+    """The commit that predicts, and whether files other than predictions differ from it."""
+    folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
     head, changes = (
         subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
-        for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        for words in (["rev-parse", "HEAD"], [*status, "--", ".", ":!benchmarks/predictions"])
     )
     return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
 

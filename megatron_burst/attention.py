@@ -17,6 +17,7 @@ from megatron_burst.engine.passes import passes_of
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.asked import check_asked
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.recompute.frames import recording
@@ -66,7 +67,8 @@ def burst_attention(
         qkv_format: order of the first two axes.
         return_lse: also return the log-sum-exp of the scores.
         config: how it runs.
-        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones.
+        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
+            `config.nccl_ctas` own ones of the same ranks.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
@@ -113,6 +115,7 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     if is_new and plan:
         board.agree({"the way that its hardware file leads to": str(config)}, _WHO)
     way = way_of(shape, q.device, carrier.topology, pattern, config)
+    check_asked(way)
     config, between = settle_inter(way, config)
     if config.inter in ("a2a", "flat"):
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)

@@ -22,11 +22,13 @@ class BurstConfig:
             ranks of each host work together, "a2a" exchanges heads over all ranks, "flat" runs one
             ring over all ranks as if there were one host, to measure what nesting brings; "auto"
             takes the ring or the exchange, by bytes between hosts.
-        heads_per_round: key heads that are gathered, or that a rank computes, at a time; None takes
-            what fills the GPU within a bounded buffer.
+        heads_per_round: key heads that are gathered, or that a rank computes, at a time (fewer in
+            the last round); refused where there are fewer, and in a ring, which has no rounds; None
+            takes what fills the GPU within a bounded buffer.
         pieces: go through the heads in rounds; False takes all in one, so that transfers between
             hosts are whole shards, to measure what cutting them brings.
-        circulate: what travels round the rings in backward; "auto" takes what has fewer bytes.
+        circulate: what travels round the rings in backward, of which gathering or exchanging on one
+            host has none; "auto" takes what has fewer bytes.
         backend: the attention kernel by name; "auto" takes the fastest that can do the call.
         hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
             `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
@@ -34,17 +36,19 @@ class BurstConfig:
         hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
-            is "input" where a sum makes one hop only, "accumulate" where it makes more.
+            is "input" where a sum makes one hop only, "accumulate" where it makes more. What a
+            kernel itself rounds to the input dtype and nobody adds to travels so.
         resend: whether gathered K and V go between hosts again in backward: "always"; "never": they
-            stay where they came in forward if backward follows it directly; "auto": never, where
-            that takes no more memory than the queries and sends no more than circulating Q.
+            stay where they came in forward if backward follows it directly, which is refused where
+            they cannot; "auto": never, where that takes no more memory than the queries and sends
+            no more than circulating Q. What is exchanged over all ranks stays in any case.
         transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
-            NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels; "auto"
-            takes what was measured to be faster.
+            NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels and know no
+            rings; "auto" takes what was measured to be faster.
         nccl_ctas: most thread blocks that a transfer of NCCL's may take from the GPU's
             multiprocessors; None leaves it to NCCL.
-        overlap: hide transfers behind kernels; False waits for each at once, to measure what
-            hiding them brings.
+        overlap: hide transfers between ranks behind kernels; False waits for each at once, to
+            measure what hiding them brings.
         keep: which of attention's results (out, lse) stay for the replay of a recomputed layer, so
             that it need not compute them: "none", those of the later "half" of the sequence, "all";
             "auto" chooses within `keep_budget_gib`, under Megatron only.
@@ -152,6 +156,18 @@ class BurstConfig:
                     f"keep=none, {name}={getattr(self, name)}; pass --burst-keep all, or leave it "
                     "out"
                 )
+        if self.keep == "auto" and (self.keep_layers is not None or self.keep_offload):
+            raise BurstError(
+                f"{who}: keep=auto must come without keep_layers and keep_offload, as it chooses "
+                f"them; got {self.keep_layers} and {self.keep_offload}; leave them out"
+            )
+        offloads = self.keep_offload or self.keep_offload_inputs or self.keep == "auto"
+        if self.keep_host_gib is not None and not offloads:
+            raise BurstError(
+                f"{who}: keep_host_gib must come with something that waits on the host, because it "
+                f"is room for that; got keep_host_gib={self.keep_host_gib} alone; pass "
+                "--burst-keep-offload or --burst-keep-offload-inputs, or leave it out"
+            )
 
     @classmethod
     def from_args(cls, args: Namespace) -> "BurstConfig":

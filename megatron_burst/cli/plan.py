@@ -13,7 +13,7 @@ from typer import Option
 from megatron_burst.cli.plan_table import show
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.attention import attention_time
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
 from megatron_burst.plan.hardware import preset_names
 from megatron_burst.plan.hardware_file import hardware as hardware_of

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.flags import megatron_flags

@@ -9,7 +9,8 @@ from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.modes import ATTENTION, MODES, Mode
 from megatron_burst.cli.results import Row
 from megatron_burst.engine.setup import Pattern, way_of
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.calibration import preset_of
 from megatron_burst.plan.cost import AttentionShape, exchange_widths
@@ -219,4 +220,4 @@ def _as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     known = {kernel.backend for kernel in hardware.kernels}
     backend = "cudnn" if "cudnn" in known else "auto"
     way = {"intra": "ring", "inter": "flat", "circulate": "kv"}
-    return replace(call, **way, pulled=False, backend=backend)
+    return replace(call, **way, transfer="send", backend=backend)

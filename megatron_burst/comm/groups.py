@@ -62,7 +62,8 @@ class Communicator:
             Link.INTRA: topology.grid[row],
             Link.INTER: tuple(ranks[column] for ranks in topology.grid),
         }
-        given = dict(zip(members, read_groups or (), strict=False))
+        bounded = config.nccl_ctas is not None  # what others have made is not
+        given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
         self._backend = dist.get_backend(group)
         self._level_names()
         self._groups = {

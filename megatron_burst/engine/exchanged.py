@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron_burst.comm.rows import Field, field_views, row_bytes
 from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.call import Call
-from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.schedule import Cargo
 
@@ -180,7 +179,7 @@ def _heads_of(schedule: A2ASchedule, index: int, tensor: Tensor) -> slice:
 
 
 def _result_dtypes(call: Call, targets: Sequence[Tensor]) -> list[torch.dtype]:
-    """Gradients travel in the kernel's dtype if that is wider; each is rounded once."""
+    """Gradients travel as the wire's dtype says, if the kernel's is as wide; rounded once."""
     if len(targets) == 3 and call.backend.capability.wide_grads:
-        return [accumulate_dtype(x.dtype) for x in targets]
+        return [call.grad_dtype for _ in targets]
     return [x.dtype for x in targets]

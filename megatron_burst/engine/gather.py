@@ -83,21 +83,17 @@ def gather_backward(
         direct = dq[:, :, _query_heads(step, q, k)] if schedule.topology.inter_size == 1 else None
         tiles = BackwardTiles(call, step.every_tile, sides.of(index), direct)
         own = tuple(x[:, :, step.heads.slice] for x in (k, v))
-        early = bool(step.before)  # tiles that need nobody hide what the sums wait for
-        if early:
-            of_keys.expect(index - 1)
+        of_keys.expect(index - 1)
         for tile in step.before:
             shares.add_own(index, tile, *tiles.compute(tile, *own))
-        if early:
+        if step.before:  # these tiles hide what the sums wait for inside the host
             of_keys.add(index - 1)
         gathered = keys.land(index)
         sides.expect(index + 1)
         keys.expect(index + 1)
-        if not early:
-            of_keys.expect(index - 1)
         for tile, share in zip(step.tiles, shares.shares(index), strict=True):
             tiles.compute(tile, *gathered, into=shares.split(share))
-        if not early:
+        if not step.before:
             of_keys.add(index - 1)
         sides.receive(index + 1)
         keys.receive(index + 1)

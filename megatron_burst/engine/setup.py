@@ -48,7 +48,7 @@ def way_of(
     return AttentionCall(
         shape, topology, intra=config.intra, inter=config.inter,
         heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
-        pulled=config.transfer != "send", overlap=config.overlap, backend=config.backend,
+        transfer=config.transfer, overlap=config.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
         multiprocessors=_multiprocessors(device), grad_wire=config.grad_wire,
         resend=config.resend,
@@ -99,6 +99,7 @@ def set_up(
         way_of(shape, q.device, carrier.topology, pattern, config),
         rectangular_causal=backend.capability.rectangular_causal,
     )
+    followed = replace(way, again=False)  # whatever is kept, if no replay comes between
     narrow = way.priced.grad_bytes == q.dtype.itemsize
     call = Call(
         forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
@@ -108,7 +109,9 @@ def set_up(
         scale=pattern.scale,
         grad_dtype=q.dtype if narrow else accumulate_dtype(q.dtype),
         deterministic=config.deterministic,
-        recalling=way.schedule(carrier.cp_rank, Direction.BACKWARD) if way.recalls else None,
+        recalling=followed.schedule(carrier.cp_rank, Direction.BACKWARD)
+        if followed.recalls
+        else None,
     )
     return call, "; ".join([*_words(way, carrier.transfer), f"backend {backend_choice}"])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from megatron_burst.kernels.triton_blocks import Chooser, Pass, blocks_for
+from megatron_burst.kernels.triton_statistics import ready_statistics
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     box,
@@ -20,15 +21,12 @@ from megatron_burst.kernels.triton_tiles import (
     load_rows,
     operand,
     padded,
-    statistics,
     statistics_box,
     store_rows,
     tile_of_program,
     visible,
     widths,
 )
-
-_LARGEST_BLOCK = 128  # query rows
 
 
 def launch_backward(
@@ -71,38 +69,6 @@ def launch_backward(
         if grads[0].shape[1]:
             together = group * heads_together(k, n_k * row_bytes)
             launch(_query_grads_kernel, Pass.QUERY_GRADS, grads[:1], together)
-
-
-def ready_statistics(lse: Tensor, delta: Tensor) -> Tensor:
-    """(lse in powers of two, delta) as the kernels read them: [2, b * h, n] without gaps.
-
-    n is rounded up to whole blocks, and rows that are not there, or that no key has seen, weigh 0:
-    kernels need no masks, and addresses that they know when compiled take no registers.
-    """
-    batch, heads, rows = lse.shape
-    whole = triton.cdiv(rows, _LARGEST_BLOCK) * _LARGEST_BLOCK
-    ready = lse.new_empty(2, batch * heads, whole, dtype=torch.float32)
-    if ready.numel():
-        grid = (whole // _LARGEST_BLOCK, batch * heads)
-        with torch.cuda.device_of(lse):
-            _statistics_kernel[grid](
-                operand(lse), operand(delta), ready[0], ready[1], rows, heads, ROWS=_LARGEST_BLOCK
-            )
-    return ready
-
-
-@triton.jit(do_not_specialize=["rows", "heads"])
-def _statistics_kernel(lse, delta, ready_lse, ready_delta, rows, heads, ROWS: tl.constexpr):
-    first, head = tl.program_id(0) * ROWS, tl.program_id(1)
-    inside = first + tl.arange(0, ROWS) < rows
-    read = statistics(lse, head // heads, head % heads, first, ROWS)
-    row_lse = tl.load(read, mask=inside, other=-float("inf"))
-    row_lse = tl.where(row_lse == -float("inf"), float("inf"), row_lse) * LOG2_E
-    read = statistics(delta, head // heads, head % heads, first, ROWS)
-    row_delta = tl.load(read, mask=inside, other=0.0)
-    at = tl.cast(head, tl.int64) * tl.num_programs(0) * ROWS + first + tl.arange(0, ROWS)
-    tl.store(ready_lse + at, row_lse)
-    tl.store(ready_delta + at, row_delta)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "heads_kv", "group", "all_heads", "together"])

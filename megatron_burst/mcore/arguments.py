@@ -9,6 +9,7 @@ from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep_arguments import check_keep_args
 from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
 from megatron_burst.mcore.plan_arguments import apply_plan
+from megatron_burst.mcore.unused_flags import check_unused
 
 
 def with_flags(add_megatron_arguments):
@@ -28,6 +29,7 @@ def validate_flags(validate_args):
     def validate_all(args: Namespace, defaults=None):
         apply_plan(args)
         wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
+        check_unused(args)
         burst = BurstConfig.from_args(args)
         keeps = burst.keep != "none" or burst.keep_offload_inputs
         if wants_burst:
@@ -39,7 +41,7 @@ def validate_flags(validate_args):
             check_loss_args(args)
         validated = validate_args(args, {} if defaults is None else defaults)
         if wants_burst:
-            from megatron_burst.mcore.core_attention import provider_patches
+            from megatron_burst.mcore.providers import provider_patches
 
             for patch in provider_patches():
                 patch.apply()

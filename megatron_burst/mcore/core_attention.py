@@ -1,10 +1,8 @@
-"""Burst attention under Megatron-Core's core_attention contract, and how specs come to use it."""
+"""Burst attention under Megatron-Core's core_attention contract."""
 
-import functools
-import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -18,9 +16,8 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.keep import settled, switch_on
+from megatron_burst.mcore.keep import for_calls, settled, switch_on
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
-from megatron_burst.patching import Patch
 
 
 class BurstCoreAttention(MegatronModule):
@@ -150,57 +147,6 @@ def burst_replacements() -> dict[type, type]:
     return replacements
 
 
-def provider_patches() -> tuple[Patch, ...]:
-    """What makes all of Megatron's GPT specs, multi-token prediction included, use burst."""
-    owners = ["megatron.core.models.backends:LocalSpecProvider"]
-    if HAVE_TE:
-        owners.append("megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider")
-    provided = [
-        Patch(
-            owner=owner,
-            name="core_attention",
-            parameters=("self",),
-            why="GPT specs ask their backend for core attention; --spec does not reach the layers "
-            "of multi-token prediction",
-            wrap=_replace_provided,
-        )
-        for owner in owners
-    ]
-    return (*provided, *map(_refuse_in, burst_replacements()))
-
-
-def _refuse_in(megatrons_own: type) -> Patch:
-    return Patch(
-        owner=f"{megatrons_own.__module__}:{megatrons_own.__name__}",
-        name="__init__",
-        parameters=("self", *inspect.signature(megatrons_own).parameters),
-        why="specs past GPT's (hybrid, T5, heterogeneous) name this class themselves, and it does "
-        "not know what burst means",
-        wrap=functools.partial(_refuse_burst, megatrons_own),
-    )
-
-
-def _refuse_burst(megatrons_own: type, init):
-    def checked(self, *arguments, **options) -> None:
-        if type(self) is megatrons_own and options.get("cp_comm_type") == "burst":
-            raise BurstError(
-                f"{WHO}: the model's spec must name burst's core attention, because Megatron's own "
-                f"has no burst; got {megatrons_own.__name__} with cp_comm_type=burst; put the spec "
-                "through megatron_burst.burst_spec, or train this model without burst"
-            )
-        init(self, *arguments, **options)
-
-    return checked
-
-
-def _replace_provided(core_attention):
-    def provide(self) -> type:
-        provided = core_attention(self)
-        return burst_replacements().get(provided, provided)
-
-    return provide
-
-
 @dataclass(frozen=True)
 class BurstForward:
     """What a layer's core attention needs to call `burst_attention`."""
@@ -218,6 +164,8 @@ class BurstForward:
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
+        if config.deterministic_mode:
+            burst_config = replace(burst_config, deterministic=True)
         if config.context_parallel_size != cp_group.size():
             raise BurstError(
                 f"{WHO}: the layer's context parallel size must be that of its group, because a "
@@ -231,7 +179,7 @@ class BurstForward:
             cp_group,
             hcp_groups_of(pg_collection, burst_config),
             softmax_scale,
-            burst_config,
+            for_calls(burst_config),
             config,
             layer_number,
         )

@@ -17,16 +17,18 @@ _ATTENTION = {
     "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
     "inter": "between hosts: a ring around intra, an exchange of heads over all ranks, or one flat "
     "ring over all ranks; auto takes ring or exchange by the bytes there and by what hides them",
-    "heads_per_round": "key heads gathered at a time",
-    "deterministic": "bitwise the same gradients every time",
-    "circulate": "what travels in backward; auto takes what has fewer bytes",
+    "heads_per_round": "key heads gathered, or computed by a rank (a2a), at a time; not in rings",
+    "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
+    "circulate": "what travels round rings in backward; auto takes what has fewer bytes",
     "backend": "attention kernel",
     "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
     "what simulation finds fastest",
     "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's; auto is "
     "the model's where a sum makes a single hop",
-    "resend": "gathered K and V between hosts again in backward; auto keeps them where few",
-    "transfer": "inside a host: send by NCCL, or pull by copy engine; auto pulls where it can",
+    "resend": "gathered K and V between hosts again in backward; auto keeps them where few; "
+    "never is refused where they cannot stay",
+    "transfer": "gathered inside a host: send by NCCL, or pull by copy engine; auto pulls where it "
+    "can",
     "nccl_ctas": "most thread blocks of a transfer",
     "timeout_s": "seconds a rank waits for others",
     "keep": "which of attention's results stay for the replay of a recomputed layer",
@@ -34,7 +36,7 @@ _ATTENTION = {
     "keep_offload": "put what is kept into pinned host memory",
     "keep_offload_inputs": "and the inputs of recomputed layers too",
     "keep_debug": "compare a replay's inputs with the first pass's",
-    "keep_host_gib": "most host memory of a rank for what is kept",
+    "keep_host_gib": "most host memory of a rank for what waits there",
     "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
 }
 _LOSS = {

@@ -122,6 +122,12 @@ def _own_kept(forward):
     return forward_kept
 
 
+def for_calls(burst: BurstConfig) -> BurstConfig:
+    """Burst's options without those of the checkpoints around calls, once these are switched on."""
+    room = burst.keep_host_gib if burst.keep_offload or burst.keep == "auto" else None
+    return replace(burst, keep_offload_inputs=False, keep_host_gib=room)
+
+
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
     """Burst's options for a layer that runs Megatron's own attention.
 
@@ -130,7 +136,7 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     """
     from megatron_burst.mcore.core_attention import burst_config_of
 
-    burst = burst_config_of(config)
+    burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
         check_keep(config)
         burst = settled(burst, config, layer_number, query, value, can_half=False)
@@ -173,7 +179,7 @@ def settled(
     """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
 
     Args:
-        burst: for the model.
+        burst: for the model, of `for_calls`.
         config: of the layer.
         layer_number: Megatron's.
         query: [s_local, b, h, d_qk], of the layer's attention.
@@ -200,13 +206,15 @@ def settled(
             keep_budget_gib=None,
             keep_layers=choice.layers if 0 < choice.layers < len(stage) else None,
             keep_offload=choice.offload,
+            keep_host_gib=burst.keep_host_gib if choice.offload else None,
             keep_debug=burst.keep_debug and choice.keep != "none",
         )
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
-    return replace(burst, keep="none", keep_layers=None, keep_offload=False, keep_debug=False)
+    off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
+    return replace(burst, keep="none", keep_layers=None, **off)
 
 
 @lru_cache(maxsize=32)

@@ -10,11 +10,11 @@ import torch
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
-from megatron_burst.mcore.core_attention import provider_patches
 from megatron_burst.mcore.datasets import HELPERS_PATCH
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep import input_patch, keep_patches
 from megatron_burst.mcore.loss_arguments import loss_patches
+from megatron_burst.mcore.providers import provider_patches
 from megatron_burst.patching import Patch
 
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"

@@ -11,14 +11,13 @@ import functools
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.cuda_means_cpu import CudaMeansCpu
 from megatron_burst.mcore.datasets import use_built_dataset_helpers
 
 logger = logging.getLogger(__name__)
@@ -77,35 +76,6 @@ def adjust_args(args: Namespace) -> list[str]:
 # ---- building a model and running it --------------------------------------------------------
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Answers every torch call that names a CUDA device or pinned memory with the CPU's."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # core/optimizer/optimizer.py:1009, :1028 and clip_grads.py:174 compare with the names
-            # of CUDA types.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return func(*map(_on_cpu, args), **kwargs)
-
-
-def _on_cpu(value: object) -> object:
-    """Replace a CUDA device, by name or as torch.device, by the CPU."""
-    if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
-
-
 @functools.cache
 def tensors_stay_on_the_cpu() -> None:
     """CUDA is hard-coded: core/models/common/embeddings/rope_utils.py:62 moves the zigzag's index
@@ -114,7 +84,7 @@ def tensors_stay_on_the_cpu() -> None:
 
     The mode holds for the calling thread, which for CPU tensors also runs the backward pass.
     """
-    mode = _CudaMeansCpu()
+    mode = CudaMeansCpu()
     mode.__enter__()
     # A mode is off while it answers a call, and Tensor.backward is one; it runs recomputation.
     run_backward = torch.autograd._engine_run_backward

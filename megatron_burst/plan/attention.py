@@ -1,8 +1,7 @@
-"""One attention call: the schedules that the engine would run, and their time."""
+"""One attention call, how it is settled to run, and the schedules that the engine would run."""
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
 
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
@@ -12,21 +11,20 @@ from megatron_burst.plan.choose import (
     choose_inter,
     choose_intra,
 )
-from megatron_burst.plan.choose_heads import choose_heads_per_exchange, choose_heads_per_round
+from megatron_burst.plan.choose_heads import (
+    choose_heads_per_exchange,
+    choose_heads_per_round,
+    most_heads,
+)
 from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS, Hardware
-from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.operations import without_overlap
-from megatron_burst.plan.programme import AnySchedule, programme_of
+from megatron_burst.plan.programme import AnySchedule
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.simulate import Timeline, Wiring, simulate
 from megatron_burst.plan.topology import Topology
-
-_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,8 @@ class AttentionCall:
         heads_per_round: of gathering or exchanging; None: as the engine chooses.
         pieces: whether there may be several rounds.
         circulate: in backward.
-        pulled: whether gathered keys go by copy engine, where they can.
+        transfer: of gathered keys inside a host: "send", "pull" by copy engine; "auto" pulls where
+            it can.
         overlap: whether transfers are hidden.
         backend: attention kernel.
         layout: of the tokens.
@@ -65,7 +64,7 @@ class AttentionCall:
     heads_per_round: int | None = None
     pieces: bool = True
     circulate: str = "auto"
-    pulled: bool = True
+    transfer: str = "auto"
     overlap: bool = True
     backend: str = "auto"
     layout: Layout = Layout.ZIGZAG
@@ -80,10 +79,19 @@ class AttentionCall:
     @property
     def between_why(self) -> Choice:
         """How it goes between hosts, with the reason."""
-        asked = self.inter, self.intra
+        asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         exchange = Exchange(self._rounds_over_all, self.again)
         return choose_inter(shape, self.topology, self.layout, self.device, asked, exchange)
+
+    @property
+    def _of_rings(self) -> str:
+        """An option that was given and that an exchange over all ranks does not have, or ""."""
+        given = {"intra": self.intra, "circulate": self.circulate, "transfer": self.transfer}
+        given = {name: value for name, value in given.items() if value not in ("auto", "send")}
+        if (self.heads_per_round or 0) > most_heads(self.shape, _flat(self.topology), "a2a"):
+            given["heads_per_round"] = f"{self.heads_per_round}"
+        return next((f"{name}={value}" for name, value in given.items()), "")
 
     @property
     def _rounds_over_all(self) -> int:
@@ -115,10 +123,15 @@ class AttentionCall:
         return self.mode_why.value
 
     @property
+    def can_recall(self) -> bool:
+        """Whether K and V that are gathered come from other hosts and may stay for backward."""
+        travels = self.mode == "gather" and self.arranged.inter_size > 1
+        return travels and self.circulate != "q"
+
+    @property
     def recalls(self) -> bool:
         """Whether K and V that came from other hosts in forward stay there for backward."""
-        travels = self.mode == "gather" and self.arranged.inter_size > 1
-        if not travels or self.again or self.resend == "always" or self.circulate == "q":
+        if not self.can_recall or self.again or self.resend == "always":
             return False
         shape, others = self.priced, self.arranged.inter_size - 1
         return self.resend == "never" or few_come(shape, others)
@@ -160,7 +173,8 @@ class AttentionCall:
     @property
     def by_copy_engine(self) -> bool:
         """Whether ranks of a host pull what is gathered or exchanged."""
-        return self.pulled and self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+        together = self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+        return self.transfer != "send" and together
 
     @property
     def heads(self) -> int:
@@ -199,58 +213,6 @@ class AttentionCall:
         if direction is Direction.BACKWARD:
             dims = 3 * shape.dim_qk + 2 * shape.dim_v
         return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
-
-
-@lru_cache(maxsize=4096)
-def attention_time(
-    call: AttentionCall,
-    hardware: Hardware,
-    direction: Direction,
-    pass_tflop: float = inf,
-    ranks: range | None = None,
-) -> Timeline:
-    """What happens in one pass of a call.
-
-    Args:
-        call: the call.
-        hardware: that it runs on.
-        direction: which pass.
-        pass_tflop: work without pause (`KernelSpeed`); infinite in training.
-        ranks: to simulate; None: as many as the time depends on.
-
-    Raises:
-        BurstError: if the call cannot run so.
-    """
-    timer = Timer(hardware, call.backend, pass_tflop)
-    programmes = {}
-    for rank in _simulated(call) if ranks is None else ranks:
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
-        programmes[rank] = ops if call.overlap else without_overlap(ops)
-    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
-
-
-def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: the first and the last of a large group in which all do alike.
-
-    In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
-    queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
-    over all hosts have equal tiles.
-    """
-    topology = call.arranged
-    nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
-    even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
-    if topology.cp_size > _MOST_RANKS and nested and even:
-        return range(0, topology.cp_size, topology.cp_size - 1)
-    return range(topology.cp_size)
-
-
-def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
-    """Of a network card for a rank: all of a host send at the same time, but in a flat ring one."""
-    topology = call.arranged
-    flat_ring = topology.spans_hosts and call.mode == "ring"
-    together = 1 if flat_ring else max(map(topology.host_of.count, set(topology.host_of)))
-    return hardware.inter_share(together * call.neighbours)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.asked import check_asked, misses
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.layout import Layout
@@ -47,6 +49,7 @@ def choose_call(
     Raises:
         BurstError: if what was asked for cannot run.
     """
+    check_ways(call)
     found = [
         (sum(attention_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
         for way in ways(call)
@@ -68,8 +71,18 @@ def _mode(call: AttentionCall) -> str:
     return f"{call.mode} over all ranks" if call.arranged.spans_hosts else call.mode
 
 
+def check_ways(call: AttentionCall) -> None:
+    """Refuse a call whose options leave no way open, for what its own way does not have."""
+    if next(ways(call), None) is None:
+        check_asked(call)
+
+
 def ways(call: AttentionCall) -> Iterator[AttentionCall]:
     """Every way to run a call that its options leave open."""
+    return (way for way in _every_way(call) if misses(way) is None)
+
+
+def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
     hosts, heads = call.topology.inter_size, call.shape.heads_kv
     if call.inter in ("a2a", "flat"):
         yield from _ways_inside(call)

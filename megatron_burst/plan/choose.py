@@ -117,16 +117,17 @@ def choose_inter(
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
-        asked: inter ("auto", "ring", "a2a", "flat") and intra of the configuration.
+        asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given and that an
+            exchange over all ranks does not have, such as "intra=gather", or "".
         exchange: what the ring is compared with.
     """
-    inter, intra = asked
+    inter, of_rings = asked
     if inter != "auto":
         return Choice(inter, "asked for")
     if topology.inter_size == 1:
         return Choice("ring", "one row of ranks")
-    if intra != "auto":
-        return Choice("ring", f"intra={intra} was asked for")
+    if of_rings:
+        return Choice("ring", f"{of_rings} was asked for")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:

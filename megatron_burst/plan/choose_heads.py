@@ -2,7 +2,6 @@
 
 from math import ceil
 
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.plan.topology import Topology
@@ -12,6 +11,17 @@ _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second
 _PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
 _WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
 _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
+
+
+def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
+    """Key heads that a round can have: all of those that are gathered, or that a rank computes.
+
+    Args:
+        shape: sizes of the call on one rank.
+        topology: of the group; ranks of a row gather or exchange.
+        mode: "gather" or "a2a".
+    """
+    return max(1, shape.heads_kv // (topology.intra_size if mode == "a2a" else 1))
 
 
 def choose_heads_per_round(
@@ -35,17 +45,9 @@ def choose_heads_per_round(
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
         multiprocessors: of a GPU.
-        asked: by the user; None lets the rule decide.
+        asked: by the user, at most as many as there are; None lets the rule decide.
         pieces: whether there may be several rounds.
-
-    Raises:
-        BurstError: if more heads were asked for than there are.
     """
-    if asked is not None and asked > shape.heads_kv:
-        raise BurstError(
-            "burst attention: heads_per_round must not exceed the key heads of a rank, because a "
-            f"round gathers some of them; got {asked} of {shape.heads_kv}; leave it out"
-        )
     if asked is not None or not pieces:
         return asked or shape.heads_kv
     row = shape.batch * shape.tokens * topology.intra_size
@@ -82,13 +84,13 @@ def choose_heads_per_exchange(
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row exchange.
         multiprocessors: of a GPU.
-        asked: by the user; None lets the rule decide.
+        asked: by the user, at most as many as there are; None lets the rule decide.
         pieces: whether there may be several rounds.
     """
     ranks = topology.intra_size
     group = shape.heads_q // shape.heads_kv
     a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
-    most = max(1, shape.heads_kv // ranks)
+    most = most_heads(shape, topology, "a2a")
     if not pieces:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))

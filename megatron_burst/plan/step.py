@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.half import choose_half
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer

@@ -78,9 +78,9 @@ def keeping_of(
     Raises:
         BurstError: if it was asked for what only Megatron's layers can have.
     """
+    _check(config)
     if config.keep == "none":
         return None, ""
-    _check(config)
     for patch in torch_patches():
         patch.apply()
     policy, said = WHOLE, ""
@@ -107,11 +107,17 @@ def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Par
 
 
 def _check(config: BurstConfig) -> None:
-    for name, value in (("keep", config.keep), ("keep_layers", config.keep_layers)):
-        if value == "auto" or (name == "keep_layers" and value is not None):
+    of_layers = {
+        "keep": config.keep == "auto",
+        "keep_layers": config.keep_layers is not None,
+        "keep_offload_inputs": config.keep_offload_inputs,
+    }
+    for name, is_given in of_layers.items():
+        if is_given:
             raise BurstError(
                 f"{WHO}: {name} must be settled by Megatron's layers, because a single call knows "
-                f"of no others; got {name}={value}; pass keep none, half or all to each call"
+                f"of no others; got {name}={getattr(config, name)}; pass keep none, half or all to "
+                "each call, and leave the rest out"
             )
 
 

@@ -91,6 +91,7 @@ GATHERS = [
     for wire in ("accumulate", "input")
     for circulate in (Circulate if hosts > 1 else (Circulate.KV,))
     for resend in ("always", "never")
+    if hosts == 1 or (resend, circulate) != ("never", Circulate.Q)  # K and V cannot stay
 ]
 
 
@@ -152,7 +153,8 @@ def exchanged_and_planned(rank, world):
     for hosts, inter, circulate, keep in EXCHANGES:
         topology = pretend_hosts(world, hosts)
         config = BurstConfig(
-            hosts=hosts, intra="a2a", inter=inter, heads_per_round=1, circulate=circulate.value,
+            hosts=hosts, intra="a2a", inter=inter, heads_per_round=1,
+            circulate=circulate.value if inter == "ring" else "auto",
             keep="all" if keep == "all" else "none",
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d) for h, d in ((16, 8), (4, 8), (4, 4)))

@@ -104,7 +104,8 @@ def errors_over_hosts(rank, hosts, world):
         truth = truth_of(tensors, causal, 6**-0.5)
         rows = rows_of(Layout.ZIGZAG, rank, world, 6)
         for way in WAYS:
-            several = {"heads_per_round": 1} if way.get("pieces", True) else {}
+            in_rounds = way.get("pieces", True) and way.get("inter") != "flat"
+            several = {"heads_per_round": 1} if in_rounds else {}
             config = BurstConfig(hosts=hosts, **several, **way)
             got = run(tensors, rows, causal=causal, config=config)
             errors[heads, causal, str(way)] = worst(got, truth, rows)

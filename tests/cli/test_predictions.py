@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megatron_burst.cli.modes import MODES
 from megatron_burst.cli.predictions import predict
 from megatron_burst.cli.results import Row, append, read
-from megatron_burst.plan.attention import attention_time
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.hardware import GIB, preset
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.schedule import Direction

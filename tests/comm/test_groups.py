@@ -44,6 +44,11 @@ def given_groups(rank):
     used = communicator_of(dist.group.WORLD, BurstConfig(), mine)._groups
     assert [used[link, Cargo.READ] for link in Link] == mine
     assert used[Link.INTRA, Cargo.GRAD] is not rows[row]
+    bounded = communicator_of(dist.group.WORLD, BurstConfig(nccl_ctas=8), mine)
+    for link, given in zip(Link, mine, strict=True):  # thread blocks of given ones are not bounded
+        own = bounded._groups[link, Cargo.READ]
+        ranks = dist.get_process_group_ranks
+        assert own is not given and ranks(own) == ranks(given)
     wrong = [rows[row], crossed[0 if rank in (0, 3) else 1]]
     with pytest.raises(BurstError, match="must be the rows and columns of a grid.*INTRA INTER"):
         communicator_of(dist.group.WORLD, BurstConfig(), wrong)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.layout import Layout
-from tests.gpu.test_gather import problem_of, run
+from tests.gpu.test_gather import kernels, problem_for, problem_of, run
 from tests.gpu.test_nccl import GPUS, relative
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -41,17 +42,17 @@ WAYS = [
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
-def errors(rank, world, hosts, shape):
+def errors(rank, world, hosts, shape, ways, backend="auto"):
     """Relative errors of (out, dq, dk, dv) by way, over the whole sequence."""
     os.environ["NCCL_HOSTID"] = f"pretended-{rank * hosts // world}"  # before NCCL starts
     tensors, truth = problem_of(shape[:2], 2048, shape[2])
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     found = {}
-    for way in WAYS if world > 1 else [{}]:
+    for way in ways if world > 1 else [{}]:
         cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
         if not way.get("pieces", True):
             cut = {}
-        config = BurstConfig(hosts=hosts, **cut, **way)
+        config = BurstConfig(hosts=hosts, backend=backend, **cut, **way)
         worst = (0,)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
@@ -66,13 +67,31 @@ def errors(rank, world, hosts, shape):
 def test_errors_are_at_most_twice_one_gpus(shape, connections):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, **SOCKETS}
     settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
-    (alone,) = run_ranks(errors, 1, 1, 1, SHAPES[shape], **settings)
-    for world, hosts in ((2, 2), (4, 2), (4, 4)):
+    compare(((2, 2), (4, 2), (4, 4)), SHAPES[shape], WAYS, settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", kernels() or ["none"])
+def test_so_they_are_with_every_kernel(backend, shape):
+    if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
+        pytest.skip(f"{backend} does not do {SHAPES[shape]}")
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **SOCKETS}
+    settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
+    places = ((4, 2),) if GPUS >= 4 else ((2, 2),)
+    compare(
+        places, SHAPES[shape], [*INSIDE, {"inter": "a2a"}, {"inter": "flat"}], settings, backend
+    )
+
+
+def compare(places, shape, ways, settings, backend="auto"):
+    """Errors on so many ranks and hosts beside those of one GPU; prints them."""
+    (alone,) = run_ranks(errors, 1, 1, 1, shape, ways, backend, **settings)
+    for world, hosts in places:
         if world > GPUS:
             continue
-        found = run_ranks(errors, world, world, hosts, SHAPES[shape], **settings)[0]
+        found = run_ranks(errors, world, world, hosts, shape, ways, backend, **settings)[0]
         for way, several in found.items():
-            print(f"{shape} {world} ranks {hosts} hosts {way}: {several}")
+            print(f"{backend} {shape} {world} ranks {hosts} hosts {way}: {several}")
             for error, single in zip(several, alone["{}"], strict=True):
                 assert error <= 2 * single and single < 1e-2, (world, hosts, way, several, alone)
 

@@ -139,6 +139,19 @@ def test_refuses_a_layer_whose_context_parallel_size_is_not_its_groups():
     run_ranks(layer_of_another_size, 2)
 
 
+def deterministic_layers(rank):
+    start(Parallel(cp=2))
+    layers = [
+        BurstCoreAttention(config_of(Parallel(cp=2), deterministic_mode=mode), 1, CAUSAL, "self")
+        for mode in (False, True)
+    ]
+    return [layer.burst.config.deterministic for layer in layers]
+
+
+def test_megatrons_deterministic_mode_is_attentions_too():
+    assert run_ranks(deterministic_layers, 2) == [[False, True]] * 2
+
+
 def whole_sequence(scale, causal):
     """Query, key, value, the output's gradient; output and gradients of full attention."""
     generator = torch.Generator().manual_seed(3)

@@ -23,7 +23,7 @@ BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_n
 PAIRS = FULL_RECOMPUTE | dict(recompute_num_layers=2)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0)
+AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ CASES = {
     "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
     "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload_inputs=True)),  # stays on
-    "none, inputs on the host": Case(BurstConfig(keep_offload_inputs=True), **BOTH),
+    "none, inputs on the host": Case(
+        BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0), **BOTH
+    ),
     "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
 }
 RUNS = [  # Megatron recomputes a layer of MTP alone

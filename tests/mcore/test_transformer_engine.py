@@ -65,8 +65,11 @@ def signatures(rank):
     }
     stand_in = {name: list(inspect.signature(getattr(StandIn, name)).parameters) for name in theirs}
     replaced = [(a.__name__, b.__name__) for a, b in module.burst_replacements().items()]
-    owners = [patch.target for patch in module.provider_patches()]
-    (patch,) = [patch for patch in module.provider_patches() if "StandIn" in patch.target]
+    from megatron_burst.mcore import providers
+
+    patches = importlib.reload(providers).provider_patches()
+    owners = [patch.target for patch in patches]
+    (patch,) = [patch for patch in patches if "StandIn" in patch.target]
     wrapped = patch.wrap(StandIn.__init__)
     with pytest.raises(BurstError, match="got StandIn with cp_comm_type=burst; put the spec"):
         wrapped(StandIn.__new__(StandIn), None, 1, None, "self", cp_comm_type="burst")

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan import buffers
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes, slot_count
 from megatron_burst.plan.cost import AttentionShape
@@ -93,7 +94,7 @@ def test_what_was_asked_for_stays():
     assert choose_call(call, H200).call == call
     open_ = AttentionCall(shape, pretend_hosts(4, 2), circulate="q")
     assert {way.circulate for way in ways(open_)} == {"q"}
-    over_all = replace(open_, inter="a2a", heads_per_round=2)
+    over_all = AttentionCall(shape, pretend_hosts(4, 2), inter="a2a", heads_per_round=2)
     assert {(way.inter, way.mode, way.heads) for way in ways(over_all)} == {("a2a", "a2a", 2)}
     ring = replace(open_, intra="ring")
     assert {(way.inter, way.intra) for way in ways(ring)} == {("ring", "ring")}

@@ -203,7 +203,7 @@ EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
 )
 def test_between_hosts_bytes_decide(shape, hosts, device, asked, exchange, value):
     topology = pretend_hosts(8, hosts)
-    choice = choose_inter(shape, topology, Layout.ZIGZAG, device, (asked, "auto"), exchange)
+    choice = choose_inter(shape, topology, Layout.ZIGZAG, device, (asked, ""), exchange)
     assert choice.value == value
 
 
@@ -227,7 +227,12 @@ def test_what_nothing_hides_counts_twice():
 
 def test_what_was_asked_for_inside_a_host_stays():
     choice = choose_inter(
-        shape_of(32, 32), pretend_hosts(8, 4), Layout.ZIGZAG, "cuda", ("auto", "gather"), EIGHT
+        shape_of(32, 32),
+        pretend_hosts(8, 4),
+        Layout.ZIGZAG,
+        "cuda",
+        ("auto", "intra=gather"),
+        EIGHT,
     )
     assert choice.value == "ring" and "intra=gather was asked for" in choice.reason
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan.attention import AttentionCall, attention_time
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.cost import AttentionShape, a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import Curve, Links, LinkSpeed, preset
@@ -48,7 +49,7 @@ def calls(draw) -> AttentionCall:
         shape, pretend_hosts(hosts * ranks, hosts), intra=intra, inter=inter,
         heads_per_round=draw(st.sampled_from([None, 1, 3])),
         circulate=draw(st.sampled_from(["auto", "kv", "q"])),
-        pulled=draw(st.booleans()), mask=draw(st.sampled_from(list(Mask))),
+        transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(list(Mask))),
         layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         again=draw(st.booleans()),
     )  # fmt: skip

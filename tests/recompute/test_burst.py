@@ -161,6 +161,15 @@ REFUSED = [
         "keep_offload must come with keep.*keep_offload=True; pass --burst-k",
     ),
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
+    (
+        dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
+        "keep=auto must come without keep_layers.*got 2 and False; leave them out",
+    ),
+    (
+        dict(keep="auto", keep_budget_gib=1.0, keep_offload=True),
+        "without.*got None and True;",
+    ),
+    (dict(keep="all", keep_host_gib=1.0), "something that waits on the host.*keep_host_gib=1.0"),
 ]
 
 

@@ -1,0 +1,68 @@
+"""The time of a pass of an attention call, by simulation of its schedules."""
+
+from functools import lru_cache
+from math import inf
+
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.operations import without_overlap
+from megatron_burst.plan.programme import programme_of
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.simulate import Timeline, Wiring, simulate
+
+_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups two stand for all
+
+
+@lru_cache(maxsize=4096)
+def attention_time(
+    call: AttentionCall,
+    hardware: Hardware,
+    direction: Direction,
+    pass_tflop: float = inf,
+    ranks: range | None = None,
+) -> Timeline:
+    """What happens in one pass of a call.
+
+    Args:
+        call: the call.
+        hardware: that it runs on.
+        direction: which pass.
+        pass_tflop: work without pause (`KernelSpeed`); infinite in training.
+        ranks: to simulate; None: as many as the time depends on.
+
+    Raises:
+        BurstError: if the call cannot run so.
+    """
+    timer = Timer(hardware, call.backend, pass_tflop)
+    programmes = {}
+    for rank in _simulated(call) if ranks is None else ranks:
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
+        programmes[rank] = ops if call.overlap else without_overlap(ops)
+    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
+
+
+def _simulated(call: AttentionCall) -> range:
+    """Ranks to simulate: the first and the last of a large group in which all do alike.
+
+    In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
+    queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
+    over all hosts have equal tiles.
+    """
+    topology = call.arranged
+    nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
+    even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
+    if topology.cp_size > _MOST_RANKS and nested and even:
+        return range(0, topology.cp_size, topology.cp_size - 1)
+    return range(topology.cp_size)
+
+
+def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
+    """Of a network card for a rank: all of a host send at the same time, but in a flat ring one."""
+    topology = call.arranged
+    flat_ring = topology.spans_hosts and call.mode == "ring"
+    together = 1 if flat_ring else max(map(topology.host_of.count, set(topology.host_of)))
+    return hardware.inter_share(together * call.neighbours)

@@ -1,0 +1,223 @@
+"""Options beside the ways in which calls are settled to run: honoured, or refused on all ranks.
+
+Catches an option that is dropped, one that is refused though it holds, and an `auto` that settles
+on a way without what was asked for where there is one that has it.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.planned import planned
+from megatron_burst.engine.setup import Pattern, way_of
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.asked import misses
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.recompute.keep import torch_patches
+from tests.ranks import run_ranks
+
+SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
+MANY = AttentionShape(1, 1 << 15, 32, 32, 128, 128, 2, 4, 4)  # heads are exchanged over all ranks
+UNEVEN = Topology(((0, 1, 2),), (0, 0, 1))
+WAYS = {  # name: topology, options
+    "one rank": (pretend_hosts(1, 1), {}),
+    "gather": (pretend_hosts(4, 1), {"intra": "gather"}),
+    "ring": (pretend_hosts(4, 1), {"intra": "ring"}),
+    "a2a": (pretend_hosts(4, 1), {"intra": "a2a"}),
+    "CPU": (pretend_hosts(4, 1), {"device": "cpu"}),
+    "2 hosts, gather": (pretend_hosts(4, 2), {"intra": "gather"}),
+    "2 hosts, q": (pretend_hosts(4, 2), {"intra": "gather", "circulate": "q"}),
+    "2 hosts, ring": (pretend_hosts(4, 2), {"intra": "ring"}),
+    "2 hosts, a2a": (pretend_hosts(4, 2), {"intra": "a2a"}),
+    "2 hosts, over all": (pretend_hosts(4, 2), {"inter": "a2a"}),
+    "2 hosts, flat": (pretend_hosts(4, 2), {"inter": "flat"}),
+    "2 hosts, CPU": (pretend_hosts(4, 2), {"device": "cpu"}),
+    "uneven hosts": (UNEVEN, {}),
+}
+RINGS = {"ring", "CPU", "2 hosts, ring", "2 hosts, flat", "2 hosts, CPU", "uneven hosts"}
+REFUSED = {  # option: the ways that do not have it
+    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 hosts, q", "2 hosts, a2a"},
+    ("resend", "always"): set(),
+    ("heads_per_round", 1): RINGS,
+    ("heads_per_round", 3): RINGS | {"a2a", "2 hosts, over all"},
+    ("heads_per_round", 9): WAYS.keys() - {"one rank"},
+    ("circulate", "kv"): {"2 hosts, over all"},
+    ("transfer", "pull"): RINGS,
+    ("transfer", "send"): set(),
+    ("pieces", False): set(),
+    ("overlap", False): set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("option", REFUSED, ids=str)
+def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
+    topology, options = WAYS[way]
+    reason = misses(AttentionCall(SHAPE, topology, **dict([option]) | options))
+    assert bool(reason) == (way in REFUSED[option])
+    if reason:
+        assert reason.startswith(option[0]) and " must " in reason and ", because " in reason
+        assert reason.count("; got ") == 1 and "\n" not in reason
+
+
+def test_what_is_kept_for_a_replay_follows_no_forward_directly():
+    call = AttentionCall(SHAPE, pretend_hosts(4, 2), intra="gather", resend="never", again=True)
+    assert misses(call) is None and not call.recalls
+
+
+@pytest.mark.parametrize(
+    "asked, between",
+    [
+        ({}, "a2a"), ({"circulate": "q"}, "ring"), ({"transfer": "pull"}, "ring"),
+        ({"transfer": "send"}, "a2a"), ({"heads_per_round": 1}, "a2a"),
+        ({"heads_per_round": 9}, "ring"), ({"intra": "gather"}, "ring"),
+        ({"resend": "never"}, "a2a"),
+    ],
+)  # fmt: skip
+def test_auto_between_hosts_has_what_was_asked_for(asked, between):
+    call = AttentionCall(MANY, pretend_hosts(4, 2), **asked)
+    assert call.between == between and misses(call) is None
+    assert call.heads == asked.get("heads_per_round", call.heads)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    "asked",
+    [{"resend": "never"}, {"heads_per_round": 4}, {"heads_per_round": 9}, {"circulate": "q"}],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["GQA", "MHA"])
+def test_simulation_chooses_among_ways_that_have_what_was_asked_for(hosts, asked, shape):
+    config = BurstConfig(hardware="h200", **asked)
+    pattern, device = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0), torch.device("cpu")
+    topology = pretend_hosts(4, hosts)
+    call = way_of(shape, device, topology, pattern, config)
+    if asked.get("heads_per_round", 0) > shape.heads_kv:
+        with pytest.raises(BurstError, match="heads_per_round must"):
+            planned(call, config)
+        return
+    settled, _ = planned(call, config)
+    way = way_of(shape, device, topology, pattern, settled)
+    assert misses(way) is None and {n: getattr(settled, n) for n in asked} == asked
+    if "resend" in asked and hosts > 1:
+        assert way.recalls or way.between == "a2a"
+
+
+CALLS = {  # hosts, options of a call on the CPU, words of its refusal
+    "never, by default a ring": (2, {"resend": "never"}, "never must.*got ring inside hosts"),
+    "never, Q": (
+        2, {"intra": "gather", "circulate": "q", "resend": "never"}, "never must.*got circulate=q;",
+    ),
+    "never, a2a": (2, {"intra": "a2a", "resend": "never"}, "never must.*got a2a inside hosts"),
+    "never, flat": (2, {"inter": "flat", "resend": "never"}, "never must.*got ring over all"),
+    "a ring's heads": (1, {"heads_per_round": 1}, "heads_per_round must come with.*got heads_per"),
+    "heads": (1, {"intra": "gather", "heads_per_round": 9}, "gathers, because.*got 9 of 8; leave"),
+    "a rank's heads": (1, {"intra": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
+    "of all ranks": (2, {"inter": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
+    "what does not": (2, {"inter": "a2a", "circulate": "kv"}, "circulate must come with a ring"),
+    "inputs of layers": (1, {"keep_offload_inputs": True}, "offload_inputs must be settled by"),
+    "half": (2, {"keep": "half", "resend": "never"}, "resend=never must come with keys that are"),
+}  # fmt: skip
+
+
+def inputs(dtype=torch.float32):
+    torch.manual_seed(dist.get_rank())
+    shapes = ((1, 8, heads, 8) for heads in (16, 8, 8))
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def sentences(rank):
+    found = {}
+    for name, (hosts, options, _) in CALLS.items():
+        with pytest.raises(BurstError) as refusal:
+            burst_attention(*inputs(), config=BurstConfig(hosts=hosts, **options))
+        found[name] = str(refusal.value)
+    return found
+
+
+def test_calls_are_refused_in_the_same_sentence_on_all_ranks():
+    first, *others = run_ranks(sentences, 4)
+    assert all(other == first for other in others)
+    for name, (*_, words) in CALLS.items():
+        assert re.search(words, first[name]), (name, first[name])
+
+
+def both_say_the_hosts(rank):
+    groups = [dist.group.WORLD, [dist.new_group([each]) for each in range(2)][rank]]
+    with pytest.raises(BurstError, match=r"hosts and hcp_groups must not.*=2 and.*\[2, 1\]"):
+        burst_attention(*inputs(), config=BurstConfig(hosts=2), hcp_groups=groups)
+
+
+def test_hosts_and_groups_that_say_which_they_are_are_refused():
+    run_ranks(both_say_the_hosts, 2)
+
+
+def bytes_of(options, run=None) -> list[int]:
+    """Sent in forward and in backward of a call in bf16."""
+    sent, post = Counter(), dist.batch_isend_irecv
+
+    def counted(ops):
+        for op in ops:
+            if op.op is dist.isend:
+                sent["bytes"] += op.tensor.numel() * op.tensor.itemsize
+        return post(ops)
+
+    dist.batch_isend_irecv = counted
+    try:
+        config = BurstConfig(**options)
+        tensors = inputs(torch.bfloat16)
+        out = (run or (lambda attend, *qkv: attend(*qkv)))(
+            lambda q, k, v: burst_attention(q, k, v, config=config), *tensors
+        )
+        forward = sent.pop("bytes")
+        out.sum().backward()
+        return [forward, sent["bytes"]]
+    finally:
+        dist.batch_isend_irecv = post
+
+
+def sent_with(rank, changes):
+    return [bytes_of(options) for options in changes]
+
+
+def test_gradients_of_an_exchange_are_as_wide_as_asked_for():
+    """dQ, dK, dV go back in bf16 or in fp32; nothing else changes."""
+    ways = [{"intra": "a2a", "grad_wire": wire} for wire in ("input", "accumulate", "auto")]
+    for narrow, wide, auto in run_ranks(sent_with, 2, ways):
+        assert narrow[0] == wide[0] and narrow == auto
+        assert wide[1] - narrow[1] == 8 * 8 * (16 + 8 + 8) * 2 // 2  # half of the heads
+
+
+def test_keys_stay_with_resend_never_whatever_is_kept_if_no_replay_comes_between():
+    way = {"hosts": 2, "intra": "gather", "grad_wire": "input"}
+    ways = [way | {"resend": "always"}, way | {"resend": "never"}]
+    ways.append(way | {"resend": "never", "keep": "all"})
+    for again, stay, kept in run_ranks(sent_with, 2, ways):
+        assert stay == kept and stay[0] == again[0]
+        assert again[1] - stay[1] == 8 * 8 * (8 + 8) * 2  # K and V
+
+
+def kept_and_replayed(rank):
+    for patch in torch_patches():
+        patch.apply()
+
+    def run(attend, *qkv):
+        return checkpoint(attend, *qkv, use_reentrant=True)
+
+    way = {"hosts": 2, "intra": "gather", "keep": "all"}
+    return [bytes_of(way | {"resend": resend}, run) for resend in ("always", "never")]
+
+
+def test_results_that_are_kept_for_a_replay_keep_no_keys_of_other_hosts():
+    for always, never in run_ranks(kept_and_replayed, 2):
+        assert always == never

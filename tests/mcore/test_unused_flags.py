@@ -1,0 +1,63 @@
+"""Flags of burst that nothing in a run would read are refused where they are given."""
+
+from argparse import ArgumentParser
+from dataclasses import fields
+
+import pytest
+
+from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.arguments import validate_flags, with_flags
+from megatron_burst.mcore.unused_flags import check_unused
+
+
+def megatron_arguments(parser):
+    parser.add_argument("--cp-comm-type", nargs="+")
+    return parser
+
+
+def parsed(words: str):
+    return with_flags(megatron_arguments)(ArgumentParser()).parse_args(words.split())
+
+
+BURST = "--context-parallel-impl burst"
+FOR_ATTENTION = {
+    "hosts": "2", "intra": "gather", "inter": "a2a", "heads_per_round": "2", "deterministic": "",
+    "circulate": "q", "backend": "reference", "hardware": "h200", "grad_wire": "input",
+    "resend": "never", "transfer": "send", "nccl_ctas": "8", "timeout_s": "5",
+}  # fmt: skip
+FOR_LOSS = {"grads": "forward", "label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
+
+
+def test_there_is_a_case_for_every_option_that_has_a_flag():
+    without = {"pieces", "overlap"}
+    assert FOR_ATTENTION.keys() | without == {
+        f.name for f in fields(BurstConfig) if not f.name.startswith("keep")
+    }
+    assert FOR_LOSS.keys() == {f.name for f in fields(FusedLossConfig)}
+
+
+@pytest.mark.parametrize("name", FOR_ATTENTION)
+def test_options_of_attention_need_burst(name):
+    given = f"--burst-{name.replace('_', '-')} {FOR_ATTENTION[name]}"
+    with pytest.raises(BurstError, match=f"^--burst-.*must come with {BURST}.*got no {BURST}; add"):
+        check_unused(parsed(given))
+    check_unused(parsed(f"{given} {BURST}"))
+    check_unused(parsed(f"{given} --cp-comm-type p2p burst"))  # by spec, without patches
+
+
+@pytest.mark.parametrize("name", FOR_LOSS)
+def test_options_of_the_loss_need_it(name):
+    given = f"--burst-loss-{name.replace('_', '-')} {FOR_LOSS[name]}"
+    with pytest.raises(BurstError, match="^--burst-loss-.*must come with --burst-fused-loss"):
+        check_unused(parsed(f"{given} {BURST}"))
+    check_unused(parsed(f"{given} --burst-fused-loss"))
+
+
+def test_keeping_works_with_megatrons_own_attention_too():
+    check_unused(parsed("--burst-keep all --burst-keep-offload --burst-keep-host-gib 2"))
+
+
+def test_they_are_refused_when_arguments_are_validated():
+    with pytest.raises(BurstError, match="^--burst-intra --burst-hosts: must come"):
+        validate_flags(lambda args, defaults: args)(parsed("--burst-intra ring --burst-hosts 2"))
