@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Exit, Option
 
 from megatron_burst.cli.plan_table import show
 from megatron_burst.cli.sentence import in_one_sentence
@@ -95,6 +95,7 @@ def plan(
     """Time, memory and flags of a training job before it runs.
 
     Sizes and policies that are not given are those of the fastest strategy that fits in memory.
+    Exits with 1 if none fits; the nearest to it is shown.
     """
     with in_one_sentence():
         _check_outputs(json, picture)
@@ -112,6 +113,8 @@ def plan(
         if picture:
             with _writing("--picture", picture):
                 _draw(job, found[0], picture)
+    if not found[0].fits:
+        raise Exit(1)
 
 
 def _job(

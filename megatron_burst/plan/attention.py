@@ -1,7 +1,7 @@
 """One attention call, how it is settled to run, and the schedules that the engine would run."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.choose import (
@@ -24,10 +24,10 @@ from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.programme import AnySchedule
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Topology
+from megatron_burst.plan.topology import Topology, pretend_hosts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionCall:
     """An attention call and how it is to run; "auto" as in `BurstConfig`.
 
@@ -76,7 +76,7 @@ class AttentionCall:
     rectangular_causal: bool | None = None
     again: bool = False
 
-    @property
+    @cached_property
     def between_why(self) -> Choice:
         """How it goes between hosts, with the reason."""
         asked = self.inter, self._of_rings
@@ -106,12 +106,12 @@ class AttentionCall:
         """ "ring", "a2a" (over all ranks) or "flat"."""
         return self.between_why.value
 
-    @property
+    @cached_property
     def arranged(self) -> Topology:
         """The topology that schedules are made for: one row of all ranks, if hosts do not count."""
         return self.topology if self.between == "ring" else _flat(self.topology)
 
-    @property
+    @cached_property
     def mode_why(self) -> Choice:
         """How it goes among the ranks of a row of `arranged`, with the reason."""
         between = self.between
@@ -128,7 +128,7 @@ class AttentionCall:
         travels = self.mode == "gather" and self.arranged.inter_size > 1
         return travels and self.circulate != "q"
 
-    @property
+    @cached_property
     def recalls(self) -> bool:
         """Whether K and V that came from other hosts in forward stay there for backward."""
         if not self.can_recall or self.again or self.resend == "always":
@@ -145,7 +145,7 @@ class AttentionCall:
         width = (shape.dim_qk + shape.dim_v) * shape.itemsize
         return (self.arranged.inter_size - 1) * shape.rows_kv * width
 
-    @property
+    @cached_property
     def circulate_why(self) -> Choice:
         """What passes from rank to rank in backward, with the reason."""
         if self.recalls:
@@ -154,7 +154,7 @@ class AttentionCall:
             return choose_circulate(self.priced, self.circulate)
         return Choice(Circulate.KV, "one host")
 
-    @property
+    @cached_property
     def priced(self) -> AttentionShape:
         """The shape, with gradients as wide as they travel."""
         ring = self.mode == "ring"
@@ -176,12 +176,22 @@ class AttentionCall:
         together = self.arranged.intra_size > 1 and not self.arranged.spans_hosts
         return self.transfer != "send" and together
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Key heads of a round: gathered, or of a rank that exchanges."""
         choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         return choose(self.shape, self.arranged, *asked)
+
+    def on_hosts(self, count: int) -> "AttentionCall":
+        """The same on another number of hosts that nest, with all settled that depends on it."""
+        return replace(
+            self, topology=pretend_hosts(count * self.arranged.intra_size, count), inter="ring",
+            intra=self.mode, heads_per_round=None if self.mode == "ring" else self.heads,
+            circulate=Circulate(self.circulate_why.value).value,
+            resend="never" if self.recalls else "always",
+            again=self.again and self.mode == "a2a",
+        )  # fmt: skip
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.

@@ -13,7 +13,8 @@ from megatron_burst.plan.programme import programme_of
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.simulate import Timeline, Wiring, simulate
 
-_MOST_RANKS = 16  # that are simulated one by one; in larger zigzag groups two stand for all
+_MANY_HOSTS = 8, 16  # whose times tell that of more
+_MOST_RANKS = 8  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
 @lru_cache(maxsize=4096)
@@ -43,6 +44,32 @@ def attention_time(
         ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
         programmes[rank] = ops if call.overlap else without_overlap(ops)
     return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
+
+
+@lru_cache(maxsize=4096)
+def pass_time(
+    call: AttentionCall, hardware: Hardware, direction: Direction, pass_tflop: float = inf
+) -> Timeline:
+    """`attention_time` on any number of hosts; where they are many, without spans.
+
+    Each further host is one more step of each round, like those before it.
+
+    Args: as of `attention_time`.
+    """
+    hosts = call.arranged.inter_size
+    few, more = _MANY_HOSTS
+    if call.mode == "ring" or hosts <= more:
+        return attention_time(call, hardware, direction, pass_tflop)
+    less, base = (
+        attention_time(call.on_hosts(count), hardware, direction, pass_tflop)
+        for count in _MANY_HOSTS
+    )
+    steps = (hosts - more) / (more - few)
+    seconds = base.seconds + steps * (base.seconds - less.seconds)
+    waits = [
+        (link, max(wait + steps * (wait - less.exposed(link)), 0.0)) for link, wait in base.waits
+    ]
+    return Timeline(seconds, (), tuple(waits))
 
 
 def _simulated(call: AttentionCall) -> range:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.asked import check_asked, misses
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_time import pass_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.layout import Layout
@@ -51,7 +51,7 @@ def choose_call(
     """
     check_ways(call)
     found = [
-        (sum(attention_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
+        (sum(pass_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
         for way in ways(call)
     ]
     smallest = min(found, key=lambda one: one[1])

@@ -1,7 +1,6 @@
 """What an attention call needs in memory beside its inputs and outputs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from megatron_burst.plan.a2a import A2ASchedule
@@ -13,7 +12,6 @@ from megatron_burst.plan.operations import part_of_heads
 from megatron_burst.plan.programme_gather import arriving_rows
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 from megatron_burst.plan.slots import pulled_count, sent_count
-from megatron_burst.plan.topology import pretend_hosts
 
 _MOST_HOSTS = 8  # more of them need no more buffers; a test compares
 
@@ -26,9 +24,7 @@ def buffer_bytes(call: AttentionCall) -> float:
     needs less, except for its output in float32 where results are merged.
     """
     if call.mode != "ring" and call.arranged.inter_size > _MOST_HOSTS:
-        ranks = _MOST_HOSTS * call.arranged.intra_size
-        fewer = pretend_hosts(ranks, _MOST_HOSTS)
-        return buffer_bytes(replace(call, topology=fewer, inter="ring", intra=call.mode))
+        return buffer_bytes(call.on_hosts(_MOST_HOSTS))
     schedule = call.schedule(0, Direction.BACKWARD)
     if isinstance(schedule, Schedule):
         return _ring_bytes(call, schedule)

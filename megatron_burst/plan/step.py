@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_time import pass_time
 from megatron_burst.plan.half import choose_half
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
@@ -92,7 +92,7 @@ class _Layer:
         self._timer = Timer(job.hardware)
         self._tokens = job.seq // strategy.cp
         call = call or attention_call(job, strategy)
-        self._passes = {d: attention_time(call, job.hardware, d) for d in Direction}
+        self._passes = {d: pass_time(call, job.hardware, d) for d in Direction}
         model = job.model
         moe = model.moe_layers / model.layers
         self._mlp = (1 - moe) * model.dense_params + moe * model.active_params

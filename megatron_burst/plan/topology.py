@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from megatron_burst.errors import BurstError
 
@@ -15,9 +16,12 @@ class Link(StrEnum):
     INTER = "inter"  # between hosts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Topology:
     """A rectangular arrangement of the ranks of a context-parallel group.
+
+    It may have thousands of ranks and is looked up all the time: what it takes a pass over them to
+    tell is told once.
 
     Attributes:
         grid: one row of cp ranks per host; each row is an intra ring, each column an inter ring.
@@ -42,15 +46,26 @@ class Topology:
         """Ranks in a row: the length of an intra ring."""
         return len(self.grid[0])
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.grid, self.host_of))
+
+    @cached_property
+    def _coords(self) -> dict[int, tuple[int, int]]:
+        rows = enumerate(self.grid)
+        return {rank: (row, column) for row, ranks in rows for column, rank in enumerate(ranks)}
+
     def coord(self, cp_rank: int) -> tuple[int, int]:
         """Row and column of a rank."""
-        for row, ranks in enumerate(self.grid):
-            if cp_rank in ranks:
-                return row, ranks.index(cp_rank)
-        raise BurstError(
-            f"topology: a rank must be one of the context-parallel group's {self.cp_size}; "
-            f"got {cp_rank}; pass a cp rank, not a global one"
-        )
+        if cp_rank not in self._coords:
+            raise BurstError(
+                f"topology: a rank must be one of the context-parallel group's {self.cp_size}; "
+                f"got {cp_rank}; pass a cp rank, not a global one"
+            )
+        return self._coords[cp_rank]
 
     def rank_at(self, row: int, column: int) -> int:
         """The rank at a place of the grid; both indices wrap around."""
@@ -60,7 +75,7 @@ class Topology:
         """The link between two ranks."""
         return Link.INTRA if self.host_of[a] == self.host_of[b] else Link.INTER
 
-    @property
+    @cached_property
     def spans_hosts(self) -> bool:
         """Whether an intra ring runs over several hosts: a flat ring may."""
         return any(len({self.host_of[rank] for rank in row}) > 1 for row in self.grid)

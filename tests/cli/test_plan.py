@@ -77,7 +77,8 @@ def test_sixteen_thousand_gpus_are_planned():
 
 
 def test_one_strategy_that_does_not_fit_says_by_how_much():
-    text = run("--model", "llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
+    job = ("--model", "llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
+    text = run(*job, code=1)
     assert "none of 192 strategies fits; the nearest: TP 8" in text
     assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
 

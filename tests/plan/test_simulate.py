@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_time import attention_time, pass_time
 from megatron_burst.plan.cost import AttentionShape, a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import Curve, Links, LinkSpeed, preset
@@ -242,6 +242,24 @@ def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
         everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
         assert {span.rank for span in some.spans} == {0, 31}
         assert some.seconds == pytest.approx(everyone.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("machine", ["h200", "a800"])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)])
+@pytest.mark.parametrize(("intra", "circulate"), [("gather", "kv"), ("gather", "q"), ("a2a", "kv")])
+def test_the_time_of_many_hosts_follows_from_that_of_fewer(machine, heads, intra, circulate):
+    for tokens in (1024, 8192):
+        shape = AttentionShape(1, tokens, *heads, 128, 128, 2, 4, 4)
+        call = AttentionCall(
+            shape, pretend_hosts(64, 32), intra=intra, inter="ring", circulate=circulate
+        )
+        for direction in Direction:
+            told = pass_time(call, preset(machine), direction)
+            simulated = attention_time(call, preset(machine), direction)
+            assert told.seconds == pytest.approx(simulated.seconds, rel=0.01)
+            for link in Link:
+                waits = told.exposed(link), simulated.exposed(link)
+                assert waits[0] == pytest.approx(waits[1], abs=0.05 * simulated.seconds)
 
 
 def test_a_flat_ring_over_hosts_is_slower_than_a_nested_one():
