@@ -28,7 +28,7 @@ from benchmarks.predict import commit
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.results import append
 from megatron_burst.cli.sentence import in_one_sentence, pick
-from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.search import candidate
@@ -224,20 +224,22 @@ def predict(
     """Append what the planner says of burst's runs; of Megatron's attention it knows nothing."""
     with in_one_sentence():
         machine = hardware_of(hardware)
-        for what, impl in RUNS:
-            if impl == "burst":
-                job = Job(what.model, what.seq, gpus, gpus, 1, machine)
-                found = candidate(job, Strategy(cp=gpus, keep="all"))
-                row = row_of(
-                    what, impl, gpus, [1e3 * found.time.seconds] if found.time else [],
-                    peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
-                    versions=f"planner at {commit()}",
-                    status="ok" if found.fits else "failed",
-                    note="" if found.fits else "it does not fit",
-                )  # fmt: skip
-                append(out, [row], SliceRow)
-                time = f"{row.ms:.0f} ms" if row.ms else row.note
-                typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
+        for what in (what for what, impl in RUNS if impl == "burst"):
+            row = _predicted(what, gpus, machine)
+            append(out, [row], SliceRow)
+            time = f"{row.ms:.0f} ms" if row.ms else row.note
+            typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
+
+
+def _predicted(what: Slice, gpus: int, machine: Hardware) -> SliceRow:
+    job = Job(what.model, what.seq, gpus, gpus, 1, machine)
+    found = candidate(job, Strategy(cp=gpus, keep="all"))
+    return row_of(
+        what, "burst", gpus, [1e3 * found.time.seconds] if found.time else [],
+        peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
+        versions=f"planner at {commit()}", status="ok" if found.fits else "failed",
+        note="" if found.fits else "it does not fit",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

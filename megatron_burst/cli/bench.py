@@ -243,10 +243,10 @@ def plot(csvs: Csvs) -> None:
 
 def _refuse_layers(rows: "list[Row]") -> None:
     """Refuse rows of bench recompute, whose columns are the same."""
-    from megatron_burst.cli.modes import ATTENTION, MODES
+    from megatron_burst.cli.modes import writes
 
     for row in rows:
-        if f"{row.impl}:{row.mode}" in MODES or row.mode == ATTENTION:
+        if writes(row.impl, row.mode):
             raise BurstError(
                 "bench: rows must be those of bench attention, because implementations are "
                 f"compared by problem; got one of {row.impl}:{row.mode}; show those of bench "

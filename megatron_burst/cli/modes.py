@@ -60,6 +60,12 @@ MODES = {
 }
 
 
+def writes(impl: str, mode: str) -> bool:
+    """Whether `bench recompute` writes rows of that name: of a mode, or of attention alone."""
+    impls = {known.impl for known in MODES.values()}
+    return f"{impl}:{mode}" in MODES or (mode == ATTENTION and impl in impls)
+
+
 def modes_of(names: Sequence[str]) -> tuple[Mode, ...]:
     """The modes of a list of names; none named means all.
 

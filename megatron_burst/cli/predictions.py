@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.modes import ATTENTION, MODES, Mode
+from megatron_burst.cli.modes import ATTENTION, MODES, Mode, writes
 from megatron_burst.cli.results import Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
@@ -66,8 +66,7 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
         return None
     layers = is_of_layers(row)
-    alone = row.mode == ATTENTION and row.impl in ("burst", "megatron")
-    known = (alone or f"{row.impl}:{row.mode}" in MODES) and row.batch == 1
+    known = writes(row.impl, row.mode) and row.batch == 1
     if not (known if layers else row.impl in ("burst", "ceiling") or is_standin(row)):
         return None
     hardware = hardware or preset_of(row.gpu, "a benchmark's row")
@@ -169,8 +168,8 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
     mode = MODES.get(f"{row.impl}:{row.mode}", Mode(row.impl, row.mode))
     job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
-    seconds = 0.0
-    for share, strategy in _strategies(row, layers, mode):
+    seconds, strategies = 0.0, _strategies(row, layers, mode)
+    for share, strategy in strategies:
         call = attention_call(job, strategy)
         if row.impl == "megatron":
             call = _as_megatron(call, hardware)
@@ -182,7 +181,7 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
         seconds += share * layers * layer_seconds(on_links, strategy, call)
         if mode.recompute == "selective":  # attention alone is computed again
             seconds += share * layers * again
-    return Prediction(1e3 * seconds, _layer_bytes(job, _strategies(row, layers, mode), mode) / GIB)
+    return Prediction(1e3 * seconds, _layer_bytes(job, strategies, mode) / GIB)
 
 
 def _layer_bytes(job: Job, strategies: list[tuple[float, Strategy]], mode: Mode) -> float:

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_burst.cli.modes import ATTENTION, MODES
+from megatron_burst.cli.modes import writes
 from megatron_burst.cli.results import Row
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
-_ALONE = {f"{impl}:{ATTENTION}" for impl in _FULL}
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -19,7 +18,7 @@ def trade_table(rows: Sequence[Row]) -> str:
         BurstError: if a row is of another benchmark, which may have the same columns.
     """
     for row in rows:
-        if row.impl not in _FULL or f"{row.impl}:{row.mode}" not in {*MODES, *_ALONE}:
+        if not writes(row.impl, row.mode):
             raise BurstError(
                 "bench recompute-show: rows must be those of bench recompute, because each is "
                 f"shown beside full recomputation; got one of {row.impl}:{row.mode}; show those of "

@@ -99,11 +99,12 @@ def set_up(
         way_of(shape, q.device, carrier.topology, pattern, config),
         rectangular_causal=backend.capability.rectangular_causal,
     )
-    followed = replace(way, again=False)  # whatever is kept, if no replay comes between
+    # whatever is kept: backward after a replay, and the one that follows its very forward
+    replayed, followed = (replace(way, again=again) for again in (True, False))
     narrow = way.priced.grad_bytes == q.dtype.itemsize
     call = Call(
         forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
-        backward=replace(way, again=True).schedule(carrier.cp_rank, Direction.BACKWARD),
+        backward=replayed.schedule(carrier.cp_rank, Direction.BACKWARD),
         backend=backend,
         carrier=carrier,
         scale=pattern.scale,

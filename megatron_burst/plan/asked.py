@@ -43,9 +43,9 @@ def _heads_missing(call: AttentionCall) -> str | None:
     asked = call.heads_per_round
     if asked is None:
         return None
-    if call.mode == "ring" and call.topology.cp_size == 1:
-        return None
     if call.mode == "ring":
+        if call.topology.cp_size == 1:
+            return None
         return (
             "heads_per_round must come with gathering or exchanging heads, because a ring has "
             f"no rounds of some heads; got heads_per_round={asked} and {call.in_words}; leave it "

@@ -47,22 +47,17 @@ def attention_time(
 
 
 @lru_cache(maxsize=4096)
-def pass_time(
-    call: AttentionCall, hardware: Hardware, direction: Direction, pass_tflop: float = inf
-) -> Timeline:
-    """`attention_time` on any number of hosts; where they are many, without spans.
+def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
+    """`attention_time` in training on any number of hosts; where they are many, without spans.
 
     Each further host is one more step of each round, like those before it.
-
-    Args: as of `attention_time`.
     """
     hosts = call.arranged.inter_size
     few, more = _MANY_HOSTS
     if call.mode == "ring" or hosts <= more:
-        return attention_time(call, hardware, direction, pass_tflop)
+        return attention_time(call, hardware, direction)
     less, base = (
-        attention_time(call.on_hosts(count), hardware, direction, pass_tflop)
-        for count in _MANY_HOSTS
+        attention_time(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS
     )
     steps = (hosts - more) / (more - few)
     seconds = base.seconds + steps * (base.seconds - less.seconds)

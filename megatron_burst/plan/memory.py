@@ -75,7 +75,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
         head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
     return Memory(
         weights, gradients, optimizer, saved, all_kept,
-        layer=a_layer.working, head=head, attention=buffer_bytes(attention_call(job, strategy)),
+        layer=a_layer.working, head=head, attention=a_layer.buffers,
         host=on_host * job.on_host,
     )  # fmt: skip
 
@@ -112,6 +112,7 @@ class _LayerBytes:
     Attributes:
         saved: what waits for backward, the layer's input included.
         working: what backward of the layer needs beside that at its fullest moment.
+        buffers: of its attention call.
     """
 
     def __init__(self, job: Job, strategy: Strategy) -> None:
@@ -131,7 +132,8 @@ class _LayerBytes:
         # a replay brings the rest back, and its output is held while backward goes through it
         again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
         gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
-        attending = hidden + out + qkv + buffer_bytes(call)  # gradients: of the layer, out, q, k, v
+        self.buffers = buffer_bytes(call)
+        attending = hidden + out + qkv + self.buffers  # gradients: of the layer, out, q, k, v
         self.saved = saved[how]
         self.working = again + max(feed.working, attending - gone)
 

@@ -101,15 +101,11 @@ def relay(
     """
     hosts = topology.inter_size
     backward = direction is Direction.BACKWARD
-    order = [
-        (round_, away)
-        for round_ in range(num_rounds)
-        for away in (
-            (*range(1, hosts), 0)
-            if backward and (recalls or 0 < round_ == num_rounds - 1)
-            else range(hosts)
-        )
-    ]
+    order: list[tuple[int, int]] = []
+    for round_ in range(num_rounds):
+        ends_at_home = recalls or 0 < round_ == num_rounds - 1
+        hosts_in_turn = (*range(1, hosts), 0) if backward and ends_at_home else range(hosts)
+        order += [(round_, away) for away in hosts_in_turn]
     programme = _Programme(topology, cp_rank, order)
     if not recalls:
         programme.lay_reads()

@@ -144,11 +144,11 @@ class Recording:
 
     def _read(self, inputs: Tensors) -> list[Tensor | None]:
         """What backward reads of the inputs, holding on to as little memory as it can."""
-        given = enumerate(zip(inputs, self._needs, strict=True))
-        return [
-            None if not needs else x if needs > 1 else lean(x, *inputs[:i], *inputs[i + 1 :])
-            for i, (x, needs) in given
-        ]
+        read = [x if needs else None for x, needs in zip(inputs, self._needs, strict=True)]
+        for index, needs in enumerate(self._needs):
+            if needs == 1:  # a copy may lie otherwise in memory
+                read[index] = lean(inputs[index], *inputs[:index], *inputs[index + 1 :])
+        return read
 
     def backward(
         self, inputs: Sequence[Tensor | None], outs: Tensors, extras: Tensors, grads
@@ -189,9 +189,10 @@ class Recording:
 
     def _check(self, inputs: Tensors) -> None:
         found = [geometry(x) for x in inputs]
+        depths = [max(needs, 1) for needs in self._needs]  # shapes count of all
         matches = len(found) == len(self._inputs) and all(
-            got[: max(needs, 1)] == first[: max(needs, 1)]
-            for got, first, needs in zip(found, self._inputs, self._needs, strict=True)
+            got[:depth] == first[:depth]
+            for got, first, depth in zip(found, self._inputs, depths, strict=True)
         )
         if not matches:
             raise BurstError(
