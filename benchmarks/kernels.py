@@ -104,7 +104,7 @@ def main(
     if sweep:
         _sweep(out, [case for case in cases if case.heads_kv < case.heads_q], deadline)
         return
-    names = [name for name in only.split(",") if name] or list(_able(cases[0]))
+    names = _usable(only.split(",")) if only else _able(cases[0])
     variants = {replace(case, seq=SHORT) for case in cases}
     jobs = [(run_once, case, name) for case in variants for name in names if name in COMPILED]
     print(*compile_all(jobs, deadline - budget_s / 3), sep="\n")
@@ -114,6 +114,15 @@ def main(
             continue
         for backward in (False, True):
             _measure(out, case, _runs(case, names, backward), backward, deadline)
+
+
+def _usable(names: list[str]) -> list[str]:
+    """Of the backends that were asked for those that can be used here; prints why others cannot."""
+    reasons = {name: backends()[name].missing() for name in names}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"{name} is left out: {reason}")
+    return [name for name in names if not reasons[name]]
 
 
 def _able(case: Case) -> list[str]:

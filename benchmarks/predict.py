@@ -29,7 +29,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[Path, Option(help="CSV to append to")]
 Ranks = Annotated[int, Option(min=1)]
 Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
-Link = Annotated[str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 hosts', if known")]
+Link = Annotated[
+    str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 hosts of one machine', if known")
+]
 
 
 def commit() -> str:

@@ -137,11 +137,15 @@ def choices(compared: Sequence[Compared]) -> list[float]:
         ):
             key = (row.date, row.hosts, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
             problems.setdefault(key, []).append(one)
-    several = [some for some in problems.values() if len(some) > 1]
-    return [
-        min(some, key=lambda c: c.predicted.ms).row.ms / min(c.row.ms for c in some) - 1
-        for some in several
-    ]
+    losses = []
+    for some in problems.values():
+        # modes that come to one schedule are predicted alike: repetitions of it
+        times: dict[float, list[float]] = {}
+        for one in some:
+            times.setdefault(one.predicted.ms, []).append(one.row.ms)
+        if len(times) > 1:
+            losses.append(median(times[min(times)]) / min(map(median, times.values())) - 1)
+    return losses
 
 
 def draw(compared: Sequence[Compared], path: Path) -> None:

@@ -62,7 +62,7 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     for case in plan.cases:
         case.check(world.size)
     check_out(plan.out, world)
-    bench = _Bench(plan, world, clock(plan.budget_s), link_speed(world))
+    bench = _Bench(plan, world, clock(plan.budget_s))
     peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
     return sweep(plan.cases, lambda case: bench.run(case, peers), world, bench.out_of_time, say)
 
@@ -74,7 +74,7 @@ class _Bench:
     plan: Plan
     world: World
     out_of_time: Callable[[], bool]
-    link: str
+    link: str = ""
     trials: dict[str, Trial] = field(default_factory=dict)
 
     def run(self, case: Case, peers: Sequence[Peer]) -> list[Row]:
@@ -86,6 +86,7 @@ class _Bench:
             if peer.comparable and trial.status == "ok":
                 truth = truth or trial.sample
             self.trials[str(peer.impl)] = trial
+        self.link = link_speed(self.world)  # sockets' speed drifts from problem to problem
         rows = []
         together = [peer for peer in peers if not peer.alone]
         for group in (together, *([peer] for peer in peers if peer.alone)):

@@ -94,12 +94,13 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """One comparison a problem and pass, in the order in which they were first measured."""
+    """One comparison a problem and pass, the shorter sequences first."""
     found: dict[Problem, dict[str, Row]] = {}
     for row in rows:
         problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
         found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
-    return [Comparison(problem, by_impl) for problem, by_impl in found.items()]
+    shortest_first = sorted(found, key=lambda problem: problem.seq)
+    return [Comparison(problem, found[problem]) for problem in shortest_first]
 
 
 def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:

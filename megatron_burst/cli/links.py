@@ -37,6 +37,8 @@ def link_speed(world: World) -> str:
     ring = _gbs(shift, send.numel(), world)
     all_to_all = _gbs(exchange, send.numel() * (1 - staying), world)
     where = f"between {world.hosts} hosts" if across else "on one host"
+    if across and world.machines == 1:
+        where += " of one machine"
     return f"ring {ring:.3g}, all-to-all {all_to_all:.3g} GB/s {where}"
 
 

@@ -15,7 +15,7 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         "of the matmul rate", "GiB", "errors of loss, dX, dW", "status",
     )  # fmt: skip
     lines = [head, ["---"] * len(head)]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.ranks, row.hidden, row.vocab, row.tokens)):
         native = next((r for r in rows if _head(r) == _head(row) and _is_native(r) and r.ms), None)
         measured = ["-"] * 4
         if row.ms:
@@ -53,14 +53,13 @@ def _is_native(row: LossRow) -> bool:
 
 
 def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
-    """Write `STEM_loss.png`: time and memory over tokens, a pair of panels for each head.
+    """Write `STEM_loss.png`: time a token and memory, a pair of panels for each head.
 
     Returns:
         the file, or nothing where Matplotlib is missing or nothing ran.
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
     except ModuleNotFoundError:
         return []
     newest = {(_head(row), row.impl): row for row in rows if row.ms}.values()
@@ -68,34 +67,31 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     if not heads:
         return []
     names = list(dict.fromkeys(row.impl for row in newest))
-    figure = Figure(figsize=(11, 3.6 * len(heads)), layout="constrained")
+    figure = Figure(figsize=(11, 2.8 * len(heads)), layout="constrained")
     panels = figure.subplots(len(heads), 2, squeeze=False)
     for (left, right), (hidden, vocab, ranks) in zip(panels, heads, strict=True):
         these = [r for r in newest if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
         _lines(left, right, these, names)
-        for axis, what in ((left, "ms, forward + backward"), (right, "GiB besides the gradients")):
+        for axis, what in ((left, "µs a token"), (right, "GiB besides the gradients")):
             axis.set(xscale="log", xlabel="tokens", ylabel=what)
             axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
             tokens = sorted({row.tokens for row in these})
             axis.set_xticks(tokens, [in_units(number) for number in tokens])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        left.set_yscale("log")
-        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        left.yaxis.set_minor_formatter(NullFormatter())
+        left.set_ylim(0, None)
         right.set_ylim(0, None)
-        left.legend(fontsize=7)
+        left.legend(fontsize=7, loc="lower right", ncols=2)
     path = stem.with_name(f"{stem.name}_loss.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
 def _lines(left, right, rows: Sequence[LossRow], names: Sequence[str]) -> None:
-    """Time and memory of each implementation, which has its colour in all panels."""
+    """Time a token and memory of each implementation, which has its colour in all panels."""
     for name in dict.fromkeys(row.impl for row in rows):
         line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
         tokens, style = [row.tokens for row in line], {"color": f"C{names.index(name)}"}
-        left.plot(tokens, [row.ms for row in line], "o-", label=name, **style)
+        left.plot(tokens, [1e3 * row.ms / row.tokens for row in line], "o-", label=name, **style)
         memory = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
         right.plot(tokens, memory, "o-", **style)

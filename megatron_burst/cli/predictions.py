@@ -30,7 +30,9 @@ _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other hosts came again
 _SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more in any case
 _HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
-_LINK = re.compile(r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts")
+_LINK = re.compile(
+    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts( of one machine)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,15 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     if not measured:
         return hardware
     over_all = call.mode == "a2a" and call.arranged.spans_hosts
-    gbs = Curve(((1.0, float(measured[2 if over_all else 1])),))
-    inter = LinkSpeed(hardware.links.inter.latency_us, gbs)
-    own = row.ranks // row.hosts
+    gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.hosts
+    nics = own
+    if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too
+        gbs, nics = gbs * own, 1
+    inter = LinkSpeed(hardware.links.inter.latency_us, Curve(((1.0, gbs),)))
     return replace(
         hardware,
         links=replace(hardware.links, inter=inter),
-        host=replace(hardware.host, gpus=own, nics=own),
+        host=replace(hardware.host, gpus=own, nics=nics),
     )
 
 

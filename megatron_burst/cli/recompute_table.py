@@ -1,6 +1,7 @@
 """Time against memory of ways to recompute: as a table, and as a picture."""
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 from megatron_burst.cli.modes import writes
@@ -9,6 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
+_A_LINE = 3  # panels
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -26,7 +28,7 @@ def trade_table(rows: Sequence[Row]) -> str:
             )
     head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
     lines = [head, ["---"] * len(head)]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.seq):
         full = next((r for r in rows if r.seq == row.seq and _is_full(r, row.impl) and r.ms), None)
         measured = ["-"] * 4
         if row.ms:
@@ -60,9 +62,12 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
     if not lengths:
         return []
     names = list(dict.fromkeys(f"{row.impl}:{row.mode}" for row in able))
-    figure = Figure(figsize=(4 * len(lengths) + 2, 4), layout="constrained")
-    panels = figure.subplots(1, len(lengths), squeeze=False)
-    for axis, seq in zip(panels.flat, lengths, strict=True):
+    lines = ceil(len(lengths) / _A_LINE)
+    figure = Figure(figsize=(4 * min(len(lengths), _A_LINE) + 2, 4 * lines), layout="constrained")
+    panels = [
+        figure.add_subplot(lines, min(len(lengths), _A_LINE), 1 + i) for i in range(len(lengths))
+    ]
+    for axis, seq in zip(panels, lengths, strict=True):
         for row in (row for row in able if row.seq == seq):
             _point(axis, row, names.index(f"{row.impl}:{row.mode}"))
         axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
@@ -70,7 +75,7 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
         axis.margins(0.08)
         axis.set_xlim(0, 1.06 * max(row.peak_gib for row in able if row.seq == seq))
         axis.grid(alpha=0.3)
-    points = {label: point for axis in panels.flat for point, label in _labelled(axis)}
+    points = {label: point for axis in panels for point, label in _labelled(axis)}
     figure.legend(points.values(), points, loc="outside right upper", fontsize=8)
     path = stem.with_name(f"{stem.name}_trade.png")
     figure.savefig(path, dpi=130)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from platform import node
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class World:
         size: number of processes.
         device: of this process.
         hosts: how many hosts (NVLink domains) there are.
+        machines: how many machines: fewer where hosts are pretended.
         control: a gloo group: what ranks tell each other passes by the device's streams.
     """
 
@@ -33,6 +35,7 @@ class World:
     size: int
     device: torch.device
     hosts: int
+    machines: int
     control: dist.ProcessGroup
 
     @property
@@ -102,12 +105,13 @@ def world_of(device: str) -> World:
     """The world of an initialised default process group; all ranks call it together."""
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     homes = [None] * dist.get_world_size()
-    dist.all_gather_object(homes, my_home(), group=control)
+    dist.all_gather_object(homes, (my_home(), node()), group=control)
     index = torch.cuda.current_device() if device == "cuda" else None
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(device, index),
-        hosts=len(set(nvlink_domains(homes))),
+        hosts=len(set(nvlink_domains([home for home, _ in homes]))),
+        machines=len({machine for _, machine in homes}),
         control=control,
     )
