@@ -115,8 +115,8 @@ class _Run:
         if found[Link.INTRA]:
             yield from self._speeds("all_to_all", lambda n: (mover.all_to_all(n),))
             yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
-            if mover.pull(_NOTHING):
-                yield from self._speeds("copy_engine", lambda n: (mover.pull(n),))
+            if read := mover.puller(max(self.sizes.messages)):
+                yield from self._speeds("copy_engine", lambda n: (read(n),))
         yield from self._speeds("host", mover.host_copies)
 
     def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:

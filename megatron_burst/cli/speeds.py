@@ -91,23 +91,30 @@ class Mover:
         whole = self._bytes(part.numel() * self.host_group.size())
         return lambda: dist.all_gather_into_tensor(whole, part, group=self.host_group)
 
-    def pull(self, num_bytes: int) -> Run | None:
-        """Each rank reads the next one's symmetric memory; None where GPUs cannot."""
+    def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
+        """Makes runs in which each rank reads the next one's symmetric memory.
+
+        Args:
+            most_bytes: that a run will read.
+
+        Returns:
+            what makes a run of so many bytes; None where GPUs cannot.
+        """
         if self.world.device.type != "cuda":
             return None
-        found: list[Tensor] = []
-        failure = attempt(lambda: found.extend(self._symmetric(num_bytes)), self.world)
-        if failure:
+        windows: list[_Window] = []
+        if attempt(lambda: windows.extend(self._windows(most_bytes)), self.world):
             return None
-        return (lambda: found[0].copy_(found[1])) if found else (lambda: None)
+        return windows[0].read if windows else lambda num_bytes: lambda: None
 
-    def _symmetric(self, num_bytes: int) -> Sequence[Tensor]:
+    def _windows(self, num_bytes: int) -> Sequence["_Window"]:
         if self.host_group is None:
             return ()
         own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
         handle = symmetric_memory.rendezvous(own, self.host_group.group_name)
         after = (self.host_group.rank() + 1) % self.host_group.size()
-        return self._bytes(num_bytes), handle.get_buffer(after, (num_bytes,), torch.uint8)
+        theirs = handle.get_buffer(after, (num_bytes,), torch.uint8)
+        return (_Window(own, handle, theirs, self._bytes(num_bytes)),)
 
     def host_copies(self, num_bytes: int) -> tuple[Run, Run]:
         """To the device from pinned memory, and back."""
@@ -122,6 +129,19 @@ class Mover:
 
     def _bytes(self, num_bytes: int) -> Tensor:
         return torch.ones(num_bytes, dtype=torch.uint8, device=self.world.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A rank's symmetric memory and its sight of the next one's, which lasts as long as this."""
+
+    own: Tensor
+    handle: object
+    theirs: Tensor
+    target: Tensor
+
+    def read(self, num_bytes: int) -> Run:
+        return lambda: self.target[:num_bytes].copy_(self.theirs[:num_bytes])
 
 
 def matmul(world: World, width: int, dtype: torch.dtype) -> tuple[Run, float]:

@@ -1,0 +1,44 @@
+"""`calibrate` on GPUs: links that CPU processes do not have, among them memory of the next GPU that
+must stay mapped while it is read."""
+
+import pytest
+import torch
+
+from megatron_burst.cli.calibrate import calibrate
+from megatron_burst.cli.speeds import Mover
+from megatron_burst.cli.world import world_of
+from megatron_burst.comm.hosts import my_home, topology_of_homes
+from tests.ranks import preload, run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}"),
+]
+preload("megatron_burst.cli.calibrate")
+
+
+def pulled(rank):
+    """What a rank reads of the next one's symmetric memory, that holds its number; then all."""
+    world = world_of("cuda")
+    mover = Mover.of(world, topology_of_homes(world.gather(my_home())))
+    read = mover.puller(1 << 20)
+    window = read.__self__
+    window.own.fill_(rank + 1)
+    world.synchronize()
+    world.barrier()
+    read(1 << 10)()
+    numbers = window.target[:: 1 << 9].tolist()
+    world.barrier()
+    del read, window
+    return numbers, calibrate(world, None, 120.0, lambda text: None)
+
+
+def test_two_gpus_measure_all_links_inside_a_host():
+    (first, found), (second, other) = run_ranks(pulled, 2, backend="nccl", timeout_s=280)
+    assert first[:3] == [2, 2, 1] and second[:3] == [1, 1, 1]  # 1024 bytes of the next rank's
+    assert found == other
+    kinds = {link.kind for link in found.links}
+    assert kinds == {"intra", "all_to_all", "all_gather", "copy_engine", "host"}
+    assert len(found.kernels) == 2 * 2 * 4  # directions, head dimensions, lengths
+    print(found)
