@@ -52,7 +52,7 @@ def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
 
     Each further host is one more step of each round, like those before it.
     """
-    hosts = call.arranged.inter_size
+    call, hosts = call.settled(direction), call.arranged.inter_size
     few, more = _MANY_HOSTS
     if call.mode == "ring" or hosts <= more:
         return attention_time(call, hardware, direction)

@@ -24,7 +24,7 @@ def buffer_bytes(call: AttentionCall) -> float:
     needs less, except for its output in float32 where results are merged.
     """
     if call.mode != "ring" and call.arranged.inter_size > _MOST_HOSTS:
-        return buffer_bytes(call.on_hosts(_MOST_HOSTS))
+        return buffer_bytes(call.settled(Direction.BACKWARD).on_hosts(_MOST_HOSTS))
     schedule = call.schedule(0, Direction.BACKWARD)
     if isinstance(schedule, Schedule):
         return _ring_bytes(call, schedule)
