@@ -8,6 +8,7 @@ waits only where its schedule waits.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.operations import Compute, Op, Post, Wait
@@ -66,12 +67,12 @@ class Wiring:
     hardware: Hardware
     inter_share: float = 1.0
 
-    def seconds(self, post: Post) -> float:
+    def seconds(self, link: Link, pulled: bool, num_bytes: float) -> float:
         """Time of a transfer that has its link to itself."""
         links = self.hardware.links
-        if post.link is Link.INTER:
-            return links.inter.seconds(post.num_bytes, self.inter_share)
-        return (links.pull if post.pulled else links.intra).seconds(post.num_bytes)
+        if link is Link.INTER:
+            return links.inter.seconds(num_bytes, self.inter_share)
+        return (links.pull if pulled else links.intra).seconds(num_bytes)
 
 
 def simulate(programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> Timeline:
@@ -98,7 +99,8 @@ class _World:
         self.clock = dict.fromkeys(programmes, 0.0)
         self.spans: list[Span] = []
         self.waits: dict[tuple[int, Link], float] = defaultdict(float)
-        self._wiring = wiring
+        self._slow = 1 - wiring.hardware.gpu.nccl_share
+        self._seconds = cache(wiring.seconds)  # transfers are of few sizes
         self._port: dict[tuple[int, Link, str], float] = defaultdict(float)
         self._done: dict[tuple, tuple[float, Link]] = {}
         self._by_nccl: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -124,7 +126,7 @@ class _World:
 
     def _stretched(self, rank: int, start: float, seconds: float) -> float:
         """When kernels are done that start now, slower while NCCL has some multiprocessors."""
-        slow = 1 - self._wiring.hardware.gpu.nccl_share
+        slow = self._slow
         now, left = start, seconds
         busy = self._by_nccl[rank] = [b for b in self._by_nccl[rank] if b[1] > start]
         for begin, end in sorted(busy):
@@ -170,7 +172,7 @@ class _World:
         if op.source in ops:
             ports.append((op.source, op.link, "out"))
         start = max(start, *(self._port[port] for port in ports))
-        stop = start + self._wiring.seconds(op)
+        stop = start + self._seconds(op.link, op.pulled, op.num_bytes)
         for port in ports:
             self._port[port] = stop
         return start, stop

@@ -1,7 +1,8 @@
 """Time of a training step: attention simulated, the rest counted, pipeline bubbles included."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
@@ -53,11 +54,12 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
         strategy: how it is dealt out.
         memory: that it needs, of `memory_of`.
     """
-    layer = _Layer(job, strategy)
+    # a layer is the same in every stage and for every micro-batch
+    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
     micro_batches = job.batch // strategy.dp
     layers = stage_layers(job.model, strategy)
     one: Counter[str] = Counter()
-    for part, seconds in layer.parts().items():
+    for part, seconds in layer_parts:
         one[part] = seconds * layers
     one[HEAD] = _head_seconds(job, strategy)
     if strategy.pp > 1:
@@ -65,12 +67,19 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
     stage = sum(one.values())
     parts = Counter({part: seconds * micro_batches for part, seconds in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
-    parts[UPDATE] = _update_seconds(job, strategy, memory, layer.backward * layers)
+    parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
     peak = job.hardware.gpu.peak_tflops * 1e12
     mfu = tokens * job.model.flops_per_token(job.seq) / peak
     return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
+
+
+@lru_cache(maxsize=8192)
+def _layer(job: Job, strategy: Strategy) -> tuple[tuple[tuple[str, float], ...], float]:
+    """Seconds of an average layer by part, and of its backward."""
+    layer = _Layer(job, strategy)
+    return tuple(layer.parts().items()), layer.backward
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:

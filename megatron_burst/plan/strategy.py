@@ -1,7 +1,6 @@
 """How a training job is dealt out over GPUs."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 from typing import Literal
 
@@ -169,12 +168,7 @@ def ranks_per_host(job: Job, strategy: Strategy) -> int:
 
 def topology_for(job: Job, strategy: Strategy) -> Topology:
     """The context-parallel group's topology: neighbours at stride TP, hosts filled in order."""
-    return _whole_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
-
-
-@lru_cache(maxsize=256)
-def _whole_hosts(cp_size: int, hosts: int) -> Topology:
-    return pretend_hosts(cp_size, hosts)
+    return pretend_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
 
 
 def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> AttentionCall:
