@@ -13,7 +13,13 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.plan.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    stage_layers,
+    topology_for,
+)
 from megatron_burst.plan.topology import Link
 
 # Parts of a step, as tables and complaints name them.
@@ -194,7 +200,7 @@ class _Layer:
 def half_share(job: Job, strategy: Strategy) -> float:
     """Share of attention's forward that is computed again if the later half is kept."""
     cp, tokens = strategy.cp, job.seq // strategy.cp
-    hosts = len(set(attention_call(job, strategy).topology.host_of))
+    hosts = topology_for(job, strategy).inter_size
     how = choose_half(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts).value
     return {"dealt": 0.25, "none": 1.0}.get(how, 0.25 if cp == 1 else (2 * cp - 1) / (4 * cp))
 
