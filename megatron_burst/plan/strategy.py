@@ -10,6 +10,7 @@ from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.plan.units import nearest_multiples
 
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
@@ -139,8 +140,9 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
         return f"TP {strategy.tp} does not divide {model.heads_q}/{model.heads_kv} heads"
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill hosts of {ranks} ranks"
-    if job.seq % (2 * strategy.cp * strategy.tp):
-        return f"the sequence is no multiple of {2 * strategy.cp * strategy.tp}"
+    if job.seq % least_multiple(strategy):
+        near = nearest_multiples(job.seq, least_multiple(strategy))
+        return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
     if stage_layers(model, strategy) * (strategy.pp - 1) >= model.layers and strategy.pp > 1:
         return f"PP {strategy.pp} leaves a stage without layers"
     if strategy.keep == "half" and strategy.cp == 1:
@@ -154,6 +156,11 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
     ):
         return f"EP {strategy.ep} does not divide the experts or the ranks"
     return None
+
+
+def least_multiple(strategy: Strategy) -> int:
+    """What the sequence must be a multiple of: a zigzag rank's two chunks are dealt out over TP."""
+    return 2 * strategy.cp * strategy.tp
 
 
 def stage_layers(model: Model, strategy: Strategy) -> int:
