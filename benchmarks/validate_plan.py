@@ -8,7 +8,7 @@ Speeds of the H200's preset were fitted to one host's rows of 64K and 256K token
 other implementations, of CPUs and failures are not predicted, and counted as such.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -76,7 +76,7 @@ def compare(rows: Sequence[Row], predictor: Predictor = predict) -> list[Compare
 
 def written(predictions: Sequence[Row]) -> Predictor:
     """Predictions that predict.py wrote before a row was measured; later ones do not count."""
-    known: Mapping[tuple, list[Row]] = {}
+    known: dict[tuple, list[Row]] = {}
     for one in predictions:
         known.setdefault(_problem(one), []).append(one)
 

@@ -130,28 +130,34 @@ def burst(grads: str, x: HeadTensors) -> Tensor:
 
 
 def megatron(fused: bool, x: HeadTensors) -> Tensor:
+    """Megatron's own head, and its loss as one kernel (`fused`) or in several."""
     native = import_module("megatron_burst.mcore.native_loss")
     return native.native_mean_loss(x.hidden, x.weight, x.labels, x.group, fused)
 
 
 def torchs(x: HeadTensors) -> Tensor:
+    """All logits, then torch's loss in fp32."""
     return F.cross_entropy(F.linear(x.hidden, x.weight).float(), x.labels)
 
 
 def torchs_linear(x: HeadTensors) -> Tensor:
+    """Torch's own head and loss in one, of its newer versions."""
     return F.linear_cross_entropy(x.hidden, x.weight, x.labels)
 
 
 def liger(x: HeadTensors) -> Tensor:
+    """Liger-Kernel's, chunk by chunk; gradients along with the loss."""
     module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
     return module.LigerFusedLinearCrossEntropyLoss()(x.weight, x.hidden, x.labels)
 
 
 def cce(x: HeadTensors) -> Tensor:
+    """Apple's Cut Cross-Entropy: no logits in memory."""
     return import_module("cut_cross_entropy").linear_cross_entropy(x.hidden, x.weight, x.labels)
 
 
 def quack(x: HeadTensors) -> Tensor:
+    """QuACK's, a chunk of rows at a time."""
     rows = 3072 if x.hidden.shape[-1] == 4096 else 4096  # its own 4096; square products fail in it
     module = import_module("quack.linear_cross_entropy")
     return module.chunked_linear_cross_entropy(

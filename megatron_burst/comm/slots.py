@@ -203,4 +203,5 @@ def view_as(buffer: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def size_in_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor."""
     return prod(shape) * dtype.itemsize

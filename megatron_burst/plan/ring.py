@@ -88,6 +88,7 @@ class SlotPool:
     _due: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self) -> int:
+        """Index of a buffer that is free, a new one where none is."""
         if self._free:
             self._free.sort()
             return self._free.pop(0)
@@ -95,10 +96,12 @@ class SlotPool:
         return self.size - 1
 
     def free_after(self, slot: int, step: int) -> None:
+        """Give a buffer back at the end of a step; the shard's home is never given back."""
         if slot != HOME:
             self._due[step].append(slot)
 
     def end_of(self, step: int) -> None:
+        """Free the buffers whose last reader was that step."""
         self._free += self._due.pop(step, [])
 
 

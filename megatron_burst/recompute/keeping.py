@@ -26,9 +26,11 @@ class Whole:
     """Keeps all of the outputs."""
 
     def trim(self, outs: Tensors) -> Tensors:
+        """The outputs as they are."""
         return outs
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
+        """What was kept, as it is."""
         return kept
 
 
@@ -38,7 +40,9 @@ WHOLE = Whole()
 class Parcel(Protocol):
     """Kept tensors, wherever they are."""
 
-    def get(self) -> Tensors: ...
+    def get(self) -> Tensors:
+        """The tensors, on the device of the replay."""
+        ...
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class Resident:
     tensors: Tensors
 
     def get(self) -> Tensors:
+        """The tensors themselves."""
         return self.tensors
 
 

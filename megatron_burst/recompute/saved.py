@@ -54,6 +54,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a tensor in its storage, in elements."""
     return tuple(x.shape), x.stride(), x.storage_offset()
 
 
