@@ -125,7 +125,7 @@ def real(peer_class, text, tensors, truth, world):
 def measure(path, seq):
     """Write a row for each implementation, number of ranks, head count and tensor."""
     rows = []
-    with started(None, None) as world:
+    with started("accuracy", None) as world:
         for heads in HEADS:
             tensors = draw(heads, seq, world.device)
             truth = truth_of(tensors)

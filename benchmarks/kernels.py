@@ -1,18 +1,18 @@
 """Each attention kernel on one GPU: forward and backward, beside FlashAttention-4 in the same run.
 
-PYTHONPATH=. python benchmarks/kernels.py OUT.csv                  time all backends
-PYTHONPATH=. python benchmarks/kernels.py SWEEP.csv --sweep        time blocks of our Triton kernels
+python benchmarks/kernels.py OUT.csv                  time all backends
+python benchmarks/kernels.py SWEEP.csv --sweep        time blocks of our Triton kernels
 
 Runs take turns, so that clocks and heat are shared: a ratio is of two runs of one turn. Kernels are
 compiled beforehand in as many processes as there are cores, which share their caches. Cases come in
 the order of their weight; what time is not left for is left out. Rows are written as they come.
 """
 
-import csv
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +23,11 @@ from typing import Annotated
 import torch
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
 from benchmarks.candidates import candidates
+from megatron_burst.cli.results import Sheet, append, check_appendable
+from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
 from megatron_burst.kernels.triton_blocks import Blocks, Pass, blocks_for
 
@@ -80,13 +84,14 @@ class Row:
     note: str = ""
 
 
+KERNELS_CSV = Sheet("benchmarks/kernels.py", Row)
 Runs = dict[str, Callable[[], object]]
 
 
 def main(
     out: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
     sweep: Annotated[bool, typer.Option(help="try blocks of the Triton kernels")] = False,
-    budget_s: Annotated[float, typer.Option(help="seconds for everything")] = 85,
+    budget_s: Annotated[float, typer.Option(min=0, help="seconds for everything")] = 85,
     only: Annotated[str, typer.Option(help="backends, with commas; all if left out")] = "",
     dims: Annotated[str, typer.Option(help="head dimensions, with commas")] = "128,64",
     seqs: Annotated[str, typer.Option(help="lengths, with commas")] = "16384,8192,32768",
@@ -94,6 +99,8 @@ def main(
     """Measure on the current GPU."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("kernels are timed on a CUDA GPU, and this machine has none")
+    with in_one_sentence():
+        check_appendable(out, KERNELS_CSV, "OUT")
     deadline = monotonic() + budget_s
     cases = [
         Case(seq, *heads, dim, causal)
@@ -201,7 +208,7 @@ def _measure(out: Path, case: Case, runs: Runs, backward: bool, deadline: float)
                     row, ratio=median(ratios), ratio_least=min(ratios), ratio_most=max(ratios)
                 )
         rows.append(row)
-    append(out, rows)
+    save(out, rows)
     return {name: median(ms) for name, ms in times.items() if ms}
 
 
@@ -231,13 +238,9 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return first.elapsed_time(last)
 
 
-def append(out: Path, rows: list[Row]) -> None:
-    new = not out.exists()
-    with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        if new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+def save(out: Path, rows: list[Row]) -> None:
+    """Add rows to the CSV, and print them."""
+    append(out, rows, KERNELS_CSV)
     for row in rows:
         kind = "causal" if row.causal else "full"
         name = f"{row.direction:8} {kind:6} {row.seq:6} {row.heads_q}/{row.heads_kv} d{row.dim}"

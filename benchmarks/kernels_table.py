@@ -3,7 +3,7 @@
 python benchmarks/kernels_table.py benchmarks/results/kernels_h200.csv
 """
 
-import csv
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -11,9 +11,14 @@ from typing import Annotated
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.kernels import KERNELS_CSV, Row
+from megatron_burst.cli.results import read
+from megatron_burst.cli.sentence import in_one_sentence
+
 _PROBLEM = ("dim", "causal", "direction", "seq", "heads_q", "heads_kv")
 _LINE = _PROBLEM[:3]
-Rows = list[dict[str, str]]
 
 
 def table(path: Path) -> str:
@@ -22,40 +27,39 @@ def table(path: Path) -> str:
     A cell has medians over lengths and heads, TFLOP/s and the speed beside FlashAttention-4's, and
     the least and most of that in any turn. Of equal problems the newest row counts; what failed
     is left out.
+
+    Raises:
+        BurstError: if it is no CSV of kernels.py, or has no row.
     """
-    with path.open(newline="") as file:
-        newest = {
-            tuple(row[x] for x in (*_PROBLEM, "what")): row
-            for row in csv.DictReader(file)
-            if row["tflops"]
-        }
-    lines: dict[tuple[str, ...], dict[str, Rows]] = {}
+    measured = [row for row in read([path], KERNELS_CSV) if row.tflops]
+    newest = {(_key(row, _PROBLEM), row.what): row for row in measured}
+    lines: dict[tuple, dict[str, list[Row]]] = {}
     for row in newest.values():
-        cells = lines.setdefault(tuple(row[x] for x in _LINE), {})
-        cells.setdefault(row["what"], []).append(row)
+        cells = lines.setdefault(_key(row, _LINE), {})
+        cells.setdefault(row.what, []).append(row)
     kernels = list(dict.fromkeys(name for cells in lines.values() for name in cells))
     head = ["head dimension", "mask", "direction", *(f"`{name}`" for name in kernels)]
     body = [
-        [dim, "causal" if causal == "True" else "full", direction]
+        [str(dim), "causal" if causal else "full", direction]
         + [_cell(cells.get(name, [])) for name in kernels]
         for (dim, causal, direction), cells in lines.items()
     ]
     return "\n".join(map(_line, [head, ["---"] * len(head), *body]))
 
 
-def _cell(rows: Rows) -> str:
+def _key(row: Row, columns: Iterable[str]) -> tuple:
+    return tuple(getattr(row, column) for column in columns)
+
+
+def _cell(rows: list[Row]) -> str:
     if not rows:
         return "-"
-    speed = f"{median(_numbers(rows, 'tflops')):.0f}"
-    if not all(row["ratio"] for row in rows):
+    speed = f"{median(row.tflops for row in rows):.0f}"
+    if not all(row.ratio for row in rows):
         return speed
-    ratio = median(_numbers(rows, "ratio"))
-    least, most = min(_numbers(rows, "ratio_least")), max(_numbers(rows, "ratio_most"))
+    ratio = median(row.ratio for row in rows)
+    least, most = min(row.ratio_least for row in rows), max(row.ratio_most for row in rows)
     return speed if least == most == 1 else f"{speed}, {ratio:.2f} ({least:.2f}-{most:.2f})"
-
-
-def _numbers(rows: Rows, column: str) -> list[float]:
-    return [float(row[column]) for row in rows]
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -64,7 +68,8 @@ def _line(cells: Iterable[str]) -> str:
 
 def main(path: Annotated[Path, typer.Argument(help="a CSV of kernels.py")]) -> None:
     """Print the table."""
-    print(table(path))
+    with in_one_sentence():
+        print(table(path))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,23 @@ from typing import Annotated, get_args
 import typer
 from typer import Option
 
-from megatron_burst.cli.cases import Case, Grid, Pass, counts, head_counts, problems
+from megatron_burst.cli.cases import Case, Grid, Pass, head_counts, one_head_count, problems
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
 from megatron_burst.cli.predictions import predict
-from megatron_burst.cli.results import Row, append
+from megatron_burst.cli.results import (
+    ATTENTION_CSV,
+    RECOMPUTE_CSV,
+    Row,
+    Sheet,
+    append,
+    check_appendable,
+)
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
+from megatron_burst.plan.units import whole_numbers
 
+_WHO = "predict"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[Path, Option(help="CSV to append to")]
 Ranks = Annotated[int, Option(min=1)]
@@ -44,9 +53,10 @@ def commit() -> str:
     return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
 
 
-def _write(rows: list[Row], hardware: str, out: Path) -> None:
+def _write(rows: list[Row], hardware: str, out: Path, sheet: Sheet) -> None:
     """Fill in what the planner says, and append those rows of which it says something."""
     machine, said = hardware_of(hardware), f"planner at {commit()}"
+    check_appendable(out, sheet)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = []
     for row in rows:
@@ -54,8 +64,12 @@ def _write(rows: list[Row], hardware: str, out: Path) -> None:
             gpu = f"predicted for {machine.name}"
             row = replace(row, date=now, versions=said, gpu=gpu, ms=found.ms, peak_gib=found.gib)
             done.append(row)
-    append(out, done)
+    append(out, done, sheet)
     typer.echo(f"{len(done)} predictions, {said}, were appended to {out}")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return whole_numbers(text, "--seq", _WHO)
 
 
 def _row(**columns: object) -> Row:
@@ -76,7 +90,7 @@ def attention(
 ) -> None:
     """Problems of `bench attention`, forward and both passes."""
     with in_one_sentence():
-        grid = Grid(counts(seq, "--seq") if seq else (), head_counts(heads) if heads else ())
+        grid = Grid(_lengths(seq) if seq else (), head_counts(heads, _WHO) if heads else ())
         cases, usual = problems(preset, grid)
         every = product(cases, impls_of(tuple(impl or usual)), get_args(Pass))
         rows = [
@@ -86,7 +100,7 @@ def attention(
             )
             for case, one, pass_ in every
         ]  # fmt: skip
-        _write(rows, hardware, out)
+        _write(rows, hardware, out, ATTENTION_CSV)
 
 
 @app.command()
@@ -105,11 +119,11 @@ def recompute(
 ) -> None:
     """Problems of `bench recompute`, and attention's forward alone."""
     with in_one_sentence():
-        ((heads_q, heads_kv),) = head_counts(heads)
+        heads_q, heads_kv = one_head_count(heads, _WHO)
         note = f"{layers} layers, hidden {hidden}, ffn {ffn}"
         modes = modes_of(mode or ())
         alone = [Mode(impl, ATTENTION) for impl in dict.fromkeys(one.impl for one in modes)]
-        every = product(counts(seq, "--seq"), [*modes, *alone])
+        every = product(_lengths(seq), [*modes, *alone])
         rows = [
             _row(
                 hosts=hosts, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
@@ -118,7 +132,7 @@ def recompute(
             )
             for tokens, one in every
         ]  # fmt: skip
-        _write(rows, hardware, out)
+        _write(rows, hardware, out, RECOMPUTE_CSV)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training steps, from embedding to optimizer, of models of real widths with few layers, as CSV.
 
-PYTHONPATH=. python benchmarks/slices.py measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
-PYTHONPATH=. python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
+python benchmarks/slices.py measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
+python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
 
 Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
 beside Megatron with TransformerEngine's ring, with burst's fused loss and with Megatron's own.
@@ -24,9 +24,12 @@ import torch
 import typer
 from typer import Argument, Option
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # started as a script, it finds its own folder alone
+
 from benchmarks.predict import commit
 from megatron_burst.cli.facts import gpu_state, versions
-from megatron_burst.cli.results import append
+from megatron_burst.cli.results import Sheet, append, check_appendable
 from megatron_burst.cli.sentence import in_one_sentence, pick
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of
@@ -35,7 +38,6 @@ from megatron_burst.plan.search import candidate
 from megatron_burst.plan.strategy import Job, Strategy
 from megatron_burst.plan.units import in_units
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP, STEPS = 1, 2  # steps that do not count, and that do
 LONGEST_S = 200  # of a run
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -122,6 +124,9 @@ class SliceRow:
     note: str = ""
 
 
+SLICES_CSV = Sheet("slices", SliceRow)
+
+
 def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: object) -> SliceRow:
     """A row from the milliseconds of its steps; none: one that failed."""
     sizes = {field.name: getattr(what, field.name) for field in fields(what)[1:]}
@@ -200,17 +205,20 @@ def measure(
     gpus: Gpus = 8,
     only: Only = None,
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
-    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
+    budget_s: Annotated[
+        float | None, Option(min=0, help="start nothing new after so many s")
+    ] = None,
 ) -> None:
     """Train each, and append its row."""
     with in_one_sentence(), TemporaryDirectory() as folder:
+        check_appendable(out, SLICES_CSV, "OUT")
         runs, started = [(_TINY, impl) for impl in IMPLS] if tiny else _wanted(only), monotonic()
         for what, impl in runs:
             if budget_s is not None and monotonic() - started > budget_s:
                 typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
                 continue
             row = run(what, impl, gpus, Path(folder))
-            append(out, [row], SliceRow)
+            append(out, [row], SLICES_CSV)
             result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
             typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {impl}: {row.status}, {result}")
 
@@ -223,10 +231,11 @@ def predict(
 ) -> None:
     """Append what the planner says of burst's runs; of Megatron's attention it knows nothing."""
     with in_one_sentence():
+        check_appendable(out, SLICES_CSV, "OUT")
         machine = hardware_of(hardware)
         for what in (what for what, impl in RUNS if impl == "burst"):
             row = _predicted(what, gpus, machine)
-            append(out, [row], SliceRow)
+            append(out, [row], SLICES_CSV)
             time = f"{row.ms:.0f} ms" if row.ms else row.note
             typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
 

@@ -6,17 +6,34 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from megatron_burst.cli.cases import PRESETS, Grid, counts, head_counts, head_dims, problems
+from megatron_burst.cli.cases import (
+    PRESETS,
+    Grid,
+    head_counts,
+    head_dims,
+    one_head_count,
+    problems,
+)
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.units import whole_numbers
 
 if TYPE_CHECKING:
     from megatron_burst.cli.bench_attention import Plan
-    from megatron_burst.cli.results import Row
+    from megatron_burst.cli.world import World
 
+_ATTENTION, _RECOMPUTE, _LOSS = "bench attention", "bench recompute", "bench loss"
 app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
 Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
+Out = Annotated[Path, Option(help="CSV to append to")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"] | None,
+    Option(help="default: bfloat16 on GPUs, float32 on CPU"),
+]
+Budget = Annotated[float | None, Option(min=0, help="start nothing new after so many s")]
+Hosts = Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")]
+Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 
 @app.command()
@@ -26,10 +43,7 @@ def attention(
     batch: Annotated[str, Option(help="sequences, e.g. 1,2")] = "",
     mask: Annotated[str, Option(help="causal, full, or both: causal,full")] = "",
     head_dim: Annotated[str, Option(help="width of a head, or 192/128 for q, k / v")] = "128",
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "float64"] | None,
-        Option(help="default: bfloat16 on GPUs, float32 on CPU"),
-    ] = None,
+    dtype: Dtype = None,
     impl: Annotated[
         list[str] | None,
         Option(
@@ -40,13 +54,13 @@ def attention(
     preset: Annotated[
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
     ] = "",
-    out: Annotated[Path, Option(help="CSV to append to")] = Path("attention.csv"),
+    out: Out = Path("attention.csv"),
     reps: Annotated[
         int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
     ] = None,
-    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
-    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
-    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+    budget_s: Budget = None,
+    hosts: Hosts = None,
+    device: Device = None,
 ) -> None:
     """Attention over all ranks, beside its peers; alone or under torchrun."""
     with in_one_sentence():
@@ -60,13 +74,13 @@ def _grid(seq: str, heads: str, batch: str, mask: str) -> Grid:
     masks = tuple(mask.split(",")) if mask else ()
     if not set(masks) <= {"causal", "full"}:
         raise BurstError(
-            "bench attention: --mask must list causal or full, because these are measured; got "
+            f"{_ATTENTION}: --mask must list causal or full, because these are measured; got "
             f"{mask!r}; write for example causal,full"
         )
     return Grid(
-        seqs=counts(seq, "--seq") if seq else (),
-        heads=head_counts(heads) if heads else (),
-        batches=counts(batch, "--batch") if batch else (),
+        seqs=whole_numbers(seq, "--seq", _ATTENTION) if seq else (),
+        heads=head_counts(heads, _ATTENTION) if heads else (),
+        batches=whole_numbers(batch, "--batch", _ATTENTION) if batch else (),
         masks=masks,
     )
 
@@ -91,8 +105,8 @@ def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
 
     width = None if Console().is_terminal else 200
     console = Console(width=width, markup=False, highlight=False)
-    with started(device, hosts) as world:
-        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+    with started(_ATTENTION, device, hosts) as world:
+        dtype = dtype or _usual_dtype(world)
         sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
         plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))
         rows = measure(plan, world, console.print)
@@ -101,45 +115,48 @@ def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
             console.print(f"rows were appended to {plan.out}")
 
 
+def _usual_dtype(world: "World") -> str:
+    return "bfloat16" if world.device.type == "cuda" else "float32"
+
+
 @app.command()
 def recompute(
     seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,256K,1M")] = "64K",
     heads: Annotated[str, Option(help="query heads / key heads")] = "32/8",
-    head_dim: Annotated[int, Option(help="width of a head")] = 128,
+    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
     layers: Annotated[int, Option(min=1, help="layers of the stack")] = 4,
-    hidden: Annotated[int, Option(help="model width")] = 4096,
-    ffn: Annotated[int, Option(help="width of the gated MLP")] = 14336,
-    batch: Annotated[int, Option(help="sequences")] = 1,
+    hidden: Annotated[int, Option(min=1, help="model width")] = 4096,
+    ffn: Annotated[int, Option(min=1, help="width of the gated MLP")] = 14336,
+    batch: Annotated[int, Option(min=1, help="sequences")] = 1,
     mode: Annotated[
         list[str] | None, Option(help="repeatable, e.g. burst:all, megatron:full; default: all")
     ] = None,
-    dtype: Annotated[str, Option(help="default: bfloat16 on GPUs, float32 on CPU")] = "",
-    out: Annotated[Path, Option(help="CSV to append to")] = Path("recompute.csv"),
+    dtype: Dtype = None,
+    out: Out = Path("recompute.csv"),
     reps: Annotated[int, Option(min=1)] = 5,
-    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
-    hosts: Annotated[int | None, Option(help="pretend that this machine is N hosts")] = None,
-    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+    budget_s: Budget = None,
+    hosts: Hosts = None,
+    device: Device = None,
 ) -> None:
     """Time and memory of a stack of Megatron's layers by how it recomputes and what it keeps."""
     from megatron_burst.cli.bench_recompute import Plan, measure
     from megatron_burst.cli.modes import modes_of
     from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
     from megatron_burst.cli.world import started
-    from megatron_burst.mcore.stack import Widths
+    from megatron_burst.mcore.widths import Widths
 
-    with in_one_sentence(), started(device, hosts) as world:
-        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
-        ((heads_q, heads_kv),) = head_counts(heads)
-        problems = [
-            Widths(layers, hidden, ffn, heads_q, heads_kv, head_dim, tokens, batch, dtype)
-            for tokens in counts(seq, "--seq")
-        ]
-        plan = Plan(problems, modes_of(mode or ()), reps=reps, budget_s=budget_s, out=out)
-        rows = measure(plan, world, typer.echo)
-        if world.rank == 0 and rows:
-            typer.echo(trade_table(rows))
-            for path in draw_if_possible(rows, out.with_suffix("")):
-                typer.echo(path)
+    with in_one_sentence():
+        sizes = layers, hidden, ffn, *one_head_count(heads, _RECOMPUTE), head_dim
+        lengths, modes = whole_numbers(seq, "--seq", _RECOMPUTE), modes_of(mode or ())
+        with started(_RECOMPUTE, device, hosts) as world:
+            dtype = dtype or _usual_dtype(world)
+            problems = [Widths(*sizes, tokens, batch, dtype) for tokens in lengths]
+            plan = Plan(problems, modes, reps=reps, budget_s=budget_s, out=out)
+            rows = measure(plan, world, typer.echo)
+            if world.rank == 0 and rows:
+                typer.echo(trade_table(rows))
+                for path in draw_if_possible(rows, out.with_suffix("")):
+                    typer.echo(path)
 
 
 @app.command()
@@ -155,11 +172,11 @@ def loss(
     impl: Annotated[
         list[str] | None, Option(help="repeatable, e.g. burst:forward, megatron:fused, liger")
     ] = None,
-    dtype: Annotated[str, Option(help="default: bfloat16 on GPUs, float32 on CPU")] = "",
-    out: Annotated[Path, Option(help="CSV to append to")] = Path("loss.csv"),
+    dtype: Dtype = None,
+    out: Out = Path("loss.csv"),
     reps: Annotated[int, Option(min=1)] = 5,
-    budget_s: Annotated[float | None, Option(help="start nothing new after so many s")] = None,
-    device: Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")] = None,
+    budget_s: Budget = None,
+    device: Device = None,
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
     from megatron_burst.cli.bench_loss import LossPlan, measure
@@ -167,8 +184,8 @@ def loss(
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.world import started
 
-    with in_one_sentence(), started(device, None) as world:
-        dtype = dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+    with in_one_sentence(), started(_LOSS, device) as world:
+        dtype = dtype or _usual_dtype(world)
         cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
         plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
         rows = measure(plan, world, typer.echo)
@@ -184,10 +201,10 @@ def recompute_show(
 ) -> None:
     """Print what bench recompute measured as a Markdown table; draw it beside the first CSV."""
     from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
-    from megatron_burst.cli.results import read
+    from megatron_burst.cli.results import RECOMPUTE_CSV, read
 
     with in_one_sentence():
-        rows = read(csvs)
+        rows = read(csvs, RECOMPUTE_CSV)
         typer.echo(trade_table(rows))
         for path in draw_if_possible(rows, csvs[0].with_suffix("")):
             typer.echo(path)
@@ -196,12 +213,12 @@ def recompute_show(
 @app.command()
 def loss_show(csvs: Annotated[list[Path], Argument(help="CSV files of bench loss")]) -> None:
     """Print what bench loss measured as a Markdown table; draw it beside the first CSV."""
-    from megatron_burst.cli.bench_loss import LossRow
+    from megatron_burst.cli.bench_loss import LOSS_CSV
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
     from megatron_burst.cli.results import read
 
     with in_one_sentence():
-        rows = read(csvs, LossRow)
+        rows = read(csvs, LOSS_CSV)
         typer.echo(loss_table(rows))
         for path in draw_if_possible(rows, csvs[0].with_suffix("")):
             typer.echo(path)
@@ -218,7 +235,6 @@ def table(
 
     with in_one_sentence():
         rows = read(csvs)
-        _refuse_layers(rows)
         typer.echo(markdown_table(rows, pass_))
 
 
@@ -229,7 +245,6 @@ def plot(csvs: Csvs) -> None:
 
     with in_one_sentence():
         rows = read(csvs)
-        _refuse_layers(rows)
         try:
             from megatron_burst.cli.plots import draw
         except ModuleNotFoundError as error:
@@ -239,16 +254,3 @@ def plot(csvs: Csvs) -> None:
             ) from None
         for path in draw(rows, csvs[0].with_suffix("")):
             typer.echo(path)
-
-
-def _refuse_layers(rows: "list[Row]") -> None:
-    """Refuse rows of bench recompute, whose columns are the same."""
-    from megatron_burst.cli.modes import writes
-
-    for row in rows:
-        if writes(row.impl, row.mode):
-            raise BurstError(
-                "bench: rows must be those of bench attention, because implementations are "
-                f"compared by problem; got one of {row.impl}:{row.mode}; show those of bench "
-                "recompute with bench recompute-show"
-            )

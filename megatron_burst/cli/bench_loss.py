@@ -11,6 +11,7 @@ import torch
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.loss_peers import HeadTensors, LossCase, LossPeer, draw, truth_of
+from megatron_burst.cli.results import Sheet
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
@@ -62,6 +63,9 @@ class LossRow:
     note: str = ""
 
 
+LOSS_CSV = Sheet("bench loss", LossRow)
+
+
 @dataclass(frozen=True, slots=True)
 class LossPlan:
     """What a run measures.
@@ -92,12 +96,12 @@ def measure(plan: LossPlan, world: World, say: Callable[[str], None] = print) ->
     Raises:
         BurstError: if `plan.out` has other columns.
     """
-    check_out(plan.out, world, LossRow)
+    check_out(plan.out, world, LOSS_CSV)
     out_of_time, rate = clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
 
     def rows_of(case: LossCase) -> list[LossRow]:
         made = _Head(case, plan, world, rate, out_of_time).rows()
-        save(plan.out, world, made, LossRow)
+        save(plan.out, world, made, LOSS_CSV)
         return made
 
     return sweep(plan.cases, rows_of, world, out_of_time, say)

@@ -7,17 +7,20 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_burst.cli.facts import gpu_state, versions
 from megatron_burst.cli.links import link_speed
 from megatron_burst.cli.modes import ATTENTION, Mode
-from megatron_burst.cli.results import Row
+from megatron_burst.cli.results import RECOMPUTE_CSV, Row
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.stack import Stack, Widths, start
+from megatron_burst.mcore.widths import Widths
+
+if TYPE_CHECKING:
+    from megatron_burst.mcore.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,16 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> lis
     Raises:
         BurstError: if `plan.out` has other columns.
     """
-    check_out(plan.out, world)
+    check_out(plan.out, world, RECOMPUTE_CSV)
+    from megatron_burst.mcore.stack import start  # Megatron warns: after what is refused
+
     start(world.device.type == "cpu", world.size)
     out_of_time, link = clock(plan.budget_s), link_speed(world)
     impls = dict.fromkeys(mode.impl for mode in plan.modes)
 
     def rows_of(what: _What) -> list[Row]:
         made = _Part(*what, plan, world, link, out_of_time).rows()
-        save(plan.out, world, made)
+        save(plan.out, world, made, RECOMPUTE_CSV)
         return made
 
     every = [_What(*pair) for pair in product(plan.problems, impls)]
@@ -113,6 +118,8 @@ class _Part:
         return interleave(runs, reps, self.world, self.out_of_time)
 
     def _build(self) -> None:
+        from megatron_burst.mcore.stack import Stack
+
         self.stack = Stack(self.widths, burst=self.impl == "burst")
 
     def _attention_row(self) -> Row:

@@ -62,28 +62,34 @@ class Case:
         )
 
 
-def counts(text: str, option: str) -> tuple[int, ...]:
-    """The numbers in a list such as "64K,1M"; K is 1024."""
-    return whole_numbers(text, option, _WHO)
-
-
-def head_counts(text: str) -> tuple[Heads, ...]:
-    """Query and key heads in a list such as "32/32,32/8"."""
+def head_counts(text: str, who: str) -> tuple[Heads, ...]:
+    """Query and key heads in a list such as "32/32,32/8"; `who` refuses."""
     found = []
     for word in text.split(","):
-        pair = counts(word.replace("/", ","), "--heads")
+        pair = whole_numbers(word.replace("/", ","), "--heads", who)
         if len(pair) != 2 or pair[0] % pair[1]:
             raise BurstError(
-                f"{_WHO}: --heads must list query heads / key heads, because each key head serves "
+                f"{who}: --heads must list query heads / key heads, because each key head serves "
                 f"equally many query heads; got {word!r}; write for example 32/8"
             )
         found.append(pair)
     return tuple(found)
 
 
+def one_head_count(text: str, who: str) -> Heads:
+    """Query and key heads of a command that has one pair of them, such as "32/8"."""
+    found = head_counts(text, who)
+    if len(found) > 1:
+        raise BurstError(
+            f"{who}: --heads must be one pair, because all rows of a run have the same; got "
+            f"{text!r}; write for example 32/8"
+        )
+    return found[0]
+
+
 def head_dims(text: str) -> tuple[int, int]:
     """Widths of query and value heads: "128", or "192/128" where they differ."""
-    dims = counts(text.replace("/", ","), "--head-dim")
+    dims = whole_numbers(text.replace("/", ","), "--head-dim", _WHO)
     if len(dims) > 2:
         raise BurstError(
             f"{_WHO}: --head-dim must be one width, or two as in 192/128, because queries and keys "

@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst.cli.cases import counts
 from megatron_burst.cli.sentence import pick
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import linear_cross_entropy
-from megatron_burst.plan.units import in_units
+from megatron_burst.plan.units import in_units, whole_numbers
+
+_WHO = "bench loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> l
     """
     given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
     widths, vocabularies, lengths = (
-        counts(text, option) if text else default
+        whole_numbers(text, option, _WHO) if text else default
         for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
     )
     return [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
@@ -76,10 +77,10 @@ def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
     """
     found = []
     for text in texts:
-        sizes = counts(text, "--case")
+        sizes = whole_numbers(text, "--case", _WHO)
         if len(sizes) != 3:
             raise BurstError(
-                "bench loss: --case must name tokens, width and classes, because these make a "
+                f"{_WHO}: --case must name tokens, width and classes, because these make a "
                 f"problem; got {text!r}; write for example 32K,4096,128K"
             )
         found.append(LossCase(*sizes, dtype))
@@ -130,7 +131,7 @@ def burst(grads: str, x: HeadTensors) -> Tensor:
 
 
 def megatron(fused: bool, x: HeadTensors) -> Tensor:
-    """Megatron's own head, and its loss as one kernel (`fused`) or in several."""
+    """Megatron's own head and loss; `fused`: with --cross-entropy-loss-fusion."""
     native = import_module("megatron_burst.mcore.native_loss")
     return native.native_mean_loss(x.hidden, x.weight, x.labels, x.group, fused)
 
@@ -234,7 +235,7 @@ def peers_of(names) -> tuple[LossPeer, ...]:
         BurstError: if there is no such implementation.
     """
     return pick(
-        names, PEERS, "bench loss: --impl must name an implementation that there is, because each "
+        names, PEERS, f"{_WHO}: --impl must name an implementation that there is, because each "
         "is called in its own way",
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Option
 
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.sentence import check_writable, in_one_sentence
 from megatron_burst.errors import BurstError
 
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
@@ -26,18 +26,8 @@ def calibrate(
     from megatron_burst.cli.world import started
     from megatron_burst.plan.calibration import to_toml, write_calibration
 
-    with in_one_sentence():
-        if not out.parent.is_dir():
-            raise BurstError(
-                "calibrate: the folder of --out must be there, because figures are written to it; "
-                f"got {out}; make the folder, or pass another --out"
-            )
-        if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-            raise BurstError(
-                "calibrate: --out must be a file that can be written, because figures go there; "
-                f"got {out}; pass another --out"
-            )
-    with in_one_sentence(), started(device, hosts) as world:
+    with in_one_sentence(), started("calibrate", device, hosts) as world:
+        world.refuse_together(lambda: check_writable("calibrate", "--out", out))
         found = measure(world, name, budget_s, lambda text: typer.echo(text, err=True))
         if world.rank == 0:
             write_calibration(found, out)

@@ -8,7 +8,8 @@ from megatron_burst.cli.sentence import pick
 from megatron_burst.config import BurstConfig
 
 if TYPE_CHECKING:
-    from megatron_burst.mcore.stack import Stack, Widths
+    from megatron_burst.mcore.stack import Stack
+    from megatron_burst.mcore.widths import Widths
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 from typer import Exit, Option
 
 from megatron_burst.cli.plan_table import show
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.sentence import check_writable, in_one_sentence, unwritable
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
 from megatron_burst.plan.hardware import preset_names
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.model_file import megatron_arguments, model_of
+from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.search import SIZES, Candidate, search
@@ -121,7 +121,7 @@ def _job(
     model: str, seq: str, gpus: str, per_host: int | None, hardware: str, batch: str, asked: Asked
 ) -> tuple[Job, Asked]:
     """The job; sizes that a file of Megatron's arguments has stand in for options left out."""
-    in_file = _arguments_in(model)
+    described, in_file = model_of(model), _arguments_in(model)
     seq = seq or str(in_file.get("seq_length", ""))
     if not seq:
         raise BurstError(
@@ -141,7 +141,7 @@ def _job(
     else:
         sequences = _usual_batch(count, tokens)
     share = per_host or even_share(count, machine.host.gpus)
-    job = Job(model_of(model), tokens, count, share, sequences, machine)
+    job = Job(described, tokens, count, share, sequences, machine)
     return job, asked
 
 
@@ -158,7 +158,7 @@ def _arguments_in(model: str) -> dict:
     path = Path(model)
     if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
         return {}
-    return megatron_arguments(path.read_text(errors="replace"))
+    return megatron_arguments(text_of(path))
 
 
 def _check_policy(given: dict[str, object]) -> None:
@@ -185,11 +185,8 @@ def _check_policy(given: dict[str, object]) -> None:
 def _check_outputs(json: Path | None, picture: Path | None) -> None:
     """Refuse files that could not be written, before anything is computed."""
     for option, path in (("--json", json), ("--picture", picture)):
-        if path and (not path.parent.is_dir() or path.is_dir()):
-            raise BurstError(
-                f"plan: {option} must name a file in a folder that is there, because results go "
-                f"there; got {path}; make the folder, or choose another path"
-            )
+        if path:
+            check_writable("plan", option, path)
     if json and picture and json.resolve() == picture.resolve():
         raise BurstError(
             "plan: --json and --picture must name two files, because one would overwrite the "
@@ -213,10 +210,7 @@ def _writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BurstError(
-            f"plan: {option} must name a file that can be written, because results go there; got "
-            f"{path}: {error.strerror or error}; choose another path"
-        ) from None
+        raise unwritable("plan", option, path, error.strerror or str(error)) from None
 
 
 def _draw(job: Job, best: Candidate, path: Path) -> None:

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
-from megatron_burst.cli.modes import writes
 from megatron_burst.cli.results import Row
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
@@ -14,18 +12,7 @@ _A_LINE = 3  # panels
 
 
 def trade_table(rows: Sequence[Row]) -> str:
-    """Markdown: one line a length and mode, with time and memory beside full recomputation's.
-
-    Raises:
-        BurstError: if a row is of another benchmark, which may have the same columns.
-    """
-    for row in rows:
-        if not writes(row.impl, row.mode):
-            raise BurstError(
-                "bench recompute-show: rows must be those of bench recompute, because each is "
-                f"shown beside full recomputation; got one of {row.impl}:{row.mode}; show those of "
-                "bench attention with bench table"
-            )
+    """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
     head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
     lines = [head, ["---"] * len(head)]
     for row in sorted(rows, key=lambda row: row.seq):

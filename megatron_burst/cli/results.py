@@ -1,11 +1,13 @@
 """Rows of results: one a measurement, in a CSV that is appended to."""
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.cli.modes import writes
+from megatron_burst.cli.sentence import check_writable
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.tables import nearest
 
@@ -66,67 +68,132 @@ def columns_of(kind: type) -> tuple[str, ...]:
 COLUMNS = columns_of(Row)
 
 
-def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A kind of CSV.
+
+    Attributes:
+        writer: who writes it.
+        kind: dataclass of its rows; fields of int, float | None, bool and str are columns.
+        holds: whether a row is its own, where another writer's have the same columns.
+        shows_others: what shows those.
+    """
+
+    writer: str
+    kind: type = Row
+    holds: Callable[[Any], bool] | None = None
+    shows_others: str = ""
+
+
+def _of_layers(row: Row) -> bool:
+    return writes(row.impl, row.mode)
+
+
+def _of_attention(row: Row) -> bool:
+    return not _of_layers(row)
+
+
+ATTENTION_CSV = Sheet("bench attention", holds=_of_attention, shows_others="bench recompute-show")
+RECOMPUTE_CSV = Sheet("bench recompute", holds=_of_layers, shows_others="bench table")
+MEASURED_CSV = Sheet("bench attention or bench recompute")
+
+
+def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
     """Add rows to a CSV, with a head line where it is new; on disk when this returns.
 
     Args:
         path: of the file.
-        rows: all of one dataclass.
-        kind: that class.
+        rows: all of the sheet's kind.
+        sheet: the kind of CSV.
 
     Raises:
-        BurstError: if the file has other columns.
+        BurstError: as `check_appendable` does.
     """
     is_new = not path.exists()
-    check_appendable(path, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
+    check_appendable(path, sheet)
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(columns_of(kind))
+            writer.writerow(columns_of(sheet.kind))
         writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
 
 
-def check_appendable(path: Path, kind: type = Row) -> None:
-    """Refuse a file that exists and has other columns."""
-    if path.exists():
-        _check_columns(path, kind)
+def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = "--out") -> None:
+    """Refuse a file that rows cannot be added to.
+
+    Args:
+        path: of the file.
+        sheet: the kind of CSV.
+        option: that named it.
+
+    Raises:
+        BurstError: if its folder is missing, or it is there and is no whole CSV of that kind.
+    """
+    check_writable(sheet.writer, option, path)
+    if not path.exists():
+        return
+    for _ in _rows(path, sheet):  # whose lines are looked at
+        pass
+    if not path.read_bytes().endswith(b"\n"):
+        raise BurstError(
+            f"{sheet.writer}: the last line of {path} must end, because rows are added below it; "
+            f"got one that is cut off; mend or delete it, or pass another {option}"
+        )
 
 
-def read(paths: Sequence[Path], kind: type = Row) -> list[Any]:
+def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
     """The rows of all files, in order.
 
     Raises:
-        BurstError: if a file is missing, has other columns, or there is no row at all.
+        BurstError: if a file is missing or no whole CSV of that kind, or there is no row at all.
     """
-    rows = []
-    for path in paths:
-        _check_columns(path, kind)
-        with path.open(newline="") as file:
-            rows += [_row(record, kind) for record in csv.DictReader(file)]
+    rows = [row for path in paths for row in _rows(path, sheet)]
     if not rows:
         raise BurstError(
-            f"{_WHO}: there must be a measurement to show, because an empty table says nothing; "
-            f"got no row in {', '.join(map(str, paths))}; run bench {_command(kind)} first"
+            f"{_WHO}: {', '.join(map(str, paths))} must hold a measurement, because without one "
+            f"there is nothing to show; got no row; run {sheet.writer} first"
         )
     return rows
 
 
-def _command(kind: type) -> str:
-    return "attention" if kind is Row else "loss"
+def _rows(path: Path, sheet: Sheet) -> Iterator[Any]:
+    lines, columns = _lines(path, sheet), columns_of(sheet.kind)
+    _, head = next(lines, (0, []))
+    if tuple(head) != columns:
+        raise _other_file(path, sheet, _difference(head, columns))
+    for number, cells in lines:
+        where = f"{_WHO}: {path}, line {number},"
+        row = _row(cells, sheet.kind, where)
+        if sheet.holds and not sheet.holds(row):
+            raise BurstError(
+                f"{where} must be of {sheet.writer}, because only its rows are compared with each "
+                f"other; got one of {row.impl}:{row.mode}; show that with {sheet.shows_others}"
+            )
+        yield row
 
 
-def _check_columns(path: Path, kind: type) -> None:
-    columns, got = columns_of(kind), "no such file"
-    if path.exists():
-        with path.open(newline="") as file:
-            head = next(csv.reader(file), [])
-        if tuple(head) == columns:
-            return
-        got = _difference(head, columns)
-    raise BurstError(
-        f"{_WHO}: {path} must be a CSV with the columns of bench {_command(kind)}, because rows of "
-        f"all runs are compared; got {got}; name a file that bench {_command(kind)} wrote"
+def _lines(path: Path, sheet: Sheet) -> Iterator[tuple[int, list[str]]]:
+    """Numbers and cells of the lines that are not empty."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            for cells in reader:
+                if cells:
+                    yield reader.line_num, cells
+    except FileNotFoundError:
+        raise _other_file(path, sheet, "no such file") from None
+    except IsADirectoryError:
+        raise _other_file(path, sheet, "a folder") from None
+    except UnicodeDecodeError:
+        raise _other_file(path, sheet, "a binary file") from None
+    except (OSError, csv.Error) as error:
+        raise _other_file(path, sheet, str(error)) from None
+
+
+def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
+    return BurstError(
+        f"{_WHO}: {path} must be a CSV with the columns of {sheet.writer}, because rows of all "
+        f"runs are compared; got {got}; name a file that {sheet.writer} wrote"
     )
 
 
@@ -147,12 +214,29 @@ def _cell(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _row(record: dict[str, str], kind: type) -> Any:
-    values = {}
-    for field in fields(kind):
-        text = record[field.name.rstrip("_")]
-        if field.type in (int, str):
-            values[field.name] = field.type(text)
-        else:
-            values[field.name] = float(text) if text else None
-    return kind(**values)
+def _row(cells: Sequence[str], kind: type, where: str) -> Any:
+    columns = fields(kind)
+    if len(cells) != len(columns):
+        raise BurstError(
+            f"{where} must have {len(columns)} cells, because each column has one; got "
+            f"{len(cells)}; mend or delete the line"
+        )
+    pairs = zip(columns, cells, strict=True)
+    return kind(**{column.name: _value(column, text, where) for column, text in pairs})
+
+
+def _value(column: Field, text: str, where: str) -> object:
+    if column.type is str:
+        return text
+    try:
+        if column.type is bool:
+            return {"True": True, "False": False}[text]
+        if column.type is int:
+            return int(text)
+        return float(text) if text else None
+    except (KeyError, ValueError):
+        what = {bool: "True or False", int: "a whole number"}.get(column.type, "a number")
+        raise BurstError(
+            f"{where} must have {what} under {column.name.rstrip('_')}, because that is compared; "
+            f"got {text!r}; mend or delete the line"
+        ) from None

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -24,6 +25,34 @@ def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T,
     if unknown:
         raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
     return tuple(known[name] for name in names or known)
+
+
+def check_writable(who: str, option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before anything is computed.
+
+    Args:
+        who: refuses.
+        option: that named the file.
+        path: of the file; it may be there.
+
+    Raises:
+        BurstError: if its folder is missing, it is a folder, or the system will not write it.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise BurstError(
+            f"{who}: {option} must name a file in a folder that is there, because results go "
+            f"there; got {path}; make the folder, or choose another path"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise unwritable(who, option, path, "it is write-protected")
+
+
+def unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
+    """That the system does not write a file."""
+    return BurstError(
+        f"{who}: {option} must name a file that can be written, because results go there; got "
+        f"{path}: {reason}; choose another path"
+    )
 
 
 @contextmanager

@@ -6,28 +6,22 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from megatron_burst.cli.results import Row, append, check_appendable
+from megatron_burst.cli.results import ATTENTION_CSV, Sheet, append, check_appendable
 from megatron_burst.cli.world import World
-from megatron_burst.errors import BurstError
 
 
-def check_out(path: Path | None, world: World, kind: type = Row) -> None:
+def check_out(path: Path | None, world: World, sheet: Sheet = ATTENTION_CSV) -> None:
     """Refuse a file that cannot be appended to, on all ranks, before time is spent."""
-    refusal = None
-    if path and world.rank == 0:
-        try:
-            check_appendable(path, kind)
-        except BurstError as error:
-            refusal = str(error)
-    refusal = world.gather(refusal)[0]
-    if refusal:
-        raise BurstError(refusal)
+    if path:
+        world.refuse_together(lambda: check_appendable(path, sheet))
 
 
-def save(path: Path | None, world: World, rows: Sequence[Any], kind: type = Row) -> None:
+def save(
+    path: Path | None, world: World, rows: Sequence[Any], sheet: Sheet = ATTENTION_CSV
+) -> None:
     """Add rows to the file, if there is one."""
     if path and world.rank == 0:
-        append(path, rows, kind)
+        append(path, rows, sheet)
 
 
 def clock(budget_s: float | None) -> Callable[[], bool]:

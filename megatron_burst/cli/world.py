@@ -1,7 +1,7 @@
 """The processes that measure together, and their device."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from megatron_burst.comm.hosts import my_home, nvlink_domains
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.topology import pretend_hosts
 
-_WHO = "bench"
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
 
 
@@ -49,11 +47,26 @@ class World:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def decide(self, value: bool) -> bool:
+    def decide[T](self, value: T) -> T:
         """Rank 0's answer, for all."""
         answer = [value]
         dist.broadcast_object_list(answer, src=0, group=self.control)
         return answer[0]
+
+    def refuse_together(self, check: Callable[[], None]) -> None:
+        """What rank 0 refuses, refused by all.
+
+        Args:
+            check: of what concerns rank 0 alone, such as the file that it writes.
+        """
+        refusal = None
+        if self.rank == 0:
+            try:
+                check()
+            except BurstError as error:
+                refusal = str(error)
+        if refusal := self.decide(refusal):
+            raise BurstError(refusal)
 
     def barrier(self) -> None:
         """Wait for all processes, not for their devices."""
@@ -66,10 +79,11 @@ class World:
 
 
 @contextmanager
-def started(device: str | None, hosts: int | None) -> Iterator[World]:
+def started(who: str, device: str | None, hosts: int | None = None) -> Iterator[World]:
     """The world under torchrun, or of one process alone; ends its process groups.
 
     Args:
+        who: refuses.
         device: "cuda", "cpu"; None takes GPUs where there are any.
         hosts: pretend that this machine is so many hosts of contiguous ranks: NCCL then uses
             sockets between them.
@@ -80,13 +94,13 @@ def started(device: str | None, hosts: int | None) -> Iterator[World]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BurstError(
-            f"{_WHO}: --device cuda must find a GPU, because kernels run there; got none that "
+            f"{who}: --device cuda must find a GPU, because kernels run there; got none that "
             "torch can use; pass --device cpu to try it out"
         )
     launched = "RANK" in os.environ  # torchrun and Megatron's launchers set it
     if hosts is not None:
         size = int(os.environ["WORLD_SIZE"]) if launched else 1
-        host = pretend_hosts(size, hosts).host_of[int(os.environ.get("RANK", 0))]
+        host = int(os.environ.get("RANK", 0)) // _ranks_of_a_host(who, size, hosts)
         os.environ["NCCL_HOSTID"] = f"pretended-{host}"  # before NCCL starts
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
@@ -99,6 +113,20 @@ def started(device: str | None, hosts: int | None) -> Iterator[World]:
     finally:
         if not stuck:
             dist.destroy_process_group()
+
+
+def _ranks_of_a_host(who: str, size: int, hosts: int) -> int:
+    """Ranks of each pretended host; they are contiguous."""
+    if size % hosts:
+        divisors = [str(n) for n in range(2, size + 1) if size % n == 0]
+        change = "start more ranks with torchrun, or leave it out"
+        if divisors:
+            change = f"choose {' or '.join(divisors)}, or leave it out"
+        raise BurstError(
+            f"{who}: --hosts must divide the ranks of the run, because each pretended host has "
+            f"equally many; got {hosts} hosts and {size} rank{'s' * (size > 1)}; {change}"
+        )
+    return size // hosts
 
 
 def world_of(device: str) -> World:

@@ -1,7 +1,7 @@
 """A stack of Megatron's transformer layers to measure recomputation on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,53 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.keep import switch_on
 from megatron_burst.mcore.spec_tree import burst_spec
-from megatron_burst.plan.units import in_units
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Sizes of the layers.
-
-    Attributes:
-        layers: how many.
-        hidden: model width.
-        ffn: width of the gated MLP.
-        heads_q, heads_kv: query and key heads.
-        head_dim: of each.
-        seq: tokens of the whole sequence.
-        batch: sequences.
-        dtype: of weights and activations, as torch names it.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    seq: int
-    batch: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layer{'s' * (self.layers > 1)} of {in_units(self.seq)} tokens, batch "
-            f"{self.batch}, hidden {self.hidden}, ffn {self.ffn}, heads {self.heads_q}/"
-            f"{self.heads_kv} x {self.head_dim}, {self.dtype}"
-        )
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of a forward and a backward pass: causal, nothing computed twice counted."""
-        projections = self.hidden * self.head_dim * (2 * self.heads_q + 2 * self.heads_kv)
-        weights = self.layers * (projections + 3 * self.hidden * self.ffn)
-        attention = self.layers * self.heads_q * self.head_dim * self.seq
-        return 6.0 * (weights + attention) * self.seq * self.batch
-
-    @property
-    def attention_flops(self) -> float:
-        """FLOPs of attention's forward pass in all layers: causal."""
-        return 2.0 * self.layers * self.heads_q * self.head_dim * self.seq**2 * self.batch
+from megatron_burst.mcore.widths import Widths
 
 
 def start(cpu: bool, cp_size: int) -> None:

@@ -33,10 +33,28 @@ def model_of(name_or_path: str) -> Model:
             f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
             f"{', '.join(PRESETS)}, a config.json, or a file of Megatron's arguments"
         )
-    text = path.read_text(errors="replace")
+    text = text_of(path)
     if path.suffix == ".json":
         return from_hugging_face(_json(text, path), str(path))
     return from_megatron(megatron_arguments(text), str(path))
+
+
+def text_of(path: Path) -> str:
+    """The text of a model's file; bytes that are not UTF-8, as in old comments, are replaced.
+
+    Raises:
+        BurstError: if it cannot be read, or is a binary file.
+    """
+    try:
+        data, got = path.read_bytes(), "a binary file"
+    except OSError as error:
+        data, got = b"\0", error.strerror or str(error)
+    if b"\0" in data:
+        raise BurstError(
+            f"{_WHO}: --model must name a text file, because sizes are read from its words; got "
+            f"{path}: {got}; name a config.json, a file of Megatron's arguments, or a preset"
+        )
+    return data.decode(errors="replace")
 
 
 def _json(text: str, path: Path) -> Mapping[str, Any]:

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
-from megatron_burst.plan.strategy import Job, Strategy, least_multiple, misfit
+from megatron_burst.plan.strategy import Job, Strategy, least_multiple, misfit, misfit_of
 from megatron_burst.plan.units import nearest_multiples
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
@@ -97,11 +98,13 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
 
 def _nothing(job: Job, fixed: dict[str, object]) -> str:
     """Why nothing makes up a job; a length alone that is in the way is named."""
+    sizes = {name: value for name, value in fixed.items() if name in SIZES}
+    if why := _uneven(job, sizes):
+        return why
     options = " or ".join(f"--{name}".replace("_", "-") for name in fixed)
     change = f"leave out {options}, or change" if fixed else "change"
     change += " --gpus, --seq-length or --global-batch-size"
     given = ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing fixed"
-    sizes = {name: value for name, value in fixed.items() if name in SIZES}
     if {"tp", "cp", "pp", "dp"} <= set(sizes) and (why := misfit(job, Strategy(**sizes))):
         given += f" ({why})"
     elif next(layouts(job, sizes), None) is None:
@@ -113,6 +116,23 @@ def _nothing(job: Job, fixed: dict[str, object]) -> str:
         f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} "
         f"heads, {job.seq} tokens, a batch of {job.batch} and {given}; {change}"
     )
+
+
+def _uneven(job: Job, sizes: dict[str, int]) -> str | None:
+    """A given size that fits no job of these GPUs, model and batch, or several that do not."""
+    must = "must fit the GPUs, the model and the batch, because Megatron deals all of them out"
+    for name, size in sizes.items():
+        if why := misfit_of(job, name, size):
+            return f"plan: --{name} {must} evenly; got: {why}; change or leave out --{name}"
+    dealt = {name: size for name, size in sizes.items() if name != "ep"}  # EP is of the others
+    if job.gpus % prod(dealt.values()):
+        options = " and ".join(f"--{name}" for name in dealt)
+        layout = " x ".join(f"{name.upper()} {size}" for name, size in dealt.items())
+        return (
+            f"plan: {options} {must} evenly; got: {layout} = {prod(dealt.values())} does not "
+            f"divide the {job.gpus} GPUs of the job; change or leave out one of them"
+        )
+    return None
 
 
 def _rank(one: Candidate) -> tuple:

@@ -129,33 +129,68 @@ class Strategy:
 
 def misfit(job: Job, strategy: Strategy) -> str | None:
     """Why a strategy cannot be for a job, or None."""
-    model, ranks = job.model, ranks_per_host(job, strategy)
+    ranks = ranks_per_host(job, strategy)
     if strategy.gpus != job.gpus:
         return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"
-    if job.on_host % strategy.tp:
-        return f"TP {strategy.tp} does not divide the {job.on_host} GPUs of a host"
-    if model.heads_q % strategy.tp or max(model.heads_kv, strategy.tp) % min(
-        model.heads_kv, strategy.tp
-    ):
-        return f"TP {strategy.tp} does not divide {model.heads_q}/{model.heads_kv} heads"
+    for name, check in _OF_ONE_SIZE.items():
+        if why := check(job, getattr(strategy, name)):
+            return why
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill hosts of {ranks} ranks"
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
-    if stage_layers(model, strategy) * (strategy.pp - 1) >= model.layers and strategy.pp > 1:
-        return f"PP {strategy.pp} leaves a stage without layers"
     if strategy.keep == "half" and strategy.cp == 1:
         return "keeping half is burst attention's own, which needs CP above 1"
-    if job.batch % strategy.dp:
-        return f"DP {strategy.dp} does not divide the batch of {job.batch}"
-    if strategy.ep > 1 and (
-        not model.experts
-        or model.experts.count % strategy.ep
-        or (job.gpus // strategy.pp) % strategy.ep
-    ):
-        return f"EP {strategy.ep} does not divide the experts or the ranks"
+    if (job.gpus // strategy.pp) % strategy.ep:
+        return f"EP {strategy.ep} does not divide the {job.gpus // strategy.pp} ranks of a stage"
     return None
+
+
+def misfit_of(job: Job, name: str, size: int) -> str | None:
+    """Why one size cannot be for a job, whatever the others are, or None.
+
+    Args:
+        job: the job.
+        name: "tp", "cp", "pp", "dp" or "ep".
+        size: of it.
+    """
+    check = _OF_ONE_SIZE.get(name)
+    if check and (why := check(job, size)):
+        return why
+    if job.gpus % size:
+        return f"{name.upper()} {size} does not divide the {job.gpus} GPUs of the job"
+    return None
+
+
+def _tp_misfit(job: Job, tp: int) -> str | None:
+    heads_q, heads_kv = job.model.heads_q, job.model.heads_kv
+    if job.on_host % tp:
+        return f"TP {tp} does not divide the {job.on_host} GPUs of a host"
+    if heads_q % tp or max(heads_kv, tp) % min(heads_kv, tp):
+        return f"TP {tp} does not divide {heads_q}/{heads_kv} heads"
+    return None
+
+
+def _pp_misfit(job: Job, pp: int) -> str | None:
+    if pp > 1 and _largest_stage(job.model, pp) * (pp - 1) >= job.model.layers:
+        return f"PP {pp} leaves a stage without layers"
+    return None
+
+
+def _dp_misfit(job: Job, dp: int) -> str | None:
+    return f"DP {dp} does not divide the batch of {job.batch}" if job.batch % dp else None
+
+
+def _ep_misfit(job: Job, ep: int) -> str | None:
+    if ep > 1 and not job.model.experts:
+        return f"EP {ep} needs experts, and {job.model.name} has none"
+    if ep > 1 and job.model.experts.count % ep:
+        return f"EP {ep} does not divide {job.model.experts.count} experts"
+    return None
+
+
+_OF_ONE_SIZE = {"tp": _tp_misfit, "pp": _pp_misfit, "dp": _dp_misfit, "ep": _ep_misfit}
 
 
 def least_multiple(strategy: Strategy) -> int:
@@ -165,7 +200,11 @@ def least_multiple(strategy: Strategy) -> int:
 
 def stage_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the largest pipeline stage; the last stage may have fewer."""
-    return -(-model.layers // strategy.pp)
+    return _largest_stage(model, strategy.pp)
+
+
+def _largest_stage(model: Model, pp: int) -> int:
+    return ceil(model.layers / pp)
 
 
 def ranks_per_host(job: Job, strategy: Strategy) -> int:
