@@ -24,8 +24,7 @@ import torch
 import typer
 from typer import Argument, Option
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # started as a script, it finds its own folder alone
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.predict import commit
 from megatron_burst.cli.facts import gpu_state, versions
@@ -38,6 +37,7 @@ from megatron_burst.plan.search import candidate
 from megatron_burst.plan.strategy import Job, Strategy
 from megatron_burst.plan.units import in_units
 
+ROOT = Path(__file__).resolve().parents[1]
 WARM_UP, STEPS = 1, 2  # steps that do not count, and that do
 LONGEST_S = 200  # of a run
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
