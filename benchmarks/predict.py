@@ -21,19 +21,13 @@ from megatron_burst.cli.cases import Case, Grid, Pass, head_counts, one_head_cou
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
 from megatron_burst.cli.predictions import predict
-from megatron_burst.cli.results import (
-    ATTENTION_CSV,
-    RECOMPUTE_CSV,
-    Row,
-    Sheet,
-    append,
-    check_appendable,
-)
+from megatron_burst.cli.results import Row, Sheet, append, check_appendable
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import whole_numbers
 
-_WHO = "predict"
+_WHO = "predict.py"
+PREDICTED_CSV = Sheet(_WHO)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[Path, Option(help="CSV to append to")]
 Ranks = Annotated[int, Option(min=1)]
@@ -53,10 +47,10 @@ def commit() -> str:
     return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
 
 
-def _write(rows: list[Row], hardware: str, out: Path, sheet: Sheet) -> None:
+def _write(rows: list[Row], hardware: str, out: Path) -> None:
     """Fill in what the planner says, and append those rows of which it says something."""
     machine, said = hardware_of(hardware), f"planner at {commit()}"
-    check_appendable(out, sheet)
+    check_appendable(out, PREDICTED_CSV)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = []
     for row in rows:
@@ -64,7 +58,7 @@ def _write(rows: list[Row], hardware: str, out: Path, sheet: Sheet) -> None:
             gpu = f"predicted for {machine.name}"
             row = replace(row, date=now, versions=said, gpu=gpu, ms=found.ms, peak_gib=found.gib)
             done.append(row)
-    append(out, done, sheet)
+    append(out, done, PREDICTED_CSV)
     typer.echo(f"{len(done)} predictions, {said}, were appended to {out}")
 
 
@@ -100,7 +94,7 @@ def attention(
             )
             for case, one, pass_ in every
         ]  # fmt: skip
-        _write(rows, hardware, out, ATTENTION_CSV)
+        _write(rows, hardware, out)
 
 
 @app.command()
@@ -132,7 +126,7 @@ def recompute(
             )
             for tokens, one in every
         ]  # fmt: skip
-        _write(rows, hardware, out, RECOMPUTE_CSV)
+        _write(rows, hardware, out)
 
 
 if __name__ == "__main__":

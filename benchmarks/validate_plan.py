@@ -18,7 +18,7 @@ import typer
 from matplotlib.figure import Figure
 
 from megatron_burst.cli.predictions import Prediction, is_of_layers, is_standin, predict
-from megatron_burst.cli.results import COLUMNS, MEASURED_CSV, Row, read
+from megatron_burst.cli.results import ANY_CSV, COLUMNS, Row, read
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import in_units
@@ -209,9 +209,9 @@ def main(
 ) -> None:
     """Compare every row; print medians; write or print the table."""
     with in_one_sentence():
-        rows = read(csvs or results(), MEASURED_CSV)
+        rows = read(csvs or results(), ANY_CSV)
         machine = hardware_of(hardware) if hardware else None
-        made = read(predictions, MEASURED_CSV) if predictions else []
+        made = read(predictions, ANY_CSV) if predictions else []
         compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
     said = [f"Before it was measured, by the {one}." for one in {one.versions for one in made}]
     said += report(rows, compared)

@@ -63,7 +63,7 @@ class LossRow:
     note: str = ""
 
 
-LOSS_CSV = Sheet("bench loss", LossRow)
+LOSS_CSV = Sheet("bench loss", LossRow, ("ms_min", "ms_max", "gemm_efficiency"))
 
 
 @dataclass(frozen=True, slots=True)

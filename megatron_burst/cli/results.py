@@ -75,12 +75,14 @@ class Sheet:
     Attributes:
         writer: who writes it.
         kind: dataclass of its rows; fields of int, float | None, bool and str are columns.
+        beside_ms: columns that a row with `ms` has too; predictions lack them.
         holds: whether a row is its own, where another writer's have the same columns.
         shows_others: what shows those.
     """
 
     writer: str
     kind: type = Row
+    beside_ms: tuple[str, ...] = ()
     holds: Callable[[Any], bool] | None = None
     shows_others: str = ""
 
@@ -93,9 +95,10 @@ def _of_attention(row: Row) -> bool:
     return not _of_layers(row)
 
 
-ATTENTION_CSV = Sheet("bench attention", holds=_of_attention, shows_others="bench recompute-show")
-RECOMPUTE_CSV = Sheet("bench recompute", holds=_of_layers, shows_others="bench table")
-MEASURED_CSV = Sheet("bench attention or bench recompute")
+_BESIDE_MS = "ms_min", "ms_max", "tflops_per_gpu"
+ATTENTION_CSV = Sheet("bench attention", Row, _BESIDE_MS, _of_attention, "bench recompute-show")
+RECOMPUTE_CSV = Sheet("bench recompute", Row, _BESIDE_MS, _of_layers, "bench table")
+ANY_CSV = Sheet("bench attention, bench recompute or predict.py")
 
 
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
@@ -164,12 +167,23 @@ def _rows(path: Path, sheet: Sheet) -> Iterator[Any]:
     for number, cells in lines:
         where = f"{_WHO}: {path}, line {number},"
         row = _row(cells, sheet.kind, where)
-        if sheet.holds and not sheet.holds(row):
-            raise BurstError(
-                f"{where} must be of {sheet.writer}, because only its rows are compared with each "
-                f"other; got one of {row.impl}:{row.mode}; show that with {sheet.shows_others}"
-            )
+        _check_row(row, sheet, where)
         yield row
+
+
+def _check_row(row: Any, sheet: Sheet, where: str) -> None:
+    if sheet.holds and not sheet.holds(row):
+        raise BurstError(
+            f"{where} must be a row of {sheet.writer}, because only its rows are compared with "
+            f"each other; got one of {row.impl}:{row.mode}; show that with {sheet.shows_others}"
+        )
+    for name in sheet.beside_ms:
+        if row.ms is not None and getattr(row, name) is None:
+            raise BurstError(
+                f"{where} must have a number under {name} beside ms, because measurements are "
+                f"shown with it; got none, as in a prediction; name a file that {sheet.writer} "
+                "wrote"
+            )
 
 
 def _lines(path: Path, sheet: Sheet) -> Iterator[tuple[int, list[str]]]:
