@@ -1,9 +1,11 @@
 """Launch scripts: they parse, and every flag in them exists. Catches flags that were renamed."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from argparse import ArgumentParser
 from pathlib import Path
@@ -164,3 +166,12 @@ def test_the_script_of_all_benchmarks_has_options_that_exist():
     known = {option for one in commands for param in one.params for option in param.opts}
     found = flags_in(code_of(script))
     assert len(found) > 10 and found <= known | options(get_args_parser())
+
+
+@pytest.mark.parametrize("name", ["slices", "kernels", "kernels_table", "predict"])
+def test_benchmarks_start_as_scripts_from_anywhere(name, tmp_path):
+    """Catches a script that finds its neighbours only where PYTHONPATH names the checkout."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from megatron_burst.cli.bench_loss import LossRow
+from megatron_burst.cli.bench_loss import LOSS_CSV, LossRow
 from megatron_burst.cli.loss_peers import LossCase, cases_of, listed_cases, peers_of
 from megatron_burst.cli.results import columns_of, read
 from megatron_burst.errors import BurstError
@@ -42,7 +42,7 @@ def test_a_row_for_each_implementation_and_head(results):
     _, path, ranks = results
     with path.open() as file:
         assert tuple(next(csv.reader(file))) == columns_of(LossRow)
-    rows = read([path], LossRow)
+    rows = read([path], LOSS_CSV)
     assert [row.impl for row in rows] == [*NAMES, *NAMES]
     assert {row.ranks for row in rows} == {ranks}
     failed = {row.impl: row.note for row in rows if row.status == "failed"}
@@ -54,7 +54,7 @@ def test_a_row_for_each_implementation_and_head(results):
 
 def test_speed_and_errors(results):
     _, path, ranks = results
-    for row in read([path], LossRow):
+    for row in read([path], LOSS_CSV):
         if row.status != "ok":
             continue
         flops = 6 * row.tokens * row.hidden * row.vocab / ranks
@@ -76,7 +76,7 @@ def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
 def test_table_and_picture(results, tmp_path):
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
 
-    rows = read([results[1]], LossRow)
+    rows = read([results[1]], LOSS_CSV)
     text = loss_table(rows)
     assert text.count("\n") == 1 + len(rows) and "| 96 | 32 x 64 |" in text
     (picture,) = draw_if_possible(rows, tmp_path / "a")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
-from megatron_burst.cli.results import read
+from megatron_burst.cli.results import RECOMPUTE_CSV, read
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
@@ -21,7 +21,8 @@ def bench(rank: int, folder: str) -> tuple:
     from megatron_burst.cli.bench_recompute import Plan, measure
     from megatron_burst.cli.modes import modes_of
     from megatron_burst.cli.world import world_of
-    from megatron_burst.mcore.stack import Stack, Widths
+    from megatron_burst.mcore.stack import Stack
+    from megatron_burst.mcore.widths import Widths
     from tests.mcore.pipeline import counted
 
     world, said, calls = world_of("cpu"), [], {}
@@ -47,7 +48,8 @@ def alone(rank: int) -> dict:
     """Megatron's own attention at CP=1: kernel calls by mode."""
     from megatron_burst.cli.bench_recompute import Plan
     from megatron_burst.cli.modes import modes_of
-    from megatron_burst.mcore.stack import Stack, Widths, start
+    from megatron_burst.mcore.stack import Stack, start
+    from megatron_burst.mcore.widths import Widths
     from tests.mcore.pipeline import counted
 
     start(cpu=True, cp_size=1)
@@ -82,7 +84,7 @@ def test_one_row_for_each_mode(results):
     assert attention.tflops_per_gpu == pytest.approx(
         2 * 2 * 4 * 8 * 64 * 64 / 2 / attention.ms / 1e9
     )
-    assert [row.mode for row in read([path])] == [row.mode for row in rows]
+    assert [row.mode for row in read([path], RECOMPUTE_CSV)] == [row.mode for row in rows]
     assert len(said) == 2
     for row in rows:
         if row is attention:

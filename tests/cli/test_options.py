@@ -1,23 +1,26 @@
 """Options become problems and implementations, or are refused in one sentence."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from megatron_burst.cli.cases import PRESETS, Case, Grid, counts, head_counts, head_dims
+from megatron_burst.cli.cases import PRESETS, Case, Grid, head_counts, head_dims
 from megatron_burst.cli.impls import TE_MODES, impls_of
 from megatron_burst.cli.main import app
+from megatron_burst.cli.world import _ranks_of_a_host
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.units import whole_numbers
 
 K = 1024
 
 
 def test_sizes_in_words():
-    assert counts("64K,1m,7", "--seq") == (64 * K, K * K, 7)
-    assert head_counts("32/32,8/1") == ((32, 32), (8, 1))
+    assert whole_numbers("64K,1m,7", "--seq", "bench") == (64 * K, K * K, 7)
+    assert head_counts("32/32,8/1", "bench") == ((32, 32), (8, 1))
     assert head_dims("128") == (128, 128) and head_dims("192/128") == (192, 128)
 
 
@@ -87,6 +90,14 @@ REFUSALS = {
         "--seq must be a multiple of twice the ranks.*got 63 on 1 ranks; .* of 2, such as 62 or 64",
     ),
     "device": (["--device", "cuda"], "--device cuda must find a GPU"),
+    "hosts": (
+        ["--hosts", "2"],
+        "attention: --hosts must divide the ranks.*got 2 hosts and 1 rank; start more ranks",
+    ),
+    "folder": (
+        ["--device", "cpu", "--seq", "64", "--out", "nowhere/a.csv"],
+        "attention: --out must name a file in a folder that is there.*got nowhere/a.csv; make the",
+    ),
 }
 
 
@@ -100,6 +111,61 @@ def test_a_bad_option_is_refused_in_one_sentence(options, monkeypatch):
     )
     with pytest.raises(BurstError, match=words):
         raise BurstError(result.output)
+
+
+OTHER_COMMANDS = {
+    "loss, tokens": (["loss", "--tokens", "x"], "bench loss: --tokens must be a .*got 'x'"),
+    "loss, hidden": (["loss", "--hidden", "0"], "bench loss: --hidden must be a .*got '0'"),
+    "loss, case": (["loss", "--case", "1,x,3"], "bench loss: --case must be a .*got 'x'"),
+    "loss, folder": (["loss", "--out", "no/a.csv"], "bench loss: --out must .*got no/a.csv; make"),
+    "sequence": (["recompute", "--seq", "x"], "bench recompute: --seq must be a .*got 'x'"),
+    "heads": (["recompute", "--heads", "8/3"], "bench recompute: --heads must list .*got '8/3'"),
+    "two pairs": (["recompute", "--heads", "8/2,4/2"], "recompute: --heads must be one pair"),
+    "mode": (["recompute", "--mode", "foo"], "bench recompute: --mode must name .*got 'foo'"),
+    "hosts": (["recompute", "--hosts", "3"], "bench recompute: --hosts must divide .*1 rank;"),
+    "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv; make"),
+}
+
+
+@pytest.mark.parametrize("options", OTHER_COMMANDS.values(), ids=OTHER_COMMANDS)
+def test_other_commands_refuse_under_their_own_name(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments, words = options
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 1 and done.output.startswith("error: bench ")
+    assert re.search(words, done.output), done.output
+    assert not list(tmp_path.iterdir())
+
+
+BELOW = [
+    *(["recompute", option, "-32"] for option in ("--hidden", "--ffn", "--head-dim", "--batch")),
+    *(["recompute", option, "0"] for option in ("--layers", "--reps", "--hosts")),
+    *([name, "--budget-s", "-1"] for name in ("attention", "recompute", "loss")),
+    ["attention", "--hosts", "0"],
+]
+
+
+@pytest.mark.parametrize("options", BELOW, ids=" ".join)
+def test_numbers_below_what_makes_sense_are_refused(options):
+    done = CliRunner().invoke(app, ["bench", *options])
+    assert done.exit_code == 2 and f"Invalid value for '{options[1]}'" in done.output
+
+
+def test_the_ranks_of_a_pretended_host_are_told():
+    assert _ranks_of_a_host("bench", 12, 3) == 4 and _ranks_of_a_host("bench", 1, 1) == 1
+    match = "calibrate: --hosts must .*got 4 hosts and 6 ranks; choose 2 or 3 or 6, or leave it out"
+    with pytest.raises(BurstError, match=match):
+        _ranks_of_a_host("calibrate", 6, 4)
+
+
+@pytest.mark.parametrize("options", [["--mode", "foo"], ["--out", "no/a.csv"]], ids=" ".join)
+def test_recomputation_is_refused_before_megatron_is_loaded(options, tmp_path):
+    """Catches a sentence that stands below Megatron's warnings."""
+    command = [sys.executable, "-m", "megatron_burst.cli", "bench", "recompute", "--device", "cpu"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: bench recompute: --")
+    assert done.stderr.count("\n") == 1
 
 
 def test_one_process_alone_measures_and_shows_a_table(tmp_path):

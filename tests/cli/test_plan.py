@@ -15,6 +15,7 @@ from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search
 from megatron_burst.plan.strategy import Job, Strategy
 
+PICTURE = str(Path(__file__).parents[2] / "docs" / "accuracy.png")
 JOB_OF_16 = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
 
@@ -166,25 +167,40 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--seq-length", ""], "--seq-length must be given"),
         (["--gpus", "x"], "--gpus must be a positive whole number"),
         (["--model", "llama9"], "--model must be a preset or a file"),
+        (["--model", "llama9", "--seq-length", ""], "--model must be a preset or a file"),
+        (
+            ["--model", PICTURE],
+            "--model must name a text file, .*accuracy.png: a binary file; name",
+        ),
         (["--hardware", "h300"], "did you mean"),
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),
         (["--gpus", "73", "--hardware", "gb200-nvl72"], "must come out even.*choose 72 or 144"),
-        (["--tp", "3"], "got 16 GPUs, .* and tp 3; leave out --tp, or"),
+        (["--tp", "3"], "--tp must fit .*: TP 3 does not divide the 8 GPUs of a host; change or"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a host; change or leave out --tp"),
+        (["--cp", "6"], "CP 6 does not divide the 16 GPUs of the job; change or leave out --cp"),
+        (["--pp", "32"], "PP 32 does not divide the 16 GPUs of the job; change or leave out --pp"),
+        (["--dp", "32"], "DP 32 does not divide the batch of 16; change or leave out --dp"),
+        (["--ep", "4"], "EP 4 needs experts, and llama3-8b has none; change or leave out --ep"),
+        (["--model", "deepseek-v3", "--ep", "3"], "EP 3 does not divide 256 experts; change or"),
         (
-            ["--tp", "16", "--cp", "1", "--pp", "1", "--dp", "1"],
-            "(TP 16 does not divide the 8 GPUs of a host); leave out --cp or",
+            ["--tp", "4", "--cp", "8", "--ep", "1"],
+            "--cp and --tp must fit .*: CP 8 x TP 4 = 32 does not divide the 16 GPUs of the job;",
         ),
         (
-            ["--tp", "3", "--cp", "5", "--pp", "1", "--dp", "1"],
-            "(TP 3 CP 5 PP 1 DP 1 needs 15 GPUs, not 16); leave",
+            ["--tp", "16", "--cp", "1", "--pp", "1", "--dp", "1"],
+            "got: TP 16 does not divide the 8 GPUs of a host; change or leave out --tp",
+        ),
+        (
+            ["--tp", "2", "--cp", "4", "--pp", "1", "--dp", "1"],
+            "(TP 2 CP 4 PP 1 DP 1 needs 8 GPUs, not 16); leave",
         ),
         (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
         (["--offload-inputs", "--recompute", "none"], "--offload-inputs must come with"),
         (["--search", "--offload", "--keep", "none"], "--offload must come with --keep"),
         (["--search", "--recompute", "none", "--keep", "all"], "--keep must come with"),
         (
-            ["--search", "--tp", "3"],
-            "got 16 GPUs, 32/8 heads, 262144 tokens, a batch of 16 and tp 3; leave out --tp, or",
+            ["--search", "--keep", "half", "--cp", "1"],
+            "got 16 GPUs, 32/8 heads, 262144 tokens, a batch of 16 and cp 1, keep half; leave out",
         ),
         (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
         (["--seq-length", "1025G"], "positive whole number up to 1024G"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megatron_burst.cli.modes import MODES
 from megatron_burst.cli.predictions import predict
-from megatron_burst.cli.results import Row, append, read
+from megatron_burst.cli.results import ANY_CSV, Row, append, read
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.hardware import GIB, preset
 from megatron_burst.plan.model import Model
@@ -157,7 +157,7 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
     out = tmp_path / "predicted.csv"
     done = CliRunner().invoke(script("predict").app, [*command, "--ranks", "4", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    predicted = read([out])
+    predicted = read([out], ANY_CSV)
     names = [(row.impl, row.mode, row.pass_) for row in predicted]
     impls = ("burst", "auto"), ("te", "p2p")
     attention = [(*impl, pass_) for impl in impls for pass_ in ("fwd", "fwd_bwd")]
@@ -170,10 +170,10 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
 
     measured = tmp_path / "measured.csv"
     later = {"date": "2999-01-01T00:00:00+00:00", "gpu": ROW.gpu}
-    append(measured, [replace(row, ms=row.ms / 1.1, **later) for row in predicted])
-    append(measured, [replace(row, date="1999-01-01T00:00:00+00:00") for row in predicted])
+    append(measured, [replace(row, ms=row.ms / 1.1, **later) for row in predicted], ANY_CSV)
+    append(measured, [replace(row, date="1999-01-01T00:00:00+00:00") for row in predicted], ANY_CSV)
     validate = script("validate_plan")
-    compared = validate.compare(read([measured]), validate.written(predicted))
+    compared = validate.compare(read([measured], ANY_CSV), validate.written(predicted))
     assert len(compared) == len(predicted)
     assert all(one.error == pytest.approx(0.1, rel=1e-3) for one in compared)
     shown = CliRunner().invoke(

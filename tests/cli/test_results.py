@@ -1,19 +1,22 @@
 """The CSV, the comparison of its rows, tables and pictures."""
 
+import csv
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from megatron_burst.cli.bench_loss import LOSS_CSV
 from megatron_burst.cli.compare import compare
 from megatron_burst.cli.main import app
-from megatron_burst.cli.results import COLUMNS, append, read
+from megatron_burst.cli.results import ANY_CSV, ATTENTION_CSV, COLUMNS, append, read
 from megatron_burst.errors import BurstError
 from tests.cli.rows import one_problem, row
 
 
 def test_rows_come_back_as_they_were_written_and_files_grow(tmp_path):
-    path = tmp_path / "new" / "rows.csv"
+    path = tmp_path / "rows.csv"
     rows = one_problem(note='with "quotes", commas')
     append(path, rows[:2])
     append(path, rows[2:])
@@ -124,11 +127,90 @@ def test_no_picture_of_memory_where_none_was_measured(tmp_path):
     assert done.output.split() == [str(tmp_path / "cpu_tflops.png")]
 
 
-@pytest.mark.parametrize("command", ["table", "plot"])
-def test_a_missing_file_is_refused_in_one_sentence(command, tmp_path):
-    done = CliRunner().invoke(app, ["bench", command, str(tmp_path / "none.csv")])
-    assert done.exit_code == 1 and done.output.startswith("error: bench: ")
-    assert "got no such file" in done.output
+def refused(command, path):
+    """The sentence that a command that shows a CSV ends with."""
+    done = CliRunner().invoke(app, ["bench", command, str(path)])
+    assert done.exit_code == 1 and done.output.startswith(f"error: bench: {path}"), done.output
+    assert done.output.count("\n") == 1 and isinstance(done.exception, SystemExit)
+    return done.output
+
+
+WRITERS = {
+    "table": "bench attention", "plot": "bench attention", "recompute-show": "bench recompute",
+    "loss-show": "bench loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_what_is_no_csv_of_the_command_is_refused_in_one_sentence(command, tmp_path):
+    (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
+    (tmp_path / "empty.csv").touch()
+    found = {"": "a folder", "none.csv": "no such file", "binary.csv": "a binary file"}
+    for name, got in (found | {"empty.csv": "none of them"}).items():
+        said = refused(command, tmp_path / name)
+        assert f"got {got}; name a file that {WRITERS[command]} wrote" in said
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_head_line_alone_is_nothing_to_show(command, tmp_path):
+    sheet = LOSS_CSV if command == "loss-show" else ATTENTION_CSV
+    append(tmp_path / "head.csv", [], sheet)
+    said = refused(command, tmp_path / "head.csv")
+    assert f"nothing to show; got no row; run {WRITERS[command]} first" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "must"),
+    [
+        ("ms", "abc", "a number under ms, .* got 'abc'"),
+        ("seq", "", "a whole number under seq, .* got ''"),
+        ("ranks", "2.5", "a whole number under ranks, .* got '2.5'"),
+        ("tflops_per_gpu", "", "a number under tflops_per_gpu beside ms, .* got none"),
+        (None, None, "24 cells, .* got 23"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named_with_its_cell(column, text, must, tmp_path):
+    path = tmp_path / "rows.csv"
+    append(path, [row("burst:auto", (10.0, 9.0, 12.0), note="two\nlines") for _ in range(2)])
+    with path.open(newline="") as file:
+        lines = list(csv.reader(file))
+    if column:
+        lines[2][COLUMNS.index(column)] = text
+    else:
+        del lines[2][-1]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    number = 5 if column else 4  # of the last of its lines in the file
+    for command in ("table", "plot"):
+        said = refused(command, path)
+        assert re.search(f"{re.escape(str(path))}, line {number}, must have {must}; ", said), said
+    with pytest.raises(BurstError, match=must):
+        append(path, one_problem())
+
+
+def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
+    """Catches rows that are glued to half a line."""
+    path = tmp_path / "rows.csv"
+    append(path, one_problem())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; mend or"):
+        append(path, one_problem())
+    assert path.read_bytes() == whole[:-4]
+
+
+def test_folders_are_not_made(tmp_path):
+    match = "bench attention: --out must name a file in a folder that is there.*new/rows.csv; make"
+    with pytest.raises(BurstError, match=match):
+        append(tmp_path / "new" / "rows.csv", one_problem())
+    assert not (tmp_path / "new").exists()
+
+
+def test_predictions_are_no_measurements(tmp_path):
+    path = tmp_path / "predicted.csv"
+    append(path, [replace(row("burst:auto"), ms=3.0)], ANY_CSV)
+    assert "must have a number under ms_min beside ms" in refused("table", path)
+    assert read([path], ANY_CSV)[0].ms == 3.0
 
 
 def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
@@ -138,5 +220,6 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
         path = tmp_path / f"{number}.csv"
         append(path, [row(impl, (10.0, 9.0, 12.0))])
         for command in commands:
-            done = CliRunner().invoke(app, ["bench", command, str(path)])
-            assert done.exit_code == 1 and f"got one of {impl};" in done.output, done.output
+            said = refused(command, path)
+            assert f"{path}, line 2, must be a row of {WRITERS[command]}" in said
+            assert f"got one of {impl}; show that with bench " in said

@@ -1,5 +1,7 @@
 """benchmarks/kernels.py, as far as it runs without a GPU."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -7,10 +9,12 @@ from time import monotonic
 import pytest
 
 from benchmarks.candidates import candidates
-from benchmarks.kernels import Case, Row, append, compile_all, run_once
+from benchmarks.kernels import Case, Row, compile_all, run_once, save
 from benchmarks.kernels_table import table
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.triton_blocks import Pass
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_processes_that_compile_say_why_a_package_cannot_be_used():
@@ -43,13 +47,23 @@ def test_tables_take_the_newest_rows_and_leave_out_what_failed(tmp_path):
     newer = replace(ours, tflops=300.0, ratio=0.5, ratio_least=0.4, ratio_most=0.6)
     longer = replace(newer, seq=16, tflops=500.0, ratio=0.7, ratio_most=0.8)
     failed = Row(**about, seq=8, what="te", note="out of memory")
-    append(tmp_path / "rows.csv", [standard, ours, failed, newer, longer])
+    save(tmp_path / "rows.csv", [standard, ours, failed, newer, longer])
     head, _, line = table(tmp_path / "rows.csv").splitlines()
     assert head == "| head dimension | mask | direction | `fa4` | `triton` |"
     assert line == "| 64 | causal | forward | 700 | 400, 0.60 (0.40-0.80) |"
 
 
 def test_the_document_has_the_table_of_the_measured_rows():
-    root = Path(__file__).parents[2]
-    measured = table(root / "benchmarks" / "results" / "kernels_h200.csv")
-    assert measured in (root / "docs" / "backends.md").read_text()
+    measured = table(ROOT / "benchmarks" / "results" / "kernels_h200.csv")
+    assert measured in (ROOT / "docs" / "backends.md").read_text()
+
+
+def test_a_csv_of_another_benchmark_is_refused_in_one_sentence(tmp_path):
+    measured = ROOT / "benchmarks" / "results" / "attention_4xh200_one_host.csv"
+    got = {tmp_path / "none.csv": "no such file", measured: "no column torch, dim, causal"}
+    for path, words in got.items():
+        script = str(ROOT / "benchmarks" / "kernels_table.py")
+        done = subprocess.run([sys.executable, script, str(path)], capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stdout
+        assert done.stderr.startswith(f"error: bench: {path} must be a CSV with the columns of ")
+        assert f"got {words}" in done.stderr and done.stderr.count("\n") == 1

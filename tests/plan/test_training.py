@@ -196,7 +196,7 @@ def test_a_rack_is_one_host():
         (Strategy(tp=16), "TP 16 does not divide the 8 GPUs"),
         (Strategy(cp=1, pp=16, dp=1), None),
         (Strategy(cp=1, dp=16), "DP 16 does not divide the batch of 8"),
-        (Strategy(cp=16, ep=2), "EP 2 does not divide"),
+        (Strategy(cp=16, ep=2), "EP 2 needs experts, and llama3-8b has none"),
         (Strategy(cp=1, tp=8, dp=2, keep="half"), "needs CP above 1"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_length_that_nothing_divides_is_refused_with_the_nearest_that_do():
         search(job, (("tp", 2), ("cp", 4)))
     assert [int(n) for n in least.search(str(refused.value)).groups()] == [16, M, M + 16]
     assert search(replace(job, seq=M), (("tp", 2), ("cp", 4)))
-    with pytest.raises(BurstError, match="cp 3; leave out --cp, or change --gpus, --seq-length"):
+    with pytest.raises(BurstError, match="CP 3 does not divide the 16 GPUs of the job; change or"):
         search(job, (("cp", 3),))  # no length helps
     with pytest.raises(BurstError, match="leave out --cp or --keep, or change --gpus"):
         search(replace(job, seq=M), (("cp", 1), ("keep", "half")))  # the length is not in the way
