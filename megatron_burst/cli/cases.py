@@ -6,7 +6,7 @@ from itertools import product
 from typing import Literal
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import in_units, whole_numbers
+from megatron_burst.plan.units import in_units, nearest_multiples, whole_numbers
 
 _WHO = "bench attention"
 Pass = Literal["fwd", "fwd_bwd"]
@@ -48,8 +48,8 @@ class Case:
         if self.seq % (2 * ranks):
             raise BurstError(
                 f"{_WHO}: --seq must be a multiple of twice the ranks, because zigzag gives each "
-                f"rank two chunks; got {self.seq} on {ranks} ranks; choose a multiple of "
-                f"{2 * ranks}"
+                f"rank two chunks; got {self.seq} on {ranks} ranks; choose a "
+                f"{nearest_multiples(self.seq, 2 * ranks)}"
             )
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.tables import nearest
 
 _WHO = "bench"
 
@@ -116,17 +117,28 @@ def _command(kind: type) -> str:
 
 
 def _check_columns(path: Path, kind: type) -> None:
-    head = []
+    columns, got = columns_of(kind), "no such file"
     if path.exists():
         with path.open(newline="") as file:
             head = next(csv.reader(file), [])
-    columns = columns_of(kind)
-    if tuple(head) != columns:
-        got = f"the columns {','.join(head)}" if path.exists() else "no such file"
-        raise BurstError(
-            f"{_WHO}: {path} must be a CSV with the columns {','.join(columns)}, because rows of "
-            f"all runs are compared; got {got}; name a file that bench {_command(kind)} wrote"
-        )
+        if tuple(head) == columns:
+            return
+        got = _difference(head, columns)
+    raise BurstError(
+        f"{_WHO}: {path} must be a CSV with the columns of bench {_command(kind)}, because rows of "
+        f"all runs are compared; got {got}; name a file that bench {_command(kind)} wrote"
+    )
+
+
+def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
+    """What is missing and what is unknown, each with the name that it may stand for."""
+    missing = [name for name in columns if name not in head]
+    unknown = [name for name in head if name not in columns]
+    if len(missing) == len(columns):
+        return "none of them"
+    said = [f"no column {', '.join(missing)}"] if missing else []
+    said += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
+    return " and ".join(said) or "them twice or in another order"
 
 
 def _cell(value: object) -> object:

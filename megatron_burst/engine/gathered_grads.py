@@ -32,13 +32,12 @@ class KeyGrads:
         self._schedule = schedule
         self._dims, self._batch = (k.shape[-1], v.shape[-1]), k.shape[0]
         self._dtype = call.grad_dtype if call.backend.capability.wide_grads else k.dtype
-        steps = range(len(schedule.steps))
-        come = max(sum(len(leaf.rows) for _, leaf in self._arrivals(index)) for index in steps)
+        come = max(step.arriving_rows for step in schedule.steps)
         sizes = [
             size_in_bytes(self._shape(0, rows), self._dtype) for rows in (schedule.share_rows, come)
         ]
         self.device = k.device
-        self._slots = call.carrier.slots(Cargo.GRAD, len(steps), sizes[0], k.device)
+        self._slots = call.carrier.slots(Cargo.GRAD, len(schedule.steps), sizes[0], k.device)
         self.in_one_slot = len(self._slots) == 1
         (self._staging,) = call.carrier.buffers("staging", 1, sizes[1], k.device)
         self._under_way: UnderWay | None = None
@@ -49,13 +48,8 @@ class KeyGrads:
 
     def _arrivals(self, index: int) -> list[tuple[int, Leaf]]:
         """What comes from which other rank."""
-        mine, leaves = self._schedule.cp_rank, self._schedule.steps[index].leaves
-        return [
-            (rank, leaf)
-            for rank in self._schedule.others
-            for leaf in leaves[rank]
-            if leaf.piece.holder == mine
-        ]
+        leaves = self._schedule.steps[index].leaves
+        return [(rank, leaf) for rank in self._schedule.others for leaf in leaves[rank]]
 
     def _slot(self, index: int) -> Tensor:
         rows = sum(len(tile.kv) for tile in self._schedule.steps[index].tiles)

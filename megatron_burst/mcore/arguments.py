@@ -10,6 +10,7 @@ from megatron_burst.mcore.keep_arguments import check_keep_args
 from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
 from megatron_burst.mcore.plan_arguments import apply_plan
 from megatron_burst.mcore.unused_flags import check_unused
+from megatron_burst.plan.units import nearest_multiples
 
 
 def with_flags(add_megatron_arguments):
@@ -91,7 +92,7 @@ def check_args(args: Namespace) -> None:
             "needs a sequence length divisible by twice the context parallel size, because zigzag "
             "gives each rank two chunks",
             f"--seq-length {args.seq_length} and --context-parallel-size {cp_size}",
-            f"choose a multiple of {2 * cp_size}",
+            f"choose a {nearest_multiples(args.seq_length, 2 * cp_size)}",
         )
     if hosts is not None and (hosts < 1 or cp_size % hosts):
         raise _refusal(

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import add_flags
+from megatron_burst.plan.tables import nearest
 
 FLAG = "--burst-plan"
 _SIZES = {  # Megatron's names of a planned model's sizes
@@ -67,9 +68,11 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise _refusal(f"{path} must be JSON", str(error)) from None
     flags = plan.get("flags") if isinstance(plan, dict) else None
     if not isinstance(flags, dict):
-        got = ", ".join(plan) if isinstance(plan, dict) else type(plan).__name__
-        got = f"flags: {json.dumps(flags)}" if flags is not None else got
-        raise _refusal(f'{path} must hold an object "flags"', got or "an empty object")
+        got = type(plan).__name__
+        if isinstance(plan, dict):
+            missing = f"none{nearest('flags', plan)}" if plan else "an empty object"
+            got = missing if flags is None else f"flags: {json.dumps(flags)}"
+        raise _refusal(f'{path} must hold an object "flags"', got)
     for flag, value in flags.items():
         if not flag.startswith("--") or not _is_simple(value):
             raise _refusal(f"{path} must map flags to values", f"{flag}: {json.dumps(value)}")

@@ -20,7 +20,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.gather import heads_in_rounds
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, host_pieces, tiles_between
+from megatron_burst.plan.pieces import Piece, Visit, host_visits, sides, tiles_between
 from megatron_burst.plan.relay import Relay, relay
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
@@ -111,18 +111,17 @@ def a2a_schedule(
         )
     rounds = heads_in_rounds(heads_kv, heads_per_round * ranks)
     legs = relay(topology, cp_rank, len(rounds), direction)
-    pieces = host_pieces(topology, topology.coord(cp_rank)[0], layout, tokens)
-    tiles = tuple(_tiles(pieces, leg.distance, mask, circulate) for leg in legs.legs)
-    return A2ASchedule(topology, cp_rank, direction, circulate, pieces[0], rounds, legs, tiles)
+    visits = host_visits(topology, topology.coord(cp_rank)[0], layout, tokens)
+    alike = {visit: _tiles(visits[0], visit, mask, circulate) for visit in set(visits)}
+    tiles = tuple(alike[visits[leg.distance]] for leg in legs.legs)
+    pieces = visits[0].pieces
+    return A2ASchedule(topology, cp_rank, direction, circulate, pieces, rounds, legs, tiles)
 
 
-def _tiles(
-    pieces: tuple[tuple[Piece, ...], ...], away: int, mask: Mask, circulate: Circulate
-) -> tuple[Tile, ...]:
-    """Tiles of a host's rows and those that have come from another."""
-    every = Span(0, pieces[0][-1].whole.stop)
-    if not away:
+def _tiles(here: Visit, visit: Visit, mask: Mask, circulate: Circulate) -> tuple[Tile, ...]:
+    """Tiles of a host's rows and those that have come from another, or its own."""
+    if visit is here:
+        every = Span(0, here.pieces[-1].whole.stop)
         return (Tile(every, every, mask),)
-    here, visiting = pieces[0], pieces[away]
-    queries, keys = (visiting, here) if circulate is Circulate.Q else (here, visiting)
-    return tiles_between([(piece.whole, piece.position) for piece in queries], keys, mask)
+    queries, keys = sides(here, visit, circulate)
+    return tiles_between([(piece.whole, before) for piece, before in queries], keys, mask)

@@ -183,15 +183,24 @@ class AttentionCall:
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         return choose(self.shape, self.arranged, *asked)
 
-    def on_hosts(self, count: int) -> "AttentionCall":
-        """The same on another number of hosts that nest, with all settled that depends on it."""
+    def settled(self, direction: Direction) -> "AttentionCall":
+        """The same call as far as a pass depends on it: calls whose pass is alike become equal.
+
+        Exchanged heads may come again in backward; keys stay, and a choice circulates, until then.
+        """
+        backward = direction is Direction.BACKWARD
         return replace(
-            self, topology=pretend_hosts(count * self.arranged.intra_size, count), inter="ring",
-            intra=self.mode, heads_per_round=None if self.mode == "ring" else self.heads,
-            circulate=Circulate(self.circulate_why.value).value,
-            resend="never" if self.recalls else "always",
-            again=self.again and self.mode == "a2a",
+            self, inter=self.between, intra=self.mode,
+            heads_per_round=None if self.mode == "ring" else self.heads,
+            circulate=Circulate(self.circulate_why.value if backward else Circulate.KV).value,
+            resend="never" if backward and self.recalls else "always",
+            again=backward and self.again and self.mode == "a2a",
         )  # fmt: skip
+
+    def on_hosts(self, count: int) -> "AttentionCall":
+        """A settled call on another number of hosts that nest."""
+        ranks = count * self.arranged.intra_size
+        return replace(self, topology=pretend_hosts(ranks, count), inter="ring")
 
     def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
         """What the engine runs on a rank.

@@ -17,7 +17,7 @@ _MANY_HOSTS = 8, 16  # whose times tell that of more
 _MOST_RANKS = 8  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def attention_time(
     call: AttentionCall,
     hardware: Hardware,
@@ -37,34 +37,49 @@ def attention_time(
     Raises:
         BurstError: if the call cannot run so.
     """
-    timer = Timer(hardware, call.backend, pass_tflop)
-    programmes = {}
-    for rank in _simulated(call) if ranks is None else ranks:
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
-        programmes[rank] = ops if call.overlap else without_overlap(ops)
-    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)))
+    return _simulate(call, hardware, direction, pass_tflop, ranks)
 
 
 @lru_cache(maxsize=4096)
 def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """`attention_time` in training on any number of hosts; where they are many, without spans.
+    """`attention_time` in training on any number of hosts, without spans.
 
     Each further host is one more step of each round, like those before it.
     """
-    hosts = call.arranged.inter_size
+    call, hosts = call.settled(direction), call.arranged.inter_size
     few, more = _MANY_HOSTS
     if call.mode == "ring" or hosts <= more:
-        return attention_time(call, hardware, direction)
-    less, base = (
-        attention_time(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS
-    )
+        return _duration(call, hardware, direction)
+    less, base = (_duration(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS)
     steps = (hosts - more) / (more - few)
     seconds = base.seconds + steps * (base.seconds - less.seconds)
     waits = [
         (link, max(wait + steps * (wait - less.exposed(link)), 0.0)) for link, wait in base.waits
     ]
     return Timeline(seconds, (), tuple(waits))
+
+
+@lru_cache(maxsize=4096)
+def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
+    """Of a settled call; many calls are alike on few hosts."""
+    return _simulate(call, hardware, direction, with_spans=False)
+
+
+def _simulate(
+    call: AttentionCall,
+    hardware: Hardware,
+    direction: Direction,
+    pass_tflop: float = inf,
+    ranks: range | None = None,
+    with_spans: bool = True,
+) -> Timeline:
+    timer = Timer(hardware, call.backend, pass_tflop)
+    programmes = {}
+    for rank in _simulated(call) if ranks is None else ranks:
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
+        programmes[rank] = ops if call.overlap else without_overlap(ops)
+    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)), with_spans)
 
 
 def _simulated(call: AttentionCall) -> range:

@@ -9,7 +9,6 @@ from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
 from megatron_burst.plan.gather import GatherSchedule, GatherStep
 from megatron_burst.plan.mask import Tile, is_alone
 from megatron_burst.plan.operations import part_of_heads
-from megatron_burst.plan.programme_gather import arriving_rows
 from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
 from megatron_burst.plan.slots import pulled_count, sent_count
 
@@ -24,7 +23,7 @@ def buffer_bytes(call: AttentionCall) -> float:
     needs less, except for its output in float32 where results are merged.
     """
     if call.mode != "ring" and call.arranged.inter_size > _MOST_HOSTS:
-        return buffer_bytes(call.on_hosts(_MOST_HOSTS))
+        return buffer_bytes(call.settled(Direction.BACKWARD).on_hosts(_MOST_HOSTS))
     schedule = call.schedule(0, Direction.BACKWARD)
     if isinstance(schedule, Schedule):
         return _ring_bytes(call, schedule)
@@ -52,7 +51,7 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     pulled, share = call.by_copy_engine, row * schedule.share_rows
     reads = slot_count(Cargo.READ, len(schedule.reads), row * schedule.num_rows, pulled)
     grads = slot_count(Cargo.GRAD, len(steps), share, pulled)
-    come = max(arriving_rows(schedule, index) for index in range(len(steps)))
+    come = max(step.arriving_rows for step in steps)
     slots = row * (reads * schedule.num_rows + grads * schedule.share_rows + come)
     one, in_place = part_of_heads(shape, heads), schedule.topology.inter_size == 1
     tiles = max(_step_bytes(one, step, in_place) for step in steps)

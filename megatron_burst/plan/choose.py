@@ -110,7 +110,9 @@ def choose_inter(
 
     Bytes decide, and those that nothing hides count twice: of an exchange in R rounds the first
     round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
-    the host's own shards.
+    the host's own shards. It is counted as if K and V went round again in backward, also where they
+    stay: counting less would change only calls of which simulation says that the exchange is as
+    fast or faster.
 
     Args:
         shape: sizes of the call on one rank.

@@ -71,15 +71,19 @@ def save_timelines(panels: Sequence[Panel], topology: Topology, path: Path) -> N
 
 
 def _draw_panel(ax, panel: Panel, ranks: Sequence[int], topology: Topology) -> None:
+    import numpy
+    from matplotlib.collections import PolyCollection
+
     place = {rank: -index for index, rank in enumerate(ranks)}
-    bars: dict[tuple[float, float, str], list[tuple[float, float]]] = {}
+    bars, colours = [], []
     for span in panel.timeline.spans:
-        bottom, height = _LANES[span.lane]
-        colour = _COLOURS[_kind(span)][span.round % 2]
-        key = (place[span.rank] + bottom, height, colour)
-        bars.setdefault(key, []).append((1e3 * span.start, 1e3 * (span.stop - span.start)))
-    for (bottom, height, colour), widths in bars.items():
-        ax.broken_barh(widths, (bottom, height), facecolors=colour, linewidth=0)
+        low, height = _LANES[span.lane]
+        low, start, stop = place[span.rank] + low, 1e3 * span.start, 1e3 * span.stop
+        bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
+        colours.append(_COLOURS[_kind(span)][span.round % 2])
+    # one artist: there are tens of thousands of spans
+    every = PolyCollection(numpy.array(bars), facecolors=colours, linewidth=0)
+    ax.add_collection(every, autolim=False)
     for before, after in zip(ranks, ranks[1:], strict=False):
         if topology.host_of[before] != topology.host_of[after]:
             ax.axhline(place[before], color="0.3", lw=1, ls=":")

@@ -12,7 +12,7 @@ On one host a round is one step. On several, the shards of the others come by, h
 which meet keys that are gathered once a round.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -20,7 +20,7 @@ from itertools import accumulate
 from megatron_burst.plan.gather_tiles import Leaf, Meeting, Tiling
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, host_pieces
+from megatron_burst.plan.pieces import Piece, host_visits
 from megatron_burst.plan.relay import Relay, relay
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology
@@ -33,23 +33,24 @@ class GatherStep:
     Attributes:
         heads: key heads.
         gather: number of the gather whose keys are used.
-        queries: the pieces of the shard whose queries are used.
         keys: the pieces of the gathered keys.
         before: tiles over the rank's own shard, computed while the keys are on their way, or the
             last gradients of other hosts' keys on theirs inside the host.
         tiles: tiles over the gathered keys.
         after: tiles over the rank's own shard, computed while gradients are on their way.
-        leaves: the gradients of others' keys that every rank of the host computes.
+        leaves: the gradients of others' keys that the rank computes, and by rank of the host those
+            of its own keys that others compute.
+        arriving_rows: of the latter.
     """
 
     heads: Span
     gather: int
-    queries: tuple[Piece, ...]
     keys: tuple[Piece, ...]
     before: tuple[Tile, ...]
     tiles: tuple[Tile, ...]
     after: tuple[Tile, ...]
     leaves: Mapping[int, tuple[Leaf, ...]]
+    arriving_rows: int
 
     @property
     def every_tile(self) -> tuple[Tile, ...]:
@@ -67,7 +68,8 @@ class GatherSchedule:
         rounds: groups of key heads.
         steps: in the order in which they run.
         relay: what goes from host to host; its legs are the steps.
-        reads: the pieces that every rank of the host needs of others, by gather.
+        reads: by gather the pieces that the rank needs of others, and by rank of the host those of
+            its own that others need.
         recalls: whether keys that have come from other hosts are those that forward has left.
         num_rows: of a host's shards together.
         share_rows: key rows of a step's tiles together, at most on any rank of the host.
@@ -134,24 +136,24 @@ def gather_schedule(
     rounds = heads_in_rounds(heads_kv, heads_per_round)
     legs = relay(topology, cp_rank, len(rounds), direction, recalls)
     row, _ = topology.coord(cp_rank)
-    ranks, pieces = topology.grid[row], host_pieces(topology, row, layout, tokens)
-    tiling = Tiling(ranks, pieces, legs, mask, direction, rectangular_causal, circulate)
+    ranks, visits = topology.grid[row], host_visits(topology, row, layout, tokens)
+    tiling = Tiling(cp_rank, ranks, visits, legs, mask, direction, rectangular_causal, circulate)
     meetings = tiling.meetings()
     apart = circulate is Circulate.KV  # else the keys of a round are gathered once
     begins = [apart or legs.is_first(index) for index in range(len(meetings))]
     gathers = [count - 1 for count in accumulate(begins)]
+    arriving = {met: _arriving_rows(met, cp_rank) for met in set(meetings)}
     steps = (
         GatherStep(
-            rounds[leg.round], gathers[index], tiling.queries(cp_rank, index), tiling.keys(index),
-            *meetings[index].tiles[cp_rank], meetings[index].leaves,
+            rounds[leg.round], gather, met.keys, *met.tiles, met.leaves, arriving[met]
         )
-        for index, leg in enumerate(legs.legs)
+        for leg, gather, met in zip(legs.legs, gathers, meetings, strict=True)
     )  # fmt: skip
     return GatherSchedule(
         topology, cp_rank, circulate, rounds, tuple(steps), legs,
         reads=_reads(ranks, gathers, meetings),
         recalls=recalls,
-        num_rows=pieces[0][-1].whole.stop,
+        num_rows=visits[0].pieces[-1].whole.stop,
         share_rows=max(met.share_rows for met in meetings),
     )  # fmt: skip
 
@@ -159,16 +161,21 @@ def gather_schedule(
 def _reads(
     ranks: Sequence[int], gathers: Sequence[int], meetings: Sequence[Meeting]
 ) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
-    """The pieces that each rank needs of others, by gather: for all steps that use it."""
-    found = [{rank: set() for rank in ranks} for _ in range(gathers[-1] + 1)]
+    """The pieces that are needed, by gather and rank: for all steps that use it."""
+    users: list[set[Meeting]] = [set() for _ in range(gathers[-1] + 1)]
     for gather, met in zip(gathers, meetings, strict=True):
+        users[gather].add(met)
+    alike = {frozenset(some): {} for some in users}
+    for some, reads in alike.items():
         for rank in ranks:
-            found[gather][rank].update(met.needed[rank])
-    return tuple({rank: _in_order(pieces) for rank, pieces in of.items()} for of in found)
+            pieces = {piece for met in some for piece in met.needed[rank]}
+            reads[rank] = tuple(sorted(pieces, key=lambda piece: piece.whole.start))
+    return tuple(alike[frozenset(some)] for some in users)
 
 
-def _in_order(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    return tuple(sorted(pieces, key=lambda piece: piece.position))
+def _arriving_rows(met: Meeting, cp_rank: int) -> int:
+    others = (leaves for rank, leaves in met.leaves.items() if rank != cp_rank)
+    return sum(len(leaf.rows) for leaves in others for leaf in leaves)
 
 
 def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:

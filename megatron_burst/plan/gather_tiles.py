@@ -1,10 +1,10 @@
-"""What the ranks of a host that gathers compute in each step, and which keys that takes."""
+"""What ranks of a host that gathers compute in each step, and what one takes and gives for it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, tiles_between
+from megatron_burst.plan.pieces import Piece, Visit, sides, tiles_between
 from megatron_burst.plan.relay import Relay
 from megatron_burst.plan.schedule import Circulate, Direction
 
@@ -22,18 +22,22 @@ class Leaf:
     piece: Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """What the ranks of a host do in a step.
+    """What a rank does in a step, and what that has to do with the others of its host.
 
     Attributes:
-        tiles: of each rank, before the keys are there, over them, and after them.
-        needed: pieces that each rank reads of others.
-        leaves: the gradients of others' keys that each rank computes.
+        keys: the pieces of the gathered keys.
+        tiles: of the rank, before the keys are there, over them, and after them.
+        needed: pieces that it reads, and by rank those of its own that others read, in the order of
+            the sequence.
+        leaves: the gradients of others' keys that it computes, and by rank those of its own keys
+            that others compute.
         share_rows: key rows of the tiles over gathered keys, at most on any rank.
     """
 
-    tiles: Mapping[int, tuple[tuple[Tile, ...], ...]]
+    keys: tuple[Piece, ...]
+    tiles: tuple[tuple[Tile, ...], ...]
     needed: Mapping[int, tuple[Piece, ...]]
     leaves: Mapping[int, tuple[Leaf, ...]]
     share_rows: int
@@ -41,11 +45,12 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of the steps of the ranks of one host.
+    """The tiles of the steps of a rank.
 
     Attributes:
-        ranks: of the host.
-        pieces: that the host works with, by how many hosts they have come.
+        cp_rank: whose they are.
+        ranks: of its host.
+        visits: that the host works with, by how many hosts they have come.
         relay: its legs are the steps.
         mask: which keys a query may see.
         direction: forward or backward.
@@ -53,8 +58,9 @@ class Tiling:
         circulate: what goes from host to host.
     """
 
+    cp_rank: int
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    visits: tuple[Visit, ...]
     relay: Relay
     mask: Mask
     direction: Direction
@@ -62,51 +68,50 @@ class Tiling:
     circulate: Circulate
 
     def meetings(self) -> tuple[Meeting, ...]:
-        """What these ranks do in each step."""
-        alike: dict[tuple, Meeting] = {}  # steps of other rounds: there are thousands at a time
+        """What is done in each step; one object for steps that are alike."""
+        alike: dict[tuple[Visit, bool, bool], Meeting] = {}
         found, last = [], len(self.relay.legs) - 1
         for index, leg in enumerate(self.relay.legs):
-            kind = leg.distance, index == 0, index == last
+            kind = self.visits[leg.distance], index == 0, index == last
             if kind not in alike:
-                alike[kind] = self._meeting(index)
+                alike[kind] = self._meeting(*kind)
             found.append(alike[kind])
         return tuple(found)
 
-    def _meeting(self, index: int) -> Meeting:
-        keys, tiles = self.keys(index), {rank: self._tiles(rank, index) for rank in self.ranks}
+    def _meeting(self, visit: Visit, first: bool, last: bool) -> Meeting:
+        here = self.visits[0]
+        queries, keys = sides(here, visit, self.circulate)
+        tiles = {}
+        for rank in self.ranks:
+            of_rank = [(piece, before) for piece, before in queries if piece.holder == rank]
+            if visit is here:
+                own = [piece for piece, _ in of_rank]
+                tiles[rank] = self._own_tiles(own, len(keys) == len(own), first, last)
+            else:
+                rows = [(piece.rows, before) for piece, before in of_rank]
+                tiles[rank] = (), tiles_between(rows, keys, self.mask), ()
         gathered = {rank: over for rank, (_, over, _) in tiles.items()}
+        held = tuple(piece for piece in keys if piece.holder == self.cp_rank)
+        met = {rank: keys if rank == self.cp_rank else held for rank in self.ranks}
         return Meeting(
-            tiles,
-            {rank: tuple(_needed(keys, rank, over)) for rank, over in gathered.items()},
-            {rank: _leaving(keys, rank, over) for rank, over in gathered.items()},
+            keys,
+            tiles[self.cp_rank],
+            {rank: tuple(_needed(met[rank], rank, over)) for rank, over in gathered.items()},
+            {rank: _leaving(met[rank], rank, over) for rank, over in gathered.items()},
             max(sum(len(tile.kv) for tile in over) for over in gathered.values()),
         )
 
-    def keys(self, index: int) -> tuple[Piece, ...]:
-        """The pieces of a step's gathered keys."""
-        away = self.relay.legs[index].distance
-        return self.pieces[0 if self.circulate is Circulate.Q else away]
-
-    def queries(self, rank: int, index: int) -> tuple[Piece, ...]:
-        """The pieces of a rank's queries in a step."""
-        away = self.relay.legs[index].distance
-        held = self.pieces[away if self.circulate is Circulate.Q else 0]
-        return tuple(piece for piece in held if piece.holder == rank)
-
-    def _tiles(self, rank: int, index: int) -> tuple[tuple[Tile, ...], ...]:
-        """Tiles of a rank before the keys are there, over them, and after them."""
-        queries, keys = self.queries(rank, index), self.keys(index)
-        if self.relay.legs[index].distance:
-            rows = [(piece.rows, piece.position) for piece in queries]
-            return (), tiles_between(rows, keys, self.mask), ()
-        if self.mask is Mask.FULL or len(keys) == len(queries):
-            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
+    def _own_tiles(
+        self, queries: Sequence[Piece], alone: bool, first: bool, last: bool
+    ) -> tuple[tuple[Tile, ...], ...]:
+        """Tiles of a rank with its own host's keys: before they are there, over and after them."""
+        if self.mask is Mask.FULL or alone:
+            every = Span(0, queries[-1].rows.stop), Span(0, self.visits[0].pieces[-1].whole.stop)
             return (), (Tile(*every, self.mask),), ()
         diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
-        last = len(self.relay.legs) - 1
-        before = diagonal if index == 0 else ()
-        after = diagonal if index == last and self.direction is Direction.BACKWARD else ()
-        if after and (before or len(self.pieces) > 1):
+        before = diagonal if first else ()
+        after = diagonal if last and self.direction is Direction.BACKWARD else ()
+        if after and (before or len(self.visits) > 1):
             # half of the tiles hide each way: with other hosts what is left for them sets out first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]

@@ -7,7 +7,7 @@ figure of a preset names its source (`sources`).
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from math import log
 
@@ -27,10 +27,10 @@ class Curve:
 
     def at(self, x: float) -> float:
         """The value at x."""
-        xs = [point[0] for point in self.points]
-        place = bisect_left(xs, x)
-        if place == 0 or place == len(xs):
-            return self.points[min(place, len(xs) - 1)][1]
+        last = len(self.points) - 1
+        place = bisect_left(self.points, (x,))
+        if place == 0 or place > last:
+            return self.points[min(place, last)][1]
         (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
         return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
 
@@ -134,9 +134,9 @@ class Links:
     inter: LinkSpeed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hardware:
-    """A kind of cluster.
+    """A kind of cluster; looked up all the time, so its hash is told once.
 
     Attributes:
         name: of the preset, or of the machine that was measured.
@@ -152,7 +152,14 @@ class Hardware:
     host: Host
     links: Links
     kernels: tuple[KernelSpeed, ...]
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.gpu, self.host, self.links, self.kernels))
 
     def kernel(self, head_dim: float, backend: str = "auto") -> KernelSpeed:
         """The kernel for a head dimension, or for the nearest one that is known.

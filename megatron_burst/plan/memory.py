@@ -1,6 +1,7 @@
 """Peak memory of a training step on the fullest GPU, part by part."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB
@@ -57,7 +58,9 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
     waiting = layers * flights
-    a_layer = _LayerBytes(job, strategy)
+    # no other sizes and nothing on the host change what a layer needs
+    alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
+    a_layer = _layer_bytes(job, alike)
     tokens = job.seq // strategy.cp / strategy.tp
     saved = a_layer.saved * waiting
     kept = 0.0
@@ -102,6 +105,7 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
     return 2 * (dense + experts), 4 * (dense + experts), optimizer
 
 
+@dataclass(frozen=True, slots=True)
 class _LayerBytes:
     """Activations of one layer for one sequence.
 
@@ -115,27 +119,33 @@ class _LayerBytes:
         buffers: of its attention call.
     """
 
-    def __init__(self, job: Job, strategy: Strategy) -> None:
-        model, how = job.model, strategy.recompute
-        tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
-        hidden = 2 * model.hidden * tokens
-        call = attention_call(job, strategy)
-        out = 2 * model.heads_q * model.dim_v * tokens
-        qkv = _qkv_bytes(model, strategy, tokens)
-        feed = _feed_forward(model, strategy.tp, tokens)
-        # input, its norm, q, k, v, out, lse
-        attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
-        attention += _beside_values(model, strategy, tokens) + call.left_bytes
-        after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
-        norm = hidden if model.experts else 0.0  # else it is computed in the first product
-        saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
-        # a replay brings the rest back, and its output is held while backward goes through it
-        again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
-        gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
-        self.buffers = buffer_bytes(call)
-        attending = hidden + out + qkv + self.buffers  # gradients: of the layer, out, q, k, v
-        self.saved = saved[how]
-        self.working = again + max(feed.working, attending - gone)
+    saved: float
+    working: float
+    buffers: float
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
+    model, how = job.model, strategy.recompute
+    tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
+    hidden = 2 * model.hidden * tokens
+    call = attention_call(job, strategy)
+    out = 2 * model.heads_q * model.dim_v * tokens
+    qkv = _qkv_bytes(model, strategy, tokens)
+    feed = _feed_forward(model, strategy.tp, tokens)
+    # input, its norm, q, k, v, out, lse
+    attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
+    attention += _beside_values(model, strategy, tokens) + call.left_bytes
+    after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
+    norm = hidden if model.experts else 0.0  # else it is computed in the first product
+    saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
+    # a replay brings the rest back, and its output is held while backward goes through it
+    again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
+    gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
+    buffers = buffer_bytes(call)
+    attending = hidden + out + qkv + buffers  # gradients: of the layer, out, q, k, v
+    working = again + max(feed.working, attending - gone)
+    return _LayerBytes(saved[how], working, buffers)
 
 
 @dataclass(frozen=True, slots=True)

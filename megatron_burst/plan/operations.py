@@ -6,6 +6,7 @@ bytes may differ. `programme` makes them from a schedule, `simulate` runs them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.kernel_time import Timer
@@ -74,10 +75,17 @@ def without_overlap(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def tile_runner(timer: Timer, shape: AttentionShape, direction: Direction) -> Callable:
-    """A function from tiles to the parts of a `Compute`."""
+    """A function from tiles, and of how many key heads they are, to the parts of a `Compute`.
 
-    def run(tiles: Sequence[Tile]) -> tuple[tuple[str, float], ...]:
-        return tuple(("attention", timer.tile(tile, shape, direction)) for tile in tiles)
+    A pass has few kinds of tiles.
+    """
+
+    @cache
+    def seconds(tile: Tile, heads_kv: int) -> float:
+        return timer.tile(tile, part_of_heads(shape, heads_kv), direction)
+
+    def run(tiles: Sequence[Tile], heads_kv: int) -> tuple[tuple[str, float], ...]:
+        return tuple(("attention", seconds(tile, heads_kv)) for tile in tiles)
 
     return run
 

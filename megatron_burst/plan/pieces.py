@@ -1,11 +1,14 @@
 """Pieces of shards in the order of the sequence, and the tiles between two sets of them."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.layout import Layout, positions
 from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.schedule import Circulate
 from megatron_burst.plan.topology import Topology
 
 
@@ -17,26 +20,40 @@ class Piece:
         holder: cp rank that has them while they are worked on.
         rows: in the shard.
         whole: among all rows of the shards of a host, in the order of the sequence.
-        position: of the first one in the whole sequence.
     """
 
     holder: int
     rows: Span
     whole: Span
-    position: int
 
 
-def pieces_of(
-    layout: Layout, cp_size: int, tokens: int, owners: Sequence[int], holders: Sequence[int]
-) -> tuple[Piece, ...]:
-    """The pieces of some ranks' shards in the order of the sequence.
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """The shards of a host in the hands of the ranks of another, or of its own.
+
+    Attributes:
+        pieces: in the order of the sequence.
+        before: how many of them come before each of the host's own pieces in the sequence.
+        after: how many of the host's own come before each of them.
+    """
+
+    pieces: tuple[Piece, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def host_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tuple[Visit, ...]:
+    """What the ranks of a host work with, by how many hosts it has come; first their own shards.
+
+    Visits that are alike are one object: in zigzag, where hosts have neighbouring ranks, one of all
+    hosts before this one and one of all behind it.
 
     Args:
+        topology: of the group.
+        row: of the host.
         layout: how tokens are dealt out.
-        cp_size: size of the context-parallel group.
         tokens: rows on each rank.
-        owners: whose shards.
-        holders: who has them; one for each.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -47,34 +64,49 @@ def pieces_of(
             "query then sees one range of them; got layout striped; pass intra='ring' "
             "(--burst-intra ring), or deal tokens out in zigzag"
         )
-    found = []
-    for owner, holder in zip(owners, holders, strict=True):
-        start = 0
-        for span in positions(layout, owner, cp_size, tokens):
-            found.append((span.start, holder, Span(start, start + len(span))))
-            start += len(span)
-    pieces, start = [], 0
-    for position, holder, rows in sorted(found, key=lambda entry: entry[0]):
-        pieces.append(Piece(holder, rows, Span(start, start + len(rows)), position))
-        start += len(rows)
-    return tuple(pieces)
+    alike: dict[tuple, Visit] = {}
+    visits, own = [], None
+    for away in range(topology.inter_size):
+        owners = topology.grid[(row - away) % topology.inter_size]
+        laid = [
+            (span.start, holder, number)
+            for owner, holder in zip(owners, topology.grid[row], strict=True)
+            for number, span in enumerate(positions(layout, owner, topology.cp_size, tokens))
+        ]
+        starts, holders, numbers = zip(*sorted(laid), strict=True)
+        own = own or starts
+        before = tuple(bisect_left(starts, start) for start in own)
+        after = tuple(bisect_left(own, start) for start in starts)
+        kind = holders, numbers, before, after
+        if kind not in alike:
+            size = tokens * topology.intra_size // len(holders)
+            alike[kind] = Visit(_pieces(holders, numbers, size), before, after)
+        visits.append(alike[kind])
+    return tuple(visits)
 
 
-def host_pieces(
-    topology: Topology, row: int, layout: Layout, tokens: int
-) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces that the ranks of a host work with, by how many hosts they have come."""
-    hosts = range(topology.inter_size)
+def _pieces(holders: Sequence[int], numbers: Sequence[int], size: int) -> tuple[Piece, ...]:
+    """Pieces one behind the other; `numbers`: the how manieth of its holder's rows each is."""
+    every = enumerate(zip(holders, numbers, strict=True))
     return tuple(
-        pieces_of(
-            layout,
-            topology.cp_size,
-            tokens,
-            topology.grid[(row - away) % topology.inter_size],
-            topology.grid[row],
-        )
-        for away in hosts
+        Piece(holder, Span(number * size, (number + 1) * size), Span(i * size, (i + 1) * size))
+        for i, (holder, number) in every
     )
+
+
+def sides(
+    here: Visit, visit: Visit, circulate: Circulate
+) -> tuple[tuple[tuple[Piece, int], ...], tuple[Piece, ...]]:
+    """Pieces of queries, each with how many pieces of keys come before it, and those of keys.
+
+    Args:
+        here: the host's own shards.
+        visit: what they are worked with.
+        circulate: what visits.
+    """
+    if circulate is Circulate.Q:
+        return tuple(zip(visit.pieces, visit.after, strict=True)), here.pieces
+    return tuple(zip(here.pieces, visit.before, strict=True)), visit.pieces
 
 
 def tiles_between(
@@ -83,14 +115,14 @@ def tiles_between(
     """Tiles of query rows over the keys of another host: each sees the keys before it, a prefix.
 
     Args:
-        queries: rows of the query tensor, and the position of the first one, in order.
+        queries: rows of the query tensor, in order, and how many pieces of keys come before them.
         keys: of the other host; no query lies among the rows of a piece.
         mask: which keys a query may see.
     """
     found: list[tuple[Span, int]] = []
-    for rows, position in queries:
-        seen = [k.whole.stop for k in keys if mask is Mask.FULL or k.position < position]
-        stop = seen[-1] if seen else 0
+    for rows, before in queries:
+        seen = len(keys) if mask is Mask.FULL else before
+        stop = keys[seen - 1].whole.stop if seen else 0
         if found and found[-1][1] == stop and found[-1][0].stop == rows.start:
             found[-1] = Span(found[-1][0].start, rows.stop), stop
         else:

@@ -1,5 +1,6 @@
 """A schedule that exchanges heads as operations, in the order of `engine/a2a.py`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_burst.plan.a2a import A2ASchedule
@@ -15,7 +16,8 @@ def a2a_operations(
     schedule: A2ASchedule, shape: AttentionShape, timer: Timer, pulled: bool, again: bool
 ) -> tuple[Op, ...]:
     """The operations of a rank that exchanges heads; arguments as in `programme_of`."""
-    programme = _Exchange(schedule, shape, timer, pulled, again, Relayed(schedule, shape, timer))
+    relayed, run = Relayed(schedule, shape, timer), tile_runner(timer, shape, schedule.direction)
+    programme = _Exchange(schedule, shape, timer, pulled, again, relayed, run)
     return tuple(programme.operations())
 
 
@@ -27,6 +29,7 @@ class _Exchange:
     pulled: bool
     again: bool
     relayed: Relayed
+    run: Callable
 
     def operations(self) -> list[Op]:
         relay, sent = self.schedule.relay, []
@@ -100,14 +103,17 @@ class _Exchange:
         comings = self.schedule.relay.homecomings[turn]
         return [op for coming in comings for op in self._send_back(coming.round, sent)]
 
+    def _heads_kv(self, index: int) -> int:
+        """Key heads that a rank computes in a step."""
+        heads = self.schedule.rounds[self.schedule.relay.legs[index].round]
+        return len(heads) // len(self.schedule.ranks)
+
     def _heads(self, index: int) -> AttentionShape:
         """The heads that a rank computes in a step."""
-        heads = self.schedule.rounds[self.schedule.relay.legs[index].round]
-        return part_of_heads(self.shape, len(heads) // len(self.schedule.ranks))
+        return part_of_heads(self.shape, self._heads_kv(index))
 
     def _attention(self, index: int) -> Compute:
-        run = tile_runner(self.timer, self._heads(index), self.schedule.direction)
-        return Compute(run(self.schedule.tiles[index]), index)
+        return Compute(self.run(self.schedule.tiles[index], self._heads_kv(index)), index)
 
     def _merge(self, index: int) -> list[Op]:
         """Forward: merge a round's tiles; one tile is where it belongs."""

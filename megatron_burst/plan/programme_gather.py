@@ -1,7 +1,7 @@
 """A gather schedule as operations, in the order of `engine/gather.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.gather import GatherSchedule
@@ -35,31 +35,31 @@ class _Gather:
 
     def forward(self) -> list[Op]:
         ops = self._prepare(0)
+        run = tile_runner(self.timer, self.shape, Direction.FORWARD)
         for index, step in enumerate(self.schedule.steps):
-            shape = part_of_heads(self.shape, len(step.heads))
-            run = tile_runner(self.timer, shape, Direction.FORWARD)
-            ops += [Compute(run(step.before), index), *self._land(index)]
+            heads = len(step.heads)
+            ops += [Compute(run(step.before, heads), index), *self._land(index)]
             ops += self._prepare(index + 1)
-            ops.append(Compute(run(step.tiles), index))
+            ops.append(Compute(run(step.tiles, heads), index))
             if self.schedule.relay.is_last(index):
-                tiles = self.schedule.tiles_of_round(index)
-                merged = merged_rows(tiles, self.shape.tokens) * shape.batch * shape.heads_q
+                tiles, shape = self.schedule.tiles_of_round(index), part_of_heads(self.shape, heads)
+                merged = merged_rows(tiles, shape.tokens) * shape.batch * shape.heads_q
                 work = self.timer.memory(merged * shape.dim_v * shape.itemsize)
                 ops.append(Compute((("merge", work),), index))
         return ops
 
     def backward(self) -> list[Op]:
         ops = self._prepare(0)
+        run = tile_runner(self.timer, self.shape, Direction.BACKWARD)
         for index, step in enumerate(self.schedule.steps):
-            shape = part_of_heads(self.shape, len(step.heads))
-            run = tile_runner(self.timer, shape, Direction.BACKWARD)
+            heads = len(step.heads)
             leave = self._sum_keys_beside(index - 1)  # behind the kernels that are queued before it
             early, late = (leave, []) if step.before else ([], leave)
-            ops += [Compute(run(step.before), index), *early, *self._land(index)]
+            ops += [Compute(run(step.before, heads), index), *early, *self._land(index)]
             ops += self._prepare(index + 1)
-            ops += [Compute(run(step.tiles), index), *late]
+            ops += [Compute(run(step.tiles, heads), index), *late]
             ops += self._settle_keys(index - 1)
-            ops += [self._leave(index), Compute(run(step.after), index)]
+            ops += [self._leave(index), Compute(run(step.after, heads), index)]
             ops += self._sum_queries(index)
         return ops + self._sum_keys(len(self.schedule.steps) - 1) + self.relayed.finish()
 
@@ -78,9 +78,8 @@ class _Gather:
             pieces = self.schedule.reads[self.schedule.steps[index].gather][self.schedule.cp_rank]
             come = sum(len(piece.rows) for piece in pieces) * row
             copy = self.timer.memory(2 * self.shape.tokens * row)
-            post = self._post(("read", index), come)
             ops.append(Compute((("copy", copy),), index))
-            ops.append(replace(post, after=self.relayed.landing(index)))
+            ops.append(self._post(("read", index), come, self.relayed.landing(index)))
         return ops + self.relayed.pass_on(index)
 
     def _land(self, index: int) -> list[Op]:
@@ -88,20 +87,18 @@ class _Gather:
         return [*self.relayed.await_visitor(index), *gathered]
 
     def _leave(self, index: int) -> Post:
-        come = self._arriving_rows(index) * self._row_bytes(index)
+        come = self.schedule.steps[index].arriving_rows * self._row_bytes(index)
         return self._post(("grad", index), come)
 
-    def _post(self, key: tuple, num_bytes: float) -> Post:
+    def _post(self, key: tuple, num_bytes: float, after: tuple[tuple, ...] = ()) -> Post:
         row, _ = self.schedule.topology.coord(self.schedule.cp_rank)
-        return carried(key, Link.INTRA, num_bytes, self.schedule.topology.grid[row], self.pulled)
+        ranks = self.schedule.topology.grid[row]
+        return carried(key, Link.INTRA, num_bytes, ranks, self.pulled, after)
 
     def _row_bytes(self, index: int) -> int:
         """Of a row of a step's keys and values, or of their gradients inside the host."""
         shape, heads = self.shape, len(self.schedule.steps[index].heads)
         return shape.batch * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
-
-    def _arriving_rows(self, index: int) -> int:
-        return arriving_rows(self.schedule, index)
 
     def _sum_keys(self, index: int) -> list[Op]:
         """Wait for the gradients of a step and add them to this rank's own."""
@@ -123,12 +120,14 @@ class _Gather:
 
     def _summed_bytes(self, index: int) -> int:
         """Of the gradients that others and this rank itself have computed of its keys."""
-        return (self._arriving_rows(index) + self.shape.tokens) * self._row_bytes(index)
+        rows = self.schedule.steps[index].arriving_rows + self.shape.tokens
+        return rows * self._row_bytes(index)
 
     def _sum_queries(self, index: int) -> list[Op]:
         """Add up the dq of a step's tiles."""
         step, shape = self.schedule.steps[index], self.shape
-        width = shape.batch * part_of_heads(shape, len(step.heads)).heads_q * shape.dim_qk
+        heads_q = len(step.heads) * shape.heads_q // shape.heads_kv
+        width = shape.batch * heads_q * shape.dim_qk
         if self.relayed.alone:  # rows that have one tile only are written in place
             rows = merged_rows(step.every_tile, shape.tokens)
             work = self.timer.memory(rows * width * shape.itemsize)
@@ -144,14 +143,3 @@ def merged_rows(tiles: Sequence[Tile], tokens: int) -> int:
         parts = sum(tile.q.holds(span) for tile in tiles if not is_alone(tile, tiles))
         rows += (parts + 1) * len(span) if parts else 0
     return rows
-
-
-def arriving_rows(schedule: GatherSchedule, index: int) -> int:
-    """Rows of gradients that others have computed of the keys that a rank holds in a step."""
-    mine = schedule.cp_rank
-    return sum(
-        len(leaf.rows)
-        for rank, leaves in schedule.steps[index].leaves.items()
-        for leaf in leaves
-        if rank != mine and leaf.piece.holder == mine
-    )

@@ -5,6 +5,7 @@ added to what arrives and sent on; those that stay are summed over a round in fl
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.cost import AttentionShape, hop_bytes
@@ -17,7 +18,7 @@ from megatron_burst.plan.topology import Link
 _SUM_BYTES = 4  # of an element of a sum that stays until its round is over
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Relayed:
     """The hops of one rank's pass; operations are to be asked for in the order of the steps.
 
@@ -36,6 +37,10 @@ class Relayed:
     def alone(self) -> bool:
         """Whether there is no other host."""
         return self.schedule.topology.inter_size == 1
+
+    @cached_property
+    def _hop_bytes(self) -> dict[Cargo, int]:
+        return hop_bytes(self.shape, Direction.BACKWARD, self.schedule.circulate)
 
     def landing(self, index: int) -> tuple[tuple, ...]:
         """Hops that bring the visitor of a step."""
@@ -75,8 +80,9 @@ class Relayed:
         return Post(key, link, self._bytes(hop), hop.source, hop.dest, after=after)
 
     def _bytes(self, hop: Hop) -> float:
-        per_hop = hop_bytes(self.shape, Direction.BACKWARD, self.schedule.circulate)
-        return per_hop[hop.cargo] * len(self.schedule.rounds[hop.round]) / self.shape.heads_kv
+        return (
+            self._hop_bytes[hop.cargo] * len(self.schedule.rounds[hop.round]) / self.shape.heads_kv
+        )
 
     def travels(self, of_keys: bool) -> bool:
         """Whether gradients of keys (else of queries) follow what circulates."""
@@ -152,6 +158,9 @@ class Relayed:
         return Compute((("merge", self.timer.memory(num_bytes)),), index)
 
 
-def carried(key: tuple, link: Link, num_bytes: float, ranks: tuple[int, ...], pulled: bool) -> Post:
+def carried(
+    key: tuple, link: Link, num_bytes: float, ranks: tuple[int, ...], pulled: bool,
+    after: tuple[tuple, ...] = (),
+) -> Post:  # fmt: skip
     """A transfer among the ranks of a row; only inside a host are there copy engines for it."""
-    return Post(key, link, num_bytes, None, None, pulled and link is Link.INTRA, ranks)
+    return Post(key, link, num_bytes, None, None, pulled and link is Link.INTRA, ranks, after)

@@ -13,6 +13,7 @@ the total home, where what the home host itself contributed has waited. It never
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_burst.plan.ring import SlotPool
 from megatron_burst.plan.schedule import HOME, Cargo, Direction, Hop
@@ -82,6 +83,7 @@ class Relay:
         return index == len(self.legs) - 1 or self.is_first(index + 1)
 
 
+@lru_cache(maxsize=1024)
 def relay(
     topology: Topology, cp_rank: int, num_rounds: int, direction: Direction, recalls: bool = False
 ) -> Relay:

@@ -9,7 +9,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
-from megatron_burst.plan.strategy import Job, Strategy, misfit
+from megatron_burst.plan.strategy import Job, Strategy, least_multiple, misfit
+from megatron_burst.plan.units import nearest_multiples
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
 _POLICIES = (
@@ -90,19 +91,28 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
         policies = [replace(policy, **_sizes(layout)) for policy in wanted]
         found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]
     if not found:
-        options = " or ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
-        change = f"leave out {options}, or change" if fixed else "change"
-        given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
-        sizes = {name: value for name, value in fixed if name in SIZES}
-        if {"tp", "cp", "pp", "dp"} <= set(sizes) and (why := misfit(job, Strategy(**sizes))):
-            given += f" ({why})"
-        raise BurstError(
-            "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
-            f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/"
-            f"{job.model.heads_kv} heads, {job.seq} tokens, a batch of {job.batch} and "
-            f"{given}; {change} --gpus, --seq-length or --global-batch-size"
-        )
+        raise BurstError(_nothing(job, dict(fixed)))
     return tuple(sorted(found, key=_rank))
+
+
+def _nothing(job: Job, fixed: dict[str, object]) -> str:
+    """Why nothing makes up a job; a length alone that is in the way is named."""
+    options = " or ".join(f"--{name}".replace("_", "-") for name in fixed)
+    change = f"leave out {options}, or change" if fixed else "change"
+    change += " --gpus, --seq-length or --global-batch-size"
+    given = ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing fixed"
+    sizes = {name: value for name, value in fixed.items() if name in SIZES}
+    if {"tp", "cp", "pp", "dp"} <= set(sizes) and (why := misfit(job, Strategy(**sizes))):
+        given += f" ({why})"
+    elif next(layouts(job, sizes), None) is None:
+        divided = layouts(replace(job, seq=2 * job.gpus), sizes)
+        if least := min(map(least_multiple, divided), default=0):
+            change = f"choose a --seq-length that is a {nearest_multiples(job.seq, least)}"
+    return (
+        "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
+        f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} "
+        f"heads, {job.seq} tokens, a batch of {job.batch} and {given}; {change}"
+    )
 
 
 def _rank(one: Candidate) -> tuple:

@@ -8,6 +8,7 @@ waits only where its schedule waits.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.operations import Compute, Op, Post, Wait
@@ -66,26 +67,28 @@ class Wiring:
     hardware: Hardware
     inter_share: float = 1.0
 
-    def seconds(self, post: Post) -> float:
+    def seconds(self, link: Link, pulled: bool, num_bytes: float) -> float:
         """Time of a transfer that has its link to itself."""
         links = self.hardware.links
-        if post.link is Link.INTER:
-            return links.inter.seconds(post.num_bytes, self.inter_share)
-        return (links.pull if post.pulled else links.intra).seconds(post.num_bytes)
+        if link is Link.INTER:
+            return links.inter.seconds(num_bytes, self.inter_share)
+        return (links.pull if pulled else links.intra).seconds(num_bytes)
 
 
-def simulate(programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> Timeline:
+def simulate(
+    programmes: Mapping[int, Sequence[Op]], wiring: Wiring, with_spans: bool = True
+) -> Timeline:
     """Run the operations of all ranks, or of some that stand for all.
 
     Args:
         programmes: operations by cp rank: all ranks of a group, or some of them where all do alike;
             a rank that is missing is taken to do what its partner does, at the same time.
         wiring: what links give.
+        with_spans: whether to write down what happened.
     """
-    world = _World(programmes, wiring)
-    (length,) = {len(ops) for ops in programmes.values()}
-    for place in range(length):
-        world.run({rank: ops[place] for rank, ops in programmes.items()})
+    world = _World(programmes, wiring, with_spans)
+    for ops in zip(*programmes.values(), strict=True):
+        world.run(dict(zip(programmes, ops, strict=True)))
     last = max(world.clock, key=world.clock.__getitem__)
     waits = tuple((link, world.waits[last, link]) for link in Link)
     return Timeline(world.clock[last], tuple(world.spans), waits)
@@ -94,11 +97,15 @@ def simulate(programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> Timeline
 class _World:
     """Clocks, ports and transfers of a simulation."""
 
-    def __init__(self, programmes: Mapping[int, Sequence[Op]], wiring: Wiring) -> None:
+    def __init__(
+        self, programmes: Mapping[int, Sequence[Op]], wiring: Wiring, with_spans: bool
+    ) -> None:
         self.clock = dict.fromkeys(programmes, 0.0)
         self.spans: list[Span] = []
+        self._with_spans = with_spans
         self.waits: dict[tuple[int, Link], float] = defaultdict(float)
-        self._wiring = wiring
+        self._slow = 1 - wiring.hardware.gpu.nccl_share
+        self._seconds = cache(wiring.seconds)  # transfers are of few sizes
         self._port: dict[tuple[int, Link, str], float] = defaultdict(float)
         self._done: dict[tuple, tuple[float, Link]] = {}
         self._by_nccl: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -115,16 +122,20 @@ class _World:
             else:
                 self._compute(rank, op)
 
+    def _write(self, *span) -> None:
+        if self._with_spans:
+            self.spans.append(Span(*span))
+
     def _compute(self, rank: int, op: Compute) -> None:
         for what, seconds in op.parts:
             if seconds:
                 start = self.clock[rank]
                 self.clock[rank] = self._stretched(rank, start, seconds)
-                self.spans.append(Span(rank, "compute", what, start, self.clock[rank], op.round))
+                self._write(rank, "compute", what, start, self.clock[rank], op.round)
 
     def _stretched(self, rank: int, start: float, seconds: float) -> float:
         """When kernels are done that start now, slower while NCCL has some multiprocessors."""
-        slow = 1 - self._wiring.hardware.gpu.nccl_share
+        slow = self._slow
         now, left = start, seconds
         busy = self._by_nccl[rank] = [b for b in self._by_nccl[rank] if b[1] > start]
         for begin, end in sorted(busy):
@@ -140,12 +151,13 @@ class _World:
         until, link = self._done[rank, op.key]
         now = self.clock[rank]
         if until > now:
-            self.spans.append(Span(rank, "compute", f"wait for {link}", now, until))
+            self._write(rank, "compute", f"wait for {link}", now, until)
             self.waits[rank, link] += until - now
             self.clock[rank] = until
 
     def _transfer(self, ops: Mapping[int, Post]) -> None:
-        came = {rank: self._receive(rank, op, ops) for rank, op in ops.items()}
+        ready = {rank: self._ready(rank, op) for rank, op in ops.items()}
+        came = {rank: self._receive(rank, op, ready) for rank, op in ops.items()}
         for rank, op in ops.items():
             start, stop = came[rank]
             sent = came.get(op.dest, came[rank])[1]  # who is not simulated does as this one
@@ -154,23 +166,21 @@ class _World:
                 if not op.pulled:
                     self._by_nccl[rank].append((start, stop))
                 what, round_ = _name(op.key)
-                self.spans.append(Span(rank, str(op.link), what, start, stop, round_))
+                self._write(rank, str(op.link), what, start, stop, round_)
 
     def _ready(self, rank: int, op: Post) -> float:
         """When a rank has reached a transfer and what the transfer comes after is over."""
-        return max(self.clock[rank], *(self._done[rank, key][0] for key in op.after), 0.0)
+        return max([self.clock[rank], *(self._done[rank, key][0] for key in op.after)])
 
-    def _receive(self, rank: int, op: Post, ops: Mapping[int, Post]) -> tuple[float, float]:
-        if op.source is None:
-            sources = [other for other in op.ranks or ops if other in ops]
-        else:
-            sources = [op.source if op.source in ops else rank]
-        start = max(self._ready(source, ops[source]) for source in (rank, *sources))
+    def _receive(self, rank: int, op: Post, ready: Mapping[int, float]) -> tuple[float, float]:
+        """When a transfer to a rank starts and stops; who is not simulated is ready with it."""
+        sources = (op.ranks or ready) if op.source is None else (op.source,)
         ports = [(rank, op.link, "in")]
-        if op.source in ops:
+        if op.source in ready:
             ports.append((op.source, op.link, "out"))
-        start = max(start, *(self._port[port] for port in ports))
-        stop = start + self._wiring.seconds(op)
+        free = [self._port[port] for port in ports]
+        start = max([ready[rank], *(ready[one] for one in sources if one in ready), *free])
+        stop = start + self._seconds(op.link, op.pulled, op.num_bytes)
         for port in ports:
             self._port[port] = stop
         return start, stop

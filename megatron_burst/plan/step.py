@@ -1,7 +1,8 @@
 """Time of a training step: attention simulated, the rest counted, pipeline bubbles included."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
@@ -12,7 +13,13 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.plan.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    stage_layers,
+    topology_for,
+)
 from megatron_burst.plan.topology import Link
 
 # Parts of a step, as tables and complaints name them.
@@ -53,11 +60,12 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
         strategy: how it is dealt out.
         memory: that it needs, of `memory_of`.
     """
-    layer = _Layer(job, strategy)
+    # a layer is the same in every stage and for every micro-batch
+    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
     micro_batches = job.batch // strategy.dp
     layers = stage_layers(job.model, strategy)
     one: Counter[str] = Counter()
-    for part, seconds in layer.parts().items():
+    for part, seconds in layer_parts:
         one[part] = seconds * layers
     one[HEAD] = _head_seconds(job, strategy)
     if strategy.pp > 1:
@@ -65,12 +73,19 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
     stage = sum(one.values())
     parts = Counter({part: seconds * micro_batches for part, seconds in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
-    parts[UPDATE] = _update_seconds(job, strategy, memory, layer.backward * layers)
+    parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
     peak = job.hardware.gpu.peak_tflops * 1e12
     mfu = tokens * job.model.flops_per_token(job.seq) / peak
     return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
+
+
+@lru_cache(maxsize=8192)
+def _layer(job: Job, strategy: Strategy) -> tuple[tuple[tuple[str, float], ...], float]:
+    """Seconds of an average layer by part, and of its backward."""
+    layer = _Layer(job, strategy)
+    return tuple(layer.parts().items()), layer.backward
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
@@ -185,7 +200,7 @@ class _Layer:
 def half_share(job: Job, strategy: Strategy) -> float:
     """Share of attention's forward that is computed again if the later half is kept."""
     cp, tokens = strategy.cp, job.seq // strategy.cp
-    hosts = len(set(attention_call(job, strategy).topology.host_of))
+    hosts = topology_for(job, strategy).inter_size
     how = choose_half(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts).value
     return {"dealt": 0.25, "none": 1.0}.get(how, 0.25 if cp == 1 else (2 * cp - 1) / (4 * cp))
 

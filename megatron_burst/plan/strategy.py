@@ -1,7 +1,6 @@
 """How a training job is dealt out over GPUs."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 from typing import Literal
 
@@ -11,6 +10,7 @@ from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.plan.units import nearest_multiples
 
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
@@ -140,8 +140,9 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
         return f"TP {strategy.tp} does not divide {model.heads_q}/{model.heads_kv} heads"
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill hosts of {ranks} ranks"
-    if job.seq % (2 * strategy.cp * strategy.tp):
-        return f"the sequence is no multiple of {2 * strategy.cp * strategy.tp}"
+    if job.seq % least_multiple(strategy):
+        near = nearest_multiples(job.seq, least_multiple(strategy))
+        return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
     if stage_layers(model, strategy) * (strategy.pp - 1) >= model.layers and strategy.pp > 1:
         return f"PP {strategy.pp} leaves a stage without layers"
     if strategy.keep == "half" and strategy.cp == 1:
@@ -157,6 +158,11 @@ def misfit(job: Job, strategy: Strategy) -> str | None:
     return None
 
 
+def least_multiple(strategy: Strategy) -> int:
+    """What the sequence must be a multiple of: a zigzag rank's two chunks are dealt out over TP."""
+    return 2 * strategy.cp * strategy.tp
+
+
 def stage_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the largest pipeline stage; the last stage may have fewer."""
     return -(-model.layers // strategy.pp)
@@ -169,12 +175,7 @@ def ranks_per_host(job: Job, strategy: Strategy) -> int:
 
 def topology_for(job: Job, strategy: Strategy) -> Topology:
     """The context-parallel group's topology: neighbours at stride TP, hosts filled in order."""
-    return _whole_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
-
-
-@lru_cache(maxsize=256)
-def _whole_hosts(cp_size: int, hosts: int) -> Topology:
-    return pretend_hosts(cp_size, hosts)
+    return pretend_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
 
 
 def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> AttentionCall:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_burst.errors import BurstError
 
@@ -140,6 +140,7 @@ def topology_of(hosts: Sequence[Hashable], places: Sequence | None = None) -> To
     return flat
 
 
+@lru_cache(maxsize=256)
 def pretend_hosts(cp_size: int, num_hosts: int) -> Topology:
     """The topology of a group split into `num_hosts` pretended hosts of contiguous ranks.
 
@@ -152,4 +153,6 @@ def pretend_hosts(cp_size: int, num_hosts: int) -> Topology:
             f"nested rings need equally many ranks on each; got {num_hosts} hosts and context "
             f"parallel size {cp_size}; choose --burst-hosts among the divisors of {cp_size}"
         )
-    return topology_of([rank // (cp_size // num_hosts) for rank in range(cp_size)])
+    row = cp_size // num_hosts
+    grid = (tuple(range(first, first + row)) for first in range(0, cp_size, row))
+    return Topology(tuple(grid), tuple(rank // row for rank in range(cp_size)))

@@ -21,7 +21,7 @@ def default_call():
 CASES = {  # what differs from a good call, and words of the sentence
     "odd zigzag shard": (
         {n: shard(3) for n in "qkv"},
-        "multiple of 2.*divisible by 4",
+        "multiple of 2.*multiple of 4, such as 4 or 8",
     ),
     "empty shard": ({n: shard(0) for n in "qkv"}, "no axis may be empty"),
     "heads": ({"q": shard(heads=3)}, "key heads must divide.*--num-query-groups"),

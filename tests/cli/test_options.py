@@ -84,7 +84,7 @@ REFUSALS = {
     "mask": (["--mask", "causal,window"], "--mask must list causal or full.*window"),
     "zigzag": (
         ["--seq", "63", "--device", "cpu"],
-        "--seq must be a multiple of twice the ranks.*got 63 on 1 ranks",
+        "--seq must be a multiple of twice the ranks.*got 63 on 1 ranks; .* of 2, such as 62 or 64",
     ),
     "device": (["--device", "cuda"], "--device cuda must find a GPU"),
 }

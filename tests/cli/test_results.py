@@ -1,11 +1,13 @@
 """The CSV, the comparison of its rows, tables and pictures."""
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.compare import compare
 from megatron_burst.cli.main import app
-from megatron_burst.cli.results import append, read
+from megatron_burst.cli.results import COLUMNS, append, read
 from megatron_burst.errors import BurstError
 from tests.cli.rows import one_problem, row
 
@@ -22,13 +24,33 @@ def test_rows_come_back_as_they_were_written_and_files_grow(tmp_path):
 def test_other_columns_are_refused_and_left_alone(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(
-        BurstError, match="must be a CSV with the columns date.*got the columns a,b"
-    ):
+    match = "must be a CSV with the columns of bench attention, .*; got none of them; name a file"
+    with pytest.raises(BurstError, match=match):
         append(path, one_problem())
     assert path.read_text() == "a,b\n1,2\n"
     with pytest.raises(BurstError, match="got no such file"):
         read([tmp_path / "missing.csv"])
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda names: [*names[:-2], "note"], "got no column status; name"),
+        (lambda names: [n for n in names if n not in ("ms", "dtype")], "got no column dtype, ms;"),
+        (lambda names: [*names, "gib"], "got the unknown column 'gib'; name"),
+        (
+            lambda names: [{"peak_gib": "peek_gib"}.get(name, name) for name in names],
+            "got no column peak_gib and the unknown column 'peek_gib', did you mean 'peak_gib'?;",
+        ),
+        (lambda names: names[::-1], "got them twice or in another order;"),
+    ],
+)
+def test_only_columns_that_differ_are_named(tmp_path, change, got):
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join(change(list(COLUMNS))) + "\n")
+    with pytest.raises(BurstError, match=re.escape(got)) as refused:
+        read([path])
+    assert "heads_q" not in str(refused.value)
 
 
 def test_burst_auto_is_compared_with_the_fastest_mode_and_the_ceiling():

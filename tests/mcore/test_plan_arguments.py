@@ -124,10 +124,14 @@ def test_plans_of_other_runs_and_with_other_flags_are_refused(plan, changes, mat
 
 @pytest.mark.parametrize(
     "text, match",
-    [("{", "must be JSON.*line 1"), ("[]", 'an object "flags".*got list'),
-     ('{"flag": {}}', 'an object "flags".*got flag'), ("{}", "got an empty object"),
-     ('{"flags": [1]}', r"got flags: \[1\]")],
-)  # fmt: skip
+    [
+        ("{", "must be JSON.*line 1"),
+        ("[]", 'an object "flags".*got list'),
+        ('{"flag": {}, "job": {}}', r"an object \"flags\".*got none, did you mean 'flag'\?; make"),
+        ("{}", "got an empty object"),
+        ('{"flags": [1]}', r"got flags: \[1\]"),
+    ],
+)
 def test_files_that_are_no_plans_are_refused(tmp_path, text, match):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(BurstError, match=match):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_burst.plan import buffers
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_time import attention_time, pass_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes, slot_count
-from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.cost import AttentionShape, exchange_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -61,6 +61,21 @@ def test_a_bound_on_memory_is_kept_where_it_can_be(call, part):
     bound = min(sizes) + part * (max(sizes) - min(sizes))
     assert choose_call(call, H200, bound).num_bytes <= bound
     assert choose_call(call, H200, 0.0).num_bytes == min(sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(open_calls(), st.data())
+def test_a_settled_call_passes_as_the_call_does(call, data):
+    """Calls that settle alike share a simulation and their buffers."""
+    call = data.draw(st.sampled_from([call, *ways(call)]))
+    call = replace(call, again=data.draw(st.booleans()))
+    for direction in Direction:
+        settled, rank = call.settled(direction), call.topology.cp_size - 1
+        assert settled.settled(direction) == settled
+        assert settled.schedule(rank, direction) == call.schedule(rank, direction)
+        whole, told = attention_time(call, H200, direction), pass_time(call, H200, direction)
+        assert (told.seconds, told.waits) == (whole.seconds, whole.waits)
+    assert buffer_bytes(call.settled(Direction.BACKWARD)) == buffer_bytes(call)
 
 
 @given(st.sampled_from(list(Cargo)), st.integers(1, 5), st.integers(1, 1 << 30))
@@ -117,6 +132,26 @@ def test_ways_on_several_hosts():
 def with_network(gbs: float):
     inter = LinkSpeed(10.0, Curve(((1.0, gbs),)))
     return replace(H200, links=replace(H200.links, inter=inter))
+
+
+@pytest.mark.parametrize("tokens", [1 << 16, 1 << 18])
+@pytest.mark.parametrize(("hosts", "row", "heads"), [(2, 4, (32, 32)), (4, 1, (32, 8))])
+def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
+    tokens, hosts, row, heads
+):
+    """The rule between hosts counts a ring's K and V twice, though they stay here."""
+    shape = AttentionShape(1, tokens // (hosts * row), *heads, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_hosts(hosts * row, hosts), resend="never")
+    ring = replace(call, inter="ring")
+    assert ring.recalls
+    stays = (hosts - 1) * shape.rows_kv * 256 * (2 + ring.priced.grad_bytes)
+    sent = exchange_bytes(shape, call.topology)
+    assert stays < sent + sent // call._rounds_over_all
+    assert call.between == "a2a"
+    exchanged, round_ = (
+        sum(pass_time(way, H200, d).seconds for d in Direction) for way in (call, ring)
+    )
+    assert exchanged < round_
 
 
 def test_a_slow_network_changes_the_choice():

@@ -13,9 +13,9 @@ from megatron_burst.plan.cost import AttentionShape, gather_bytes
 from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.layout import Layout, positions
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.pieces import pieces_of
+from megatron_burst.plan.pieces import host_visits
 from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.plan.topology import Link, pretend_hosts, topology_of
 from tests.plan.strategies import topologies
 
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
@@ -101,7 +101,7 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(problem):
 @settings(deadline=None)
 @given(problems())
 def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(problem):
-    """All ranks must know of all: what one takes is what the other gives, in the same order."""
+    """What one takes is what the other gives, in the same order."""
     topology, options = problem
     every = schedules(topology, **options)
     for schedule in every:
@@ -117,6 +117,11 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(problem):
                     assert laid[leaf.rows.slice] == list(
                         range(leaf.piece.whole.start, leaf.piece.whole.stop)
                     )
+                if rank != schedule.cp_rank:
+                    to_me = every[rank].steps[index].leaves[rank]
+                    to_me = [leaf for leaf in to_me if leaf.piece.holder == schedule.cp_rank]
+                    assert step.leaves[rank] == tuple(to_me)
+                    continue
                 left = sum(len(leaf.rows) for leaf in step.leaves[rank])
                 own = [p.whole for p in step.keys if p.holder == rank]
                 kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
@@ -125,6 +130,8 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(problem):
             for rank in ranks:
                 rows = seen[step.gather, rank]
                 foreign = [p for p in step.keys if p.holder != rank and p.whole.start in rows]
+                if rank != schedule.cp_rank:
+                    foreign = [piece for piece in foreign if piece.holder == schedule.cp_rank]
                 assert schedule.reads[step.gather][rank] == tuple(foreign)
 
 
@@ -185,22 +192,39 @@ def test_bytes_equal_the_formula(cp_size):
 
 
 def test_pieces_are_the_sequence_in_order():
-    pieces = pieces_of(Layout.ZIGZAG, 2, 4, (0, 1), (0, 1))
+    (visit,) = host_visits(pretend_hosts(2, 1), 0, Layout.ZIGZAG, 4)
+    pieces = visit.pieces
     assert [piece.holder for piece in pieces] == [0, 1, 1, 0]
     assert [piece.whole.start for piece in pieces] == [0, 2, 4, 6]
     assert [piece.rows.start for piece in pieces] == [0, 0, 2, 2]
 
 
 def test_pieces_of_another_host_are_its_rows_in_the_hands_of_this_one():
-    pieces = pieces_of(Layout.ZIGZAG, 4, 4, (2, 3), (0, 1))
-    assert [piece.holder for piece in pieces] == [0, 1, 1, 0]
-    assert [piece.whole.start for piece in pieces] == [0, 2, 4, 6]
-    assert [piece.position for piece in pieces] == [4, 6, 8, 10]
+    own, visit = host_visits(pretend_hosts(4, 2), 0, Layout.ZIGZAG, 4)
+    assert [piece.holder for piece in visit.pieces] == [0, 1, 1, 0]
+    assert [piece.whole.start for piece in visit.pieces] == [0, 2, 4, 6]
+    assert (own.before, own.after) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert (visit.before, visit.after) == ((0, 0, 4, 4), (2, 2, 2, 2))
+
+
+def test_hosts_on_one_side_visit_alike():
+    """Of four hosts: the third itself, those before it, the one behind it."""
+    visits = host_visits(pretend_hosts(8, 4), 2, Layout.ZIGZAG, 2)
+    assert len(set(visits)) == 3
+    assert visits[1] is visits[2]
+    assert visits[1].before == (2, 2, 2, 2)
+    assert visits[3].before == (0, 0, 4, 4)
+
+
+def test_hosts_whose_ranks_interleave_visit_each_in_its_way():
+    visits = host_visits(topology_of([0, 1, 0, 1]), 0, Layout.CONTIGUOUS, 1)
+    assert visits[1].before == (0, 1)
+    assert visits[1].after == (1, 2)
 
 
 def test_the_striped_layout_cannot_be_gathered():
     with pytest.raises(BurstError, match="in the order of the sequence.*got layout striped; pass"):
-        pieces_of(Layout.STRIPED, 2, 4, (0, 1), (0, 1))
+        host_visits(pretend_hosts(2, 1), 0, Layout.STRIPED, 4)
 
 
 def test_auto_gathers_on_gpus():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import from_megatron, megatron_arguments, model_of
-from megatron_burst.plan.units import in_units, whole_number
+from megatron_burst.plan.units import in_units, nearest_multiples, whole_number
 
 LLAMA = {  # of meta-llama/Meta-Llama-3-8B
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -142,3 +142,8 @@ def test_width_of_the_feed_forward_that_megatron_takes_by_itself(gate, ffn):
     """Source: validate_args in megatron/training/arguments.py, core_v0.19."""
     text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --vocab-size 9" + gate
     assert from_megatron(megatron_arguments(text), "x").ffn == ffn
+
+
+def test_the_nearest_multiples_are_named_but_never_none_at_all():
+    assert nearest_multiples(60, 8) == "multiple of 8, such as 56 or 64"
+    assert nearest_multiples(5, 8) == "multiple of 8, such as 8"

@@ -1,5 +1,6 @@
 """Memory and time of training steps; the search over ways to deal a job out."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -211,10 +212,23 @@ def test_uneven_layouts_are_refused():
     with pytest.raises(BurstError, match="multiple of --gpus-per-node.*got 12 and 8; choose 8"):
         replace(EIGHT, gpus=12)
     job = replace(EIGHT, seq=M + 2)
-    with pytest.raises(BurstError, match="sequence is no multiple of 32"):
+    with pytest.raises(BurstError, match="is no multiple of 32, such as 1048576 or 1048608"):
         candidate(job, Strategy(cp=16))
-    with pytest.raises(BurstError, match="some TP x CP x PP x DP"):
-        search(replace(job, seq=M + 1))
+
+
+def test_a_length_that_nothing_divides_is_refused_with_the_nearest_that_do():
+    job = replace(EIGHT, seq=M + 1)
+    with pytest.raises(BurstError, match=r"got 16 GPUs, .* of 2, such as 1048576 or 1048578$"):
+        search(job)
+    least = re.compile(r"a --seq-length that is a multiple of (\d+), such as (\d+) or (\d+)$")
+    with pytest.raises(BurstError, match=least) as refused:
+        search(job, (("tp", 2), ("cp", 4)))
+    assert [int(n) for n in least.search(str(refused.value)).groups()] == [16, M, M + 16]
+    assert search(replace(job, seq=M), (("tp", 2), ("cp", 4)))
+    with pytest.raises(BurstError, match="cp 3; leave out --cp, or change --gpus, --seq-length"):
+        search(job, (("cp", 3),))  # no length helps
+    with pytest.raises(BurstError, match="leave out --cp or --keep, or change --gpus"):
+        search(replace(job, seq=M), (("cp", 1), ("keep", "half")))  # the length is not in the way
 
 
 def test_layers_that_do_not_divide_leave_fewer_to_the_last_stage():
