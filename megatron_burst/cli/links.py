@@ -1,4 +1,4 @@
-"""How fast the ranks' links are in this run."""
+"""How fast the ranks' links are at this moment."""
 
 from functools import partial
 from statistics import median

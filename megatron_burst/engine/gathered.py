@@ -91,12 +91,7 @@ class GatheredKeys:
             for target, own in zip(keys, self._own, strict=True):
                 target.copy_(own[:, piece.rows.slice, step.heads.slice])
         reads = self._schedule.reads[gather]
-        gives = [
-            Give(peer, piece.whole.slice)
-            for peer in others
-            for piece in reads[peer]
-            if piece.holder == mine
-        ]
+        gives = [Give(peer, piece.whole.slice) for peer in others for piece in reads[peer]]
         takes = [
             Take(peer, piece.whole.slice, slot[piece.whole.slice])
             for peer in others

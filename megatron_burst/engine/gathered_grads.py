@@ -48,13 +48,8 @@ class KeyGrads:
 
     def _arrivals(self, index: int) -> list[tuple[int, Leaf]]:
         """What comes from which other rank."""
-        mine, leaves = self._schedule.cp_rank, self._schedule.steps[index].leaves
-        return [
-            (rank, leaf)
-            for rank in self._schedule.others
-            for leaf in leaves[rank]
-            if leaf.piece.holder == mine
-        ]
+        leaves = self._schedule.steps[index].leaves
+        return [(rank, leaf) for rank in self._schedule.others for leaf in leaves[rank]]
 
     def _slot(self, index: int) -> Tensor:
         rows = sum(len(tile.kv) for tile in self._schedule.steps[index].tiles)

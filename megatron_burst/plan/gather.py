@@ -38,8 +38,9 @@ class GatherStep:
             last gradients of other hosts' keys on theirs inside the host.
         tiles: tiles over the gathered keys.
         after: tiles over the rank's own shard, computed while gradients are on their way.
-        leaves: the gradients of others' keys that every rank of the host computes.
-        arriving_rows: of gradients that others compute of the keys that the rank holds.
+        leaves: the gradients of others' keys that the rank computes, and by rank of the host those
+            of its own keys that others compute.
+        arriving_rows: of the latter.
     """
 
     heads: Span
@@ -67,7 +68,8 @@ class GatherSchedule:
         rounds: groups of key heads.
         steps: in the order in which they run.
         relay: what goes from host to host; its legs are the steps.
-        reads: the pieces that every rank of the host needs of others, by gather.
+        reads: by gather the pieces that the rank needs of others, and by rank of the host those of
+            its own that others need.
         recalls: whether keys that have come from other hosts are those that forward has left.
         num_rows: of a host's shards together.
         share_rows: key rows of a step's tiles together, at most on any rank of the host.
@@ -135,15 +137,15 @@ def gather_schedule(
     legs = relay(topology, cp_rank, len(rounds), direction, recalls)
     row, _ = topology.coord(cp_rank)
     ranks, visits = topology.grid[row], host_visits(topology, row, layout, tokens)
-    tiling = Tiling(ranks, visits, legs, mask, direction, rectangular_causal, circulate)
+    tiling = Tiling(cp_rank, ranks, visits, legs, mask, direction, rectangular_causal, circulate)
     meetings = tiling.meetings()
     apart = circulate is Circulate.KV  # else the keys of a round are gathered once
     begins = [apart or legs.is_first(index) for index in range(len(meetings))]
     gathers = [count - 1 for count in accumulate(begins)]
-    arriving = {met: met.arriving_rows(cp_rank) for met in set(meetings)}
+    arriving = {met: _arriving_rows(met, cp_rank) for met in set(meetings)}
     steps = (
         GatherStep(
-            rounds[leg.round], gather, met.keys, *met.tiles[cp_rank], met.leaves, arriving[met]
+            rounds[leg.round], gather, met.keys, *met.tiles, met.leaves, arriving[met]
         )
         for leg, gather, met in zip(legs.legs, gathers, meetings, strict=True)
     )  # fmt: skip
@@ -159,7 +161,7 @@ def gather_schedule(
 def _reads(
     ranks: Sequence[int], gathers: Sequence[int], meetings: Sequence[Meeting]
 ) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
-    """The pieces that each rank needs of others, by gather: for all steps that use it."""
+    """The pieces that are needed, by gather and rank: for all steps that use it."""
     users: list[set[Meeting]] = [set() for _ in range(gathers[-1] + 1)]
     for gather, met in zip(gathers, meetings, strict=True):
         users[gather].add(met)
@@ -169,6 +171,11 @@ def _reads(
             pieces = {piece for met in some for piece in met.needed[rank]}
             reads[rank] = tuple(sorted(pieces, key=lambda piece: piece.whole.start))
     return tuple(alike[frozenset(some)] for some in users)
+
+
+def _arriving_rows(met: Meeting, cp_rank: int) -> int:
+    others = (leaves for rank, leaves in met.leaves.items() if rank != cp_rank)
+    return sum(len(leaf.rows) for leaves in others for leaf in leaves)
 
 
 def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:

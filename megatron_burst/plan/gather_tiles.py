@@ -1,4 +1,4 @@
-"""What the ranks of a host that gathers compute in each step, and which keys that takes."""
+"""What ranks of a host that gathers compute in each step, and what one takes and gives for it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,34 +24,32 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """What the ranks of a host do in a step.
+    """What a rank does in a step, and what that has to do with the others of its host.
 
     Attributes:
         keys: the pieces of the gathered keys.
-        tiles: of each rank, before the keys are there, over them, and after them.
-        needed: pieces that each rank reads of others, in the order of the sequence.
-        leaves: the gradients of others' keys that each rank computes.
+        tiles: of the rank, before the keys are there, over them, and after them.
+        needed: pieces that it reads, and by rank those of its own that others read, in the order of
+            the sequence.
+        leaves: the gradients of others' keys that it computes, and by rank those of its own keys
+            that others compute.
         share_rows: key rows of the tiles over gathered keys, at most on any rank.
     """
 
     keys: tuple[Piece, ...]
-    tiles: Mapping[int, tuple[tuple[Tile, ...], ...]]
+    tiles: tuple[tuple[Tile, ...], ...]
     needed: Mapping[int, tuple[Piece, ...]]
     leaves: Mapping[int, tuple[Leaf, ...]]
     share_rows: int
 
-    def arriving_rows(self, rank: int) -> int:
-        """Rows of gradients that others compute of the keys that a rank holds."""
-        others = (leaves for other, leaves in self.leaves.items() if other != rank)
-        return sum(len(leaf.rows) for one in others for leaf in one if leaf.piece.holder == rank)
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of the steps of the ranks of one host.
+    """The tiles of the steps of a rank.
 
     Attributes:
-        ranks: of the host.
+        cp_rank: whose they are.
+        ranks: of its host.
         visits: that the host works with, by how many hosts they have come.
         relay: its legs are the steps.
         mask: which keys a query may see.
@@ -60,6 +58,7 @@ class Tiling:
         circulate: what goes from host to host.
     """
 
+    cp_rank: int
     ranks: tuple[int, ...]
     visits: tuple[Visit, ...]
     relay: Relay
@@ -69,7 +68,7 @@ class Tiling:
     circulate: Circulate
 
     def meetings(self) -> tuple[Meeting, ...]:
-        """What these ranks do in each step; one object for steps in which they do alike."""
+        """What is done in each step; one object for steps that are alike."""
         alike: dict[tuple[Visit, bool, bool], Meeting] = {}
         found, last = [], len(self.relay.legs) - 1
         for index, leg in enumerate(self.relay.legs):
@@ -92,11 +91,13 @@ class Tiling:
                 rows = [(piece.rows, before) for piece, before in of_rank]
                 tiles[rank] = (), tiles_between(rows, keys, self.mask), ()
         gathered = {rank: over for rank, (_, over, _) in tiles.items()}
+        held = tuple(piece for piece in keys if piece.holder == self.cp_rank)
+        met = {rank: keys if rank == self.cp_rank else held for rank in self.ranks}
         return Meeting(
             keys,
-            tiles,
-            {rank: tuple(_needed(keys, rank, over)) for rank, over in gathered.items()},
-            {rank: _leaving(keys, rank, over) for rank, over in gathered.items()},
+            tiles[self.cp_rank],
+            {rank: tuple(_needed(met[rank], rank, over)) for rank, over in gathered.items()},
+            {rank: _leaving(met[rank], rank, over) for rank, over in gathered.items()},
             max(sum(len(tile.kv) for tile in over) for over in gathered.values()),
         )
 
