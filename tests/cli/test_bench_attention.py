@@ -29,7 +29,7 @@ def bench(rank, folder):
     from megatron_burst.cli.world import world_of
 
     world, said = world_of("cpu"), []
-    impls, out = impls_of(IMPLS), folder / "results" / "attention.csv"
+    impls, out = impls_of(IMPLS), folder / "attention.csv"
     rows = measure(Plan(CASES, impls, reps=3, out=out), world, said.append)
     none = measure(Plan(CASES, impls, budget_s=0.0, out=out), world, said.append)
     other = folder / "other.csv"
@@ -50,7 +50,7 @@ def bench(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return run_ranks(bench, 2, folder), folder / "results" / "attention.csv"
+    return run_ranks(bench, 2, folder), folder / "attention.csv"
 
 
 def test_one_row_for_each_implementation_and_pass_of_each_problem(results):
