@@ -15,8 +15,9 @@ help: ## print this list
 demo: ## train a small GPT without and with burst, and compare
 	@$(RUN) examples/demo.py $(ARGS)
 
+# Two tests at a time: each starts up to eight processes of its own.
 test: ## run the tests, e.g. make test ARGS="-k layout"
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 
 gpu-test: ## run only the tests that need CUDA GPUs
 	@$(RUN) -m pytest -m gpu $(ARGS)
