@@ -111,7 +111,8 @@ def main(
     if sweep:
         _sweep(out, [case for case in cases if case.heads_kv < case.heads_q], deadline)
         return
-    names = _usable(only.split(",")) if only else _able(cases[0])
+    asked = [name for name in only.split(",") if name]
+    names = _usable(asked) if asked else _able(cases[0])
     variants = {replace(case, seq=SHORT) for case in cases}
     jobs = [(run_once, case, name) for case in variants for name in names if name in COMPILED]
     print(*compile_all(jobs, deadline - budget_s / 3), sep="\n")

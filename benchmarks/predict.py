@@ -20,6 +20,7 @@ from typer import Option
 from megatron_burst.cli.cases import Case, Grid, Pass, head_counts, one_head_count, problems
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
+from megatron_burst.cli.options import Out
 from megatron_burst.cli.predictions import predict
 from megatron_burst.cli.results import Row, Sheet, append, check_appendable
 from megatron_burst.cli.sentence import in_one_sentence
@@ -29,7 +30,6 @@ from megatron_burst.plan.units import whole_numbers
 _WHO = "predict.py"
 PREDICTED_CSV = Sheet(_WHO)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-Out = Annotated[Path, Option(help="CSV to append to")]
 Ranks = Annotated[int, Option(min=1)]
 Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
 Link = Annotated[

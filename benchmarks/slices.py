@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.predict import commit
 from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.options import Budget
 from megatron_burst.cli.results import Sheet, append, check_appendable
 from megatron_burst.cli.sentence import in_one_sentence, pick
 from megatron_burst.plan.hardware import GIB, Hardware
@@ -205,9 +206,7 @@ def measure(
     gpus: Gpus = 8,
     only: Only = None,
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
-    budget_s: Annotated[
-        float | None, Option(min=0, help="start nothing new after so many s")
-    ] = None,
+    budget_s: Budget = None,
 ) -> None:
     """Train each, and append its row."""
     with in_one_sentence(), TemporaryDirectory() as folder:

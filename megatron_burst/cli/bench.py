@@ -15,6 +15,7 @@ from megatron_burst.cli.cases import (
     problems,
 )
 from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.options import Budget, Device, Dtype, Hosts, Out
 from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import whole_numbers
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 _ATTENTION, _RECOMPUTE, _LOSS = "bench attention", "bench recompute", "bench loss"
 app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
 Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
-Out = Annotated[Path, Option(help="CSV to append to")]
-Dtype = Annotated[
-    Literal["bfloat16", "float16", "float32", "float64"] | None,
-    Option(help="default: bfloat16 on GPUs, float32 on CPU"),
-]
-Budget = Annotated[float | None, Option(min=0, help="start nothing new after so many s")]
-Hosts = Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")]
-Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 
 @app.command()

@@ -3,22 +3,21 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Option
 
+from megatron_burst.cli.options import Device, Hosts
 from megatron_burst.cli.sentence import check_writable, in_one_sentence
 from megatron_burst.errors import BurstError
-
-Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 
 def calibrate(
     out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
     name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
     budget_s: Annotated[float, Option(min=0, help="start nothing new after so many s")] = 150.0,
-    hosts: Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")] = None,
+    hosts: Hosts = None,
     device: Device = None,
 ) -> None:
     """Measure this machine's kernels and links; alone or under torchrun, on all hosts together."""

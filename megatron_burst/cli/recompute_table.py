@@ -49,11 +49,10 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
     if not lengths:
         return []
     names = list(dict.fromkeys(f"{row.impl}:{row.mode}" for row in able))
-    lines = ceil(len(lengths) / _A_LINE)
-    figure = Figure(figsize=(4 * min(len(lengths), _A_LINE) + 2, 4 * lines), layout="constrained")
-    panels = [
-        figure.add_subplot(lines, min(len(lengths), _A_LINE), 1 + i) for i in range(len(lengths))
-    ]
+    across = min(len(lengths), _A_LINE)
+    lines = ceil(len(lengths) / across)
+    figure = Figure(figsize=(4 * across + 2, 4 * lines), layout="constrained")
+    panels = [figure.add_subplot(lines, across, 1 + i) for i in range(len(lengths))]
     for axis, seq in zip(panels, lengths, strict=True):
         for row in (row for row in able if row.seq == seq):
             _point(axis, row, names.index(f"{row.impl}:{row.mode}"))

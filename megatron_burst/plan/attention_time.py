@@ -24,6 +24,7 @@ def attention_time(
     direction: Direction,
     pass_tflop: float = inf,
     ranks: range | None = None,
+    with_spans: bool = True,
 ) -> Timeline:
     """What happens in one pass of a call.
 
@@ -33,11 +34,18 @@ def attention_time(
         direction: which pass.
         pass_tflop: work without pause (`KernelSpeed`); infinite in training.
         ranks: to simulate; None: as many as the time depends on.
+        with_spans: whether to write down what happened.
 
     Raises:
         BurstError: if the call cannot run so.
     """
-    return _simulate(call, hardware, direction, pass_tflop, ranks)
+    timer = Timer(hardware, call.backend, pass_tflop)
+    programmes = {}
+    for rank in _simulated(call) if ranks is None else ranks:
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
+        programmes[rank] = ops if call.overlap else without_overlap(ops)
+    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)), with_spans)
 
 
 @lru_cache(maxsize=4096)
@@ -62,24 +70,7 @@ def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
 @lru_cache(maxsize=4096)
 def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
     """Of a settled call; many calls are alike on few hosts."""
-    return _simulate(call, hardware, direction, with_spans=False)
-
-
-def _simulate(
-    call: AttentionCall,
-    hardware: Hardware,
-    direction: Direction,
-    pass_tflop: float = inf,
-    ranks: range | None = None,
-    with_spans: bool = True,
-) -> Timeline:
-    timer = Timer(hardware, call.backend, pass_tflop)
-    programmes = {}
-    for rank in _simulated(call) if ranks is None else ranks:
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
-        programmes[rank] = ops if call.overlap else without_overlap(ops)
-    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)), with_spans)
+    return attention_time(call, hardware, direction, with_spans=False)
 
 
 def _simulated(call: AttentionCall) -> range:
