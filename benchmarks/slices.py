@@ -84,6 +84,7 @@ class Slice:
 _8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)
 _14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
 _LONG = replace(_8B, seq=2 << 20, layers=1)
+_SHORT = replace(_8B, seq=512 << 10)  # what 2 GPUs hold
 _TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
 _ALIKE = "--cp-comm-type p2p --attention-backend fused"  # Megatron with TransformerEngine's cuDNN
 IMPLS = {
@@ -94,6 +95,7 @@ IMPLS = {
 RUNS = (
     (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
     (_LONG, "burst"), (_LONG, "megatron"), (_8B, "megatron-own-loss"),
+    (_SHORT, "burst"), (_SHORT, "megatron"),
 )  # fmt: skip
 
 
