@@ -17,7 +17,7 @@ class DisagreementError(BurstError):
     """The ranks of a context-parallel group called with different shapes or options."""
 
 
-def problem_of(who: str, needs: Iterable[Need]) -> str:
+def unmet(who: str, needs: Iterable[Need]) -> str:
     """The sentence of the first need that does not hold; empty if all do.
 
     Needs that come from a generator may rely on those before them.
@@ -34,5 +34,5 @@ def require(who: str, needs: Iterable[Need]) -> None:
     Raises:
         BurstError: with the sentence of the first such need.
     """
-    if problem := problem_of(who, needs):
-        raise BurstError(problem)
+    if sentence := unmet(who, needs):
+        raise BurstError(sentence)
