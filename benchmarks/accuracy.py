@@ -1,7 +1,7 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
-PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
-PYTHONPATH=. python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
+torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
+python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
 
 Sequences are dealt out to 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
 burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
@@ -11,9 +11,13 @@ burst's own engine, and to the real ranks: burst and TransformerEngine's modes. 
 import csv
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import matplotlib.pyplot as plt
 import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import impls_of
@@ -150,13 +154,13 @@ def measure(path, seq):
                 else:
                     add(impl.name, impl.mode, world.size, False, errors)
         if world.rank == 0:
-            with Path(path).open("w", newline="") as file:
+            with path.open("w", newline="") as file:
                 csv.writer(file).writerows([COLUMNS, *rows])
 
 
 def plot(path, picture):
     """Errors over ranks, a panel for each tensor and head count."""
-    with Path(path).open() as file:
+    with path.open() as file:
         rows = list(csv.DictReader(file))
     figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True)
     for panels, heads in zip(axes, HEADS, strict=True):
@@ -190,8 +194,16 @@ def plot(path, picture):
     figure.savefig(picture, dpi=130)
 
 
-if __name__ == "__main__":
-    if "--plot" in sys.argv:
-        plot(sys.argv[1], sys.argv[3])
+def main(
+    path: Annotated[Path, typer.Argument(help="the CSV; written anew")],
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of it")] = None,
+) -> None:
+    """Measure errors, on all ranks together; or draw what was measured."""
+    if picture:
+        plot(path, picture)
     else:
-        measure(sys.argv[1], seq=8192 if torch.cuda.is_available() else 256)
+        measure(path, seq=8192 if torch.cuda.is_available() else 256)
+
+
+if __name__ == "__main__":
+    typer.run(main)

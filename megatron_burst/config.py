@@ -3,11 +3,13 @@
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, Need, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,44 +132,53 @@ class BurstConfig:
 
     def _check_keep(self) -> None:
         """Refuse options of keeping that contradict each other or would be ignored."""
-        who = "burst keep"
-        if self.keep_layers is not None and self.keep_layers < 0:
-            raise BurstError(
-                f"{who}: keep_layers must not be negative, because it counts layers; got "
-                f"{self.keep_layers}; leave it out"
-            )
+        require("burst keep", chain(self._needs_of_numbers(), self._needs_of_keep()))
+
+    def _needs_of_numbers(self) -> Iterator[Need]:
+        layers = self.keep_layers
+        yield (
+            layers is None or layers >= 0,
+            "keep_layers must not be negative, because it counts layers",
+            layers,
+            "leave it out",
+        )
         for name in ("keep_host_gib", "keep_budget_gib"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise BurstError(
-                    f"{who}: {name} must be positive, because it is room for what is kept; got "
-                    f"{value}; pass GiB, or leave it out"
-                )
-        if (self.keep == "auto") != (self.keep_budget_gib is not None):
-            raise BurstError(
-                f"{who}: keep=auto and a budget must come together, because the one fills the "
-                f"other; got keep={self.keep}, keep_budget_gib={self.keep_budget_gib}; pass "
-                "--burst-keep auto --burst-keep-budget-gib GIB, or none of them"
+            room = getattr(self, name)
+            yield (
+                room is None or room > 0,
+                f"{name} must be positive, because it is room for what is kept",
+                room,
+                "pass GiB, or leave it out",
             )
+
+    def _needs_of_keep(self) -> Iterator[Need]:
+        auto = self.keep == "auto"
+        yield (
+            auto == (self.keep_budget_gib is not None),
+            "keep=auto and a budget must come together, because the one fills the other",
+            f"keep={self.keep}, keep_budget_gib={self.keep_budget_gib}",
+            "pass --burst-keep auto --burst-keep-budget-gib GIB, or none of them",
+        )
         for name in ("keep_layers", "keep_offload", "keep_debug"):
-            if self.keep == "none" and getattr(self, name) not in (None, False):
-                raise BurstError(
-                    f"{who}: {name} must come with keep, because nothing is kept without it; got "
-                    f"keep=none, {name}={getattr(self, name)}; pass --burst-keep all, or leave it "
-                    "out"
-                )
-        if self.keep == "auto" and (self.keep_layers is not None or self.keep_offload):
-            raise BurstError(
-                f"{who}: keep=auto must come without keep_layers and keep_offload, as it chooses "
-                f"them; got {self.keep_layers} and {self.keep_offload}; leave them out"
+            yield (
+                self.keep != "none" or getattr(self, name) in (None, False),
+                f"{name} must come with keep, because nothing is kept without it",
+                f"keep=none, {name}={getattr(self, name)}",
+                "pass --burst-keep all, or leave it out",
             )
-        offloads = self.keep_offload or self.keep_offload_inputs or self.keep == "auto"
-        if self.keep_host_gib is not None and not offloads:
-            raise BurstError(
-                f"{who}: keep_host_gib must come with something that waits on the host, because it "
-                f"is room for that; got keep_host_gib={self.keep_host_gib} alone; pass "
-                "--burst-keep-offload or --burst-keep-offload-inputs, or leave it out"
-            )
+        yield (
+            not auto or (self.keep_layers is None and not self.keep_offload),
+            "keep=auto must come without keep_layers and keep_offload, as it chooses them",
+            f"{self.keep_layers} and {self.keep_offload}",
+            "leave them out",
+        )
+        yield (
+            self.keep_host_gib is None or self.keep_offload or self.keep_offload_inputs or auto,
+            "keep_host_gib must come with something that waits on the host, because it is room for "
+            "that",
+            f"keep_host_gib={self.keep_host_gib} alone",
+            "pass --burst-keep-offload or --burst-keep-offload-inputs, or leave it out",
+        )
 
     @classmethod
     def from_args(cls, args: Namespace) -> "BurstConfig":

@@ -1,5 +1,10 @@
 """Errors. One sentence each: who, what must hold and why; what was got; what to change."""
 
+from collections.abc import Iterable
+
+# Whether it holds, what must hold and why, what was got, what to change.
+type Need = tuple[object, str, object, str]
+
 
 class BurstError(ValueError):
     """An input, option or environment that burst attention refuses.
@@ -10,3 +15,24 @@ class BurstError(ValueError):
 
 class DisagreementError(BurstError):
     """The ranks of a context-parallel group called with different shapes or options."""
+
+
+def unmet(who: str, needs: Iterable[Need]) -> str:
+    """The sentence of the first need that does not hold; empty if all do.
+
+    Needs that come from a generator may rely on those before them.
+    """
+    for holds, must, got, change in needs:
+        if not holds:
+            return f"{who}: {must}; got {got}; {change}"
+    return ""
+
+
+def require(who: str, needs: Iterable[Need]) -> None:
+    """Refuse what a need does not hold of.
+
+    Raises:
+        BurstError: with the sentence of the first such need.
+    """
+    if sentence := unmet(who, needs):
+        raise BurstError(sentence)

@@ -1,12 +1,14 @@
 """The terms of a call, which all ranks must have in common, and what is refused of them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import Need, require
 from megatron_burst.plan.layout import Layout, check_tokens
 
 _WHO = "burst attention"
@@ -71,54 +73,81 @@ def check(terms: Terms, cp_size: int) -> None:
     Raises:
         BurstError: in one sentence.
     """
-    (q, k, v), dtypes, devices = terms.shapes, terms.dtypes, terms.devices
-    qkv_format, layout, scale = terms.qkv_format, terms.layout, terms.softmax_scale
-    if qkv_format not in ("bshd", "sbhd"):
-        raise BurstError(
-            f"{_WHO}: qkv_format must be bshd or sbhd, because it names the order of the axes; got "
-            f"{qkv_format!r}; pass one of these"
-        )
-    if layout not in tuple(Layout):
-        raise BurstError(
-            f"{_WHO}: layout must be one of {', '.join(Layout)}, because it decides which keys a "
-            f"query may see; got {layout!r}; pass the one in which the tokens are dealt out"
-        )
-    shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
-    if any(len(shape) != 4 for shape in (q, k, v)):
-        raise BurstError(
-            f"{_WHO}: q, k and v must have four axes ({qkv_format}), because heads and batch are "
-            f"separate; got {shapes}; reshape them"
-        )
-    if q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3]:
-        raise BurstError(
-            f"{_WHO}: q, k and v must agree in batch and tokens, k and v in heads, q and k in head "
-            f"dimension, because this is self-attention; got {shapes}; pass matching shards"
-        )
-    if 0 in (*q, *v) or q[2] % k[2]:
-        raise BurstError(
-            f"{_WHO}: the number of key heads must divide that of query heads and no axis may be "
-            f"empty, because each key head serves equally many query heads; got {shapes}; change "
-            "the heads (--num-query-groups) or the batch"
-        )
-    if dtypes[0] not in _DTYPES or len(set(dtypes)) > 1:
-        raise BurstError(
-            f"{_WHO}: q, k and v must have one dtype among float64, float32, bfloat16 and float16, "
-            f"because nothing is converted silently; got {', '.join(map(str, dtypes))}; cast them"
-        )
-    if len(set(devices)) > 1:
-        raise BurstError(
-            f"{_WHO}: q, k and v must be on one device, because one kernel reads them; got "
-            f"{', '.join(map(str, devices))}; move them"
-        )
-    if terms.is_elsewhere(devices[0]):
-        raise BurstError(
-            f"{_WHO}: q, k and v must be on the process's current device, because streams and "
-            f"transfers belong to it; got {devices[0]} while cuda:{terms.current_device} is "
-            "current; call torch.cuda.set_device(LOCAL_RANK) first"
-        )
-    if not 0 < scale < float("inf"):
-        raise BurstError(
-            f"{_WHO}: softmax_scale must be positive and finite, because kernels look for the "
-            f"largest score before they scale it; got {scale}; leave it out for d ** -0.5"
-        )
-    check_tokens(Layout(layout), cp_size, q[0 if qkv_format == "sbhd" else 1])
+    require(_WHO, chain(_of_names(terms), _of_shapes(terms), _of_tensors(terms), _of_scale(terms)))
+    tokens = terms.shapes[0][0 if terms.qkv_format == "sbhd" else 1]
+    check_tokens(Layout(terms.layout), cp_size, tokens)
+
+
+def _of_names(terms: Terms) -> Iterator[Need]:
+    yield (
+        terms.qkv_format in ("bshd", "sbhd"),
+        "qkv_format must be bshd or sbhd, because it names the order of the axes",
+        repr(terms.qkv_format),
+        "pass one of these",
+    )
+    yield (
+        terms.layout in tuple(Layout),
+        f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may see",
+        repr(terms.layout),
+        "pass the one in which the tokens are dealt out",
+    )
+
+
+def _of_shapes(terms: Terms) -> Iterator[Need]:
+    q, k, v = terms.shapes
+    got = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    yield (
+        all(len(shape) == 4 for shape in (q, k, v)),
+        f"q, k and v must have four axes ({terms.qkv_format}), because heads and batch are "
+        "separate",
+        got,
+        "reshape them",
+    )
+    yield (
+        q[:2] == k[:2] and k[:3] == v[:3] and q[3] == k[3],
+        "q, k and v must agree in batch and tokens, k and v in heads, q and k in head dimension, "
+        "because this is self-attention",
+        got,
+        "pass matching shards",
+    )
+    yield (
+        0 not in (*q, *v) and q[2] % k[2] == 0,
+        "the number of key heads must divide that of query heads and no axis may be empty, because "
+        "each key head serves equally many query heads",
+        got,
+        "change the heads (--num-query-groups) or the batch",
+    )
+
+
+def _of_tensors(terms: Terms) -> Iterator[Need]:
+    yield (
+        terms.dtypes[0] in _DTYPES and len(set(terms.dtypes)) == 1,
+        "q, k and v must have one dtype among float64, float32, bfloat16 and float16, because "
+        "nothing is converted silently",
+        ", ".join(map(str, terms.dtypes)),
+        "cast them",
+    )
+    yield (
+        len(set(terms.devices)) == 1,
+        "q, k and v must be on one device, because one kernel reads them",
+        ", ".join(map(str, terms.devices)),
+        "move them",
+    )
+    device = terms.devices[0]
+    yield (
+        not terms.is_elsewhere(device),
+        "q, k and v must be on the process's current device, because streams and transfers belong "
+        "to it",
+        f"{device} while cuda:{terms.current_device} is current",
+        "call torch.cuda.set_device(LOCAL_RANK) first",
+    )
+
+
+def _of_scale(terms: Terms) -> Iterator[Need]:
+    yield (
+        0 < terms.softmax_scale < float("inf"),
+        "softmax_scale must be positive and finite, because kernels look for the largest score "
+        "before they scale it",
+        terms.softmax_scale,
+        "leave it out for d ** -0.5",
+    )

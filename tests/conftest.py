@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("tests.attention.engine")  # what it asserts is told as of a test
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two cores
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

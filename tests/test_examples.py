@@ -168,7 +168,7 @@ def test_the_script_of_all_benchmarks_has_options_that_exist():
     assert len(found) > 10 and found <= known | options(get_args_parser())
 
 
-@pytest.mark.parametrize("name", ["slices", "kernels", "kernels_table"])
+@pytest.mark.parametrize("name", ["accuracy", "slices", "kernels", "kernels_table"])
 def test_benchmarks_start_as_scripts_from_anywhere(name, tmp_path):
     """Catches a script that finds its neighbours only where PYTHONPATH names the checkout."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]

@@ -2,8 +2,10 @@
 
 import os
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -11,6 +13,10 @@ from typer import Option
 from megatron_burst.cli.options import Device, Hosts
 from megatron_burst.cli.sentence import check_writable, in_one_sentence
 from megatron_burst.errors import BurstError
+
+if TYPE_CHECKING:
+    from megatron_burst.cli.doctor.launched import Launch
+    from megatron_burst.cli.doctor.record import Report
 
 
 def calibrate(
@@ -55,41 +61,19 @@ def doctor(
 
     Exits with 1 if something would break a run. Never stops, starts or changes anything.
     """
-    from megatron_burst.cli.doctor.hosts import SSH, Reach, check_hosts, hosts_in
     from megatron_burst.cli.doctor.launched import launch_of
-    from megatron_burst.cli.doctor.record import Report
     from megatron_burst.cli.doctor.report import print_report
-    from megatron_burst.cli.doctor.survey import run_command
 
+    sizes, say = {"--tp": tp, "--cp": cp, "--pp": pp}, partial(print_report, as_json=as_json)
     try:
         launch = None if hosts is not None else launch_of(os.environ)
-        _check_doctor(hosts, ssh, launch is not None, {"--tp": tp, "--cp": cp, "--pp": pp})
+        _check_doctor(hosts, ssh, launch is not None, sizes)
         if hosts is not None:
-            report = check_hosts(hosts_in(hosts), Reach(run_command, ssh or SSH, timeout_s))
-            breaks = report.breaks
-            print_report(report, as_json)
+            breaks = _hosts_break(hosts, ssh, timeout_s, say)
         elif launch:
-            from megatron_burst.cli.doctor.job import Job, check_job
-            from megatron_burst.plan.cluster import Sizes
-
-            asked = tp or cp or pp
-            breaks = check_job(
-                launch,
-                Job(
-                    run_command,
-                    os.environ,
-                    timeout_s,
-                    Sizes(tp or 1, cp or 1, pp or 1) if asked else None,
-                    lambda report: print_report(report, as_json),
-                ),
-            )
+            breaks = _job_breaks(launch, sizes, timeout_s, say)
         else:
-            from megatron_burst.cli.doctor.local import check_machine
-            from megatron_burst.cli.doctor.survey import survey_here
-
-            report = Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))
-            breaks = report.breaks
-            print_report(report, as_json)
+            breaks = _machine_breaks(timeout_s, say)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -117,3 +101,39 @@ def _check_doctor(hosts: str | None, ssh: str, in_job: bool, sizes: dict[str, in
             "doctor: --ssh must be a command that a shell could read, because hosts are reached by "
             f"it; got {ssh!r}: {error}; close the quotes"
         ) from None
+
+
+def _hosts_break(hosts: str, ssh: str, timeout_s: float, say: Callable[["Report"], None]) -> bool:
+    """Check hosts over ssh; whether a run on them would break."""
+    from megatron_burst.cli.doctor.hosts import SSH, Reach, check_hosts, hosts_in
+    from megatron_burst.cli.doctor.survey import run_command
+
+    report = check_hosts(hosts_in(hosts), Reach(run_command, ssh or SSH, timeout_s))
+    say(report)
+    return report.breaks
+
+
+def _job_breaks(
+    launch: "Launch",
+    sizes: dict[str, int | None],
+    timeout_s: float,
+    say: Callable[["Report"], None],
+) -> bool:
+    """Check the job that this process is a rank of; whether a run would break."""
+    from megatron_burst.cli.doctor.job import Job, check_job
+    from megatron_burst.cli.doctor.survey import run_command
+    from megatron_burst.plan.cluster import Sizes
+
+    asked = Sizes(*(size or 1 for size in sizes.values())) if any(sizes.values()) else None
+    return check_job(launch, Job(run_command, os.environ, timeout_s, asked, say))
+
+
+def _machine_breaks(timeout_s: float, say: Callable[["Report"], None]) -> bool:
+    """Check this machine alone; whether a run would break."""
+    from megatron_burst.cli.doctor.local import check_machine
+    from megatron_burst.cli.doctor.record import Report
+    from megatron_burst.cli.doctor.survey import run_command, survey_here
+
+    report = Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))
+    say(report)
+    return report.breaks

@@ -2,16 +2,19 @@
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.cli.cells import cells_of, row_of
 from megatron_burst.cli.modes import writes
 from megatron_burst.cli.sentence import check_writable
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.tables import nearest
 
-_WHO = "bench"
+_WHO, _OUT = "bench", "--out"
+_FEW = 3  # columns that differ and are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,24 +107,29 @@ ANY_CSV = Sheet("bench attention, bench recompute or predict.py")
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
     """Add rows to a CSV, with a head line where it is new; on disk when this returns.
 
+    Who measures looks at all lines before, with `check_appendable`; here at the first and the last.
+
     Args:
         path: of the file.
         rows: all of the sheet's kind.
         sheet: the kind of CSV.
 
     Raises:
-        BurstError: as `check_appendable` does.
+        BurstError: if the file's folder is missing, or it is there with other columns or cut off.
     """
     is_new = not path.exists()
-    check_appendable(path, sheet)
+    check_writable(sheet.writer, _OUT, path)
+    if not is_new:
+        _check_head(_lines(path, sheet), path, sheet)
+        _check_end(path, sheet, _OUT)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if is_new:
             writer.writerow(columns_of(sheet.kind))
-        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+        writer.writerows(map(cells_of, rows))
 
 
-def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = "--out") -> None:
+def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OUT) -> None:
     """Refuse a file that rows cannot be added to.
 
     Args:
@@ -137,11 +145,7 @@ def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = "--
         return
     for _ in _rows(path, sheet):  # whose lines are looked at
         pass
-    if not path.read_bytes().endswith(b"\n"):
-        raise BurstError(
-            f"{sheet.writer}: the last line of {path} must end, because rows are added below it; "
-            f"got one that is cut off; mend or delete it, or pass another {option}"
-        )
+    _check_end(path, sheet, option)
 
 
 def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
@@ -160,15 +164,30 @@ def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
 
 
 def _rows(path: Path, sheet: Sheet) -> Iterator[Any]:
-    lines, columns = _lines(path, sheet), columns_of(sheet.kind)
+    lines = _lines(path, sheet)
+    _check_head(lines, path, sheet)
+    for number, cells in lines:
+        where = f"{_WHO}: {path}, line {number},"
+        row = row_of(cells, sheet.kind, where)
+        _check_row(row, sheet, where)
+        yield row
+
+
+def _check_head(lines: Iterator[tuple[int, list[str]]], path: Path, sheet: Sheet) -> None:
+    columns = columns_of(sheet.kind)
     _, head = next(lines, (0, []))
     if tuple(head) != columns:
         raise _other_file(path, sheet, _difference(head, columns))
-    for number, cells in lines:
-        where = f"{_WHO}: {path}, line {number},"
-        row = _row(cells, sheet.kind, where)
-        _check_row(row, sheet, where)
-        yield row
+
+
+def _check_end(path: Path, sheet: Sheet, option: str) -> None:
+    with path.open("rb") as file:
+        file.seek(-1, SEEK_END)
+        if file.read() != b"\n":
+            raise BurstError(
+                f"{sheet.writer}: the last line of {path} must end, because rows are added below "
+                f"it; got one that is cut off; mend or delete it, or pass another {option}"
+            )
 
 
 def _check_row(row: Any, sheet: Sheet, where: str) -> None:
@@ -212,45 +231,15 @@ def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
 
 
 def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
-    """What is missing and what is unknown, each with the name that it may stand for."""
+    """What is missing and what is unknown, each with the name that it may stand for; of many the
+    first, as they are another program's."""
     missing = [name for name in columns if name not in head]
     unknown = [name for name in head if name not in columns]
     if len(missing) == len(columns):
         return "none of them"
+    if len(missing) + len(unknown) > _FEW:
+        first = f"no column {missing[0]}" if missing else f"the unknown column {unknown[0]!r}"
+        return f"{first} and {len(missing) + len(unknown) - 1} other differences"
     said = [f"no column {', '.join(missing)}"] if missing else []
     said += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
     return " and ".join(said) or "them twice or in another order"
-
-
-def _cell(value: object) -> object:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _row(cells: Sequence[str], kind: type, where: str) -> Any:
-    columns = fields(kind)
-    if len(cells) != len(columns):
-        raise BurstError(
-            f"{where} must have {len(columns)} cells, because each column has one; got "
-            f"{len(cells)}; mend or delete the line"
-        )
-    pairs = zip(columns, cells, strict=True)
-    return kind(**{column.name: _value(column, text, where) for column, text in pairs})
-
-
-def _value(column: Field, text: str, where: str) -> object:
-    if column.type is str:
-        return text
-    try:
-        if column.type is bool:
-            return {"True": True, "False": False}[text]
-        if column.type is int:
-            return int(text)
-        return float(text) if text else None
-    except (KeyError, ValueError):
-        what = {bool: "True or False", int: "a whole number"}.get(column.type, "a number")
-        raise BurstError(
-            f"{where} must have {what} under {column.name.rstrip('_')}, because that is compared; "
-            f"got {text!r}; mend or delete the line"
-        ) from None

@@ -75,8 +75,7 @@ def gather_backward(
     dq, dk, dv = (_empty_rows_like(x, x.shape[-1]) for x in (q, k, v))
     keys, shares = Keys(call, schedule, k, v, left), KeyGrads(call, schedule, k, v)
     sides = _Sides(call, schedule, QuerySide(q, dout, lse, None, out), k.shape[2])
-    of_queries, of_keys = _sums(call, schedule, dq, (dk, dv))
-    of_keys = KeySums(call, schedule, shares, of_keys)
+    of_queries, of_keys = _sums(call, schedule, shares, dq, (dk, dv))
     sides.receive(0)
     keys.receive(0)
     for index, step in enumerate(schedule.steps):
@@ -146,7 +145,9 @@ class _Sides:
         return self._own(self._schedule.relay.legs[index].round)
 
 
-def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, Tensor]) -> list:
+def _sums(
+    call: Call, schedule: GatherSchedule, shares: KeyGrads, dq: Tensor, dkv: tuple[Tensor, Tensor]
+) -> tuple[LocalSums | TravellingSums, KeySums]:
     """Sums of dq, and of dk and dv: those of what circulates travel home."""
     group = dq.shape[2] // dkv[0].shape[2]
 
@@ -165,7 +166,7 @@ def _sums(call: Call, schedule: GatherSchedule, dq: Tensor, dkv: tuple[Tensor, T
         rounds = range(len(schedule.rounds))
         shapes = [[tuple(x.shape) for x in targets(round_)] for round_ in rounds]
         made.append(kind(call, schedule.relay, targets, shapes, dq.device))
-    return made
+    return made[0], KeySums(call, schedule, shares, made[1])
 
 
 def _query_heads(step: GatherStep, q: Tensor, k: Tensor) -> slice:

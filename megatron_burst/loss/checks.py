@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm.groups import board_of
-from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.errors import BurstError, DisagreementError, unmet
 from megatron_burst.loss.options import WHO, LossOptions
 from megatron_burst.loss.parallel import TensorParallel, processors_of
 from megatron_burst.loss.weight_grad import held_bytes
@@ -85,10 +85,7 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
          "return_lse needs grads='recompute', because its gradient is not known in forward",
          "grads='forward'", "leave grads out"),
     )  # fmt: skip
-    for holds, must, got, change in needs:
-        if not holds:
-            return f"{WHO}: {must}; got {got}; {change}"
-    return ""
+    return unmet(WHO, needs)
 
 
 def _labels_shape(hidden: Tensor, tp: TensorParallel) -> tuple[int, ...]:

@@ -190,31 +190,42 @@ def settled(
         return burst
     stage = stage_layers(config)
     if burst.keep == "auto":
-        rows = query.shape[:-1].numel()
-        layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
-        tokens = query.shape[0] * config.context_parallel_size
-        pipeline = (
-            config.pipeline_model_parallel_size,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            config.virtual_pipeline_model_parallel_size or 1,
-        )
-        problem = KeepProblem(len(stage), in_flight(*pipeline), layer_bytes, tokens, can_half)
-        choice = _choose(problem, burst)
-        burst = replace(
-            burst,
-            keep=choice.keep,
-            keep_budget_gib=None,
-            keep_layers=choice.layers if 0 < choice.layers < len(stage) else None,
-            keep_offload=choice.offload,
-            keep_host_gib=burst.keep_host_gib if choice.offload else None,
-            keep_debug=burst.keep_debug and choice.keep != "none",
-        )
+        burst = _chosen(burst, _problem(config, len(stage), query, value, can_half))
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
     off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
     return replace(burst, keep="none", keep_layers=None, **off)
+
+
+def _problem(
+    config: TransformerConfig, layers: int, query: Tensor, value: Tensor, can_half: bool
+) -> KeepProblem:
+    """What the choice for a stage of so many layers depends on."""
+    rows = query.shape[:-1].numel()
+    layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
+    tokens = query.shape[0] * config.context_parallel_size
+    pipeline = (
+        config.pipeline_model_parallel_size,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        config.virtual_pipeline_model_parallel_size or 1,
+    )
+    return KeepProblem(layers, in_flight(*pipeline), layer_bytes, tokens, can_half)
+
+
+def _chosen(burst: BurstConfig, problem: KeepProblem) -> BurstConfig:
+    """Options with the choice in the place of "auto"."""
+    choice = _choose(problem, burst)
+    return replace(
+        burst,
+        keep=choice.keep,
+        keep_budget_gib=None,
+        keep_layers=choice.layers if 0 < choice.layers < problem.layers else None,
+        keep_offload=choice.offload,
+        keep_host_gib=burst.keep_host_gib if choice.offload else None,
+        keep_debug=burst.keep_debug and choice.keep != "none",
+    )
 
 
 @lru_cache(maxsize=32)

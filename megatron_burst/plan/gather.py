@@ -138,10 +138,7 @@ def gather_schedule(
     row, _ = topology.coord(cp_rank)
     ranks, visits = topology.grid[row], host_visits(topology, row, layout, tokens)
     tiling = Tiling(cp_rank, ranks, visits, legs, mask, direction, rectangular_causal, circulate)
-    meetings = tiling.meetings()
-    apart = circulate is Circulate.KV  # else the keys of a round are gathered once
-    begins = [apart or legs.is_first(index) for index in range(len(meetings))]
-    gathers = [count - 1 for count in accumulate(begins)]
+    meetings, gathers = tiling.meetings(), _gather_of_steps(legs, circulate)
     arriving = {met: _arriving_rows(met, cp_rank) for met in set(meetings)}
     steps = (
         GatherStep(
@@ -156,6 +153,13 @@ def gather_schedule(
         num_rows=visits[0].pieces[-1].whole.stop,
         share_rows=max(met.share_rows for met in meetings),
     )  # fmt: skip
+
+
+def _gather_of_steps(legs: Relay, circulate: Circulate) -> list[int]:
+    """Number of the gather whose keys a step uses: its own, or its round's if queries circulate."""
+    apart = circulate is Circulate.KV
+    begins = (apart or legs.is_first(index) for index in range(len(legs.legs)))
+    return [count - 1 for count in accumulate(begins)]
 
 
 def _reads(

@@ -15,6 +15,7 @@ Every rank runs the same programme relative to its place; a hop is one send and 
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -55,24 +56,12 @@ def ring_schedule(
     programme.lay_read_ring()
     if direction is Direction.BACKWARD:
         programme.lay_grad_ring()
-    size = topology.cp_size
 
     def live(owner: int) -> tuple[Tile, ...]:
         pair = (owner, cp_rank) if circulate is Circulate.Q else (cp_rank, owner)
-        return tiles(layout, mask, *pair, size, tokens)
+        return tiles(layout, mask, *pair, topology.cp_size, tokens)
 
-    steps = tuple(
-        Step(
-            owner=(owner := programme.owner(t) if t < size else None),
-            slot=programme.slot.get(t, HOME),
-            hops=tuple(programme.hops[t]),
-            tiles=() if owner is None else live(owner),
-            grad_slot=programme.grad_slot.get(t),
-            fresh=t in programme.fresh,
-            joins=tuple(programme.joins[t]),
-        )
-        for t in range(programme.num_steps)
-    )
+    steps = tuple(programme.step(number, live) for number in range(programme.num_steps))
     return Schedule(
         topology, cp_rank, layout, mask, tokens, direction, circulate, steps,
         programme.read_pool.size, programme.grad_pool.size,
@@ -119,9 +108,19 @@ class _Programme:
         self.fresh: set[int] = set()
         self.read_pool, self.grad_pool = SlotPool(), SlotPool()
 
-    def owner(self, step: int) -> int:
-        """Whose shard visits in a step."""
-        return self.owner_at(self.row, self.column, step)
+    def step(self, number: int, live: Callable[[int], tuple[Tile, ...]]) -> Step:
+        """What was laid for a step; `live` tells the tiles between this rank and an owner."""
+        visited = number < self.topology.cp_size
+        owner = self.owner_at(self.row, self.column, number) if visited else None
+        return Step(
+            owner=owner,
+            slot=self.slot.get(number, HOME),
+            hops=tuple(self.hops[number]),
+            tiles=live(owner) if visited else (),
+            grad_slot=self.grad_slot.get(number),
+            fresh=number in self.fresh,
+            joins=tuple(self.joins[number]),
+        )
 
     def span_of(self, round_: int) -> tuple[int, int]:
         """First and last step of a round."""
@@ -129,6 +128,7 @@ class _Programme:
         return round_ * places, (round_ + 1) * places - 1
 
     def owner_at(self, row: int, column: int, step: int) -> int:
+        """Whose shard visits a place of the grid in a step."""
         round_, place = divmod(step, self.topology.intra_size)
         return self.topology.rank_at(row - round_, column - place)
 

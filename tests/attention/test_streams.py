@@ -27,7 +27,7 @@ from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import pretend_hosts
 from tests.attention import simulated
-from tests.attention.test_simulated import a2a_schedules, gather_schedules, problem
+from tests.attention.engine import a2a_schedules, gather_schedules, problem
 from tests.oracle import rows_of
 
 

@@ -3,6 +3,7 @@
 import csv
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,14 @@ from typer.testing import CliRunner
 from megatron_burst.cli.bench_loss import LOSS_CSV
 from megatron_burst.cli.compare import compare
 from megatron_burst.cli.main import app
-from megatron_burst.cli.results import ANY_CSV, ATTENTION_CSV, COLUMNS, append, read
+from megatron_burst.cli.results import (
+    ANY_CSV,
+    ATTENTION_CSV,
+    COLUMNS,
+    append,
+    check_appendable,
+    read,
+)
 from megatron_burst.errors import BurstError
 from tests.cli.rows import one_problem, row
 
@@ -45,6 +53,8 @@ def test_other_columns_are_refused_and_left_alone(tmp_path):
             lambda names: [{"peak_gib": "peek_gib"}.get(name, name) for name in names],
             "got no column peak_gib and the unknown column 'peek_gib', did you mean 'peak_gib'?;",
         ),
+        (lambda names: ["impl", "tokens"], "got no column date and 23 other differences;"),
+        (lambda names: [*names, *"abcd"], "got the unknown column 'a' and 3 other differences;"),
         (lambda names: names[::-1], "got them twice or in another order;"),
     ],
 )
@@ -189,7 +199,7 @@ def test_a_line_that_is_wrong_is_named_with_its_cell(column, text, must, tmp_pat
         said = refused(command, path)
         assert re.search(f"{re.escape(str(path))}, line {number}, must have {must}; ", said), said
     with pytest.raises(BurstError, match=must):
-        append(path, one_problem())
+        check_appendable(path)
 
 
 def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
@@ -198,8 +208,9 @@ def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
     append(path, one_problem())
     whole = path.read_bytes()
     path.write_bytes(whole[:-2])
-    with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; mend or"):
-        append(path, one_problem())
+    for look in (check_appendable, partial(append, rows=one_problem())):
+        with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; mend"):
+            look(path)
     assert path.read_bytes() == whole[:-2]
 
 

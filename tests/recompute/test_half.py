@@ -16,8 +16,8 @@ from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import pretend_hosts
 from megatron_burst.recompute.half import LaterHalf
+from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
-from tests.attention.test_simulated import problem
 from tests.oracle import rows_of
 
 CASES = [

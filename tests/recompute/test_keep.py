@@ -1,10 +1,8 @@
-"""`keep` under torch.utils.checkpoint: gradients, what is run again, what stays in memory.
+"""`keep` under torch.utils.checkpoint: gradients, what is run again, what is refused.
 
-Catches results that are paired wrongly, kept inputs, and anything that outlives its graph.
+Catches results that are paired wrongly.
 """
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -14,80 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import keep
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.frames import Frame, running
-from megatron_burst.recompute.keep import run_kept
-from megatron_burst.recompute.keeping import Keeping
-from tests.oracle import full_attention
-
-HEADS, DIM, LAYERS = 4, 8, 3
-REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
-
-
-class Counted:
-    """An attention function that counts its calls."""
-
-    def __init__(self, attention):
-        self.attention, self.calls = attention, 0
-
-    def __call__(self, *args, **options):
-        self.calls += 1
-        return self.attention(*args, **options)
-
-
-def flash(q, k, v, scale=None):
-    """torch's flash attention of [b, s, h, d]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
-
-
-def plain(q, k, v, scale=DIM**-0.5):
-    return full_attention(q, k, v, True, scale)
-
-
-def model(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(HEADS * DIM, 3 * HEADS * DIM), (HEADS * DIM, HEADS * DIM)]
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    return [[(draw(shape) / 8).requires_grad_() for shape in shapes] for _ in range(LAYERS)]
-
-
-def layer(weights, attend, x):
-    qkv = (x @ weights[0]).unflatten(-1, (HEADS, 3 * DIM))  # q, k, v share their memory
-    q, k, v = qkv.split(DIM, dim=-1)
-    return x + torch.tanh(attend(q, k, v, scale=0.3).flatten(2) @ weights[1])
-
-
-def forward(weights, attend, x, reentrant, per_frame=1):
-    """Layers in checkpoints, `per_frame` at a time; `reentrant=None` has none."""
-    for start in range(0, LAYERS, per_frame):
-
-        def some(x, members=weights[start : start + per_frame]):
-            for each in members:
-                x = layer(each, attend, x)
-            return x
-
-        x = some(x) if reentrant is None else checkpoint(some, x, use_reentrant=reentrant)
-    return x
-
-
-def inputs(seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 6, HEADS * DIM, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def gradients(weights, xs):
-    leaves = [*xs, *(w for each in weights for w in each)]
-    found = [leaf.grad.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return found
-
-
-def truth_of(attention, seeds=(1,)):
-    weights, xs = model(), [inputs(seed) for seed in seeds]
-    for x in xs:
-        forward(weights, attention, x, None).square().sum().backward()
-    return gradients(weights, xs)
+from tests.recompute.layers import (
+    LAYERS,
+    REENTRANT,
+    Counted,
+    flash,
+    forward,
+    gradients,
+    inputs,
+    layer,
+    model,
+    plain,
+    truth_of,
+)
 
 
 @REENTRANT
@@ -158,142 +95,6 @@ def test_a_second_backward_is_refused_where_it_is_not():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-
-
-def kept_bytes():
-    """Bytes of all recordings that are alive."""
-    gc.collect()
-    from megatron_burst.recompute.recording import Recording
-
-    return [each.num_bytes for each in gc.get_objects() if type(each) is Recording]
-
-
-@REENTRANT
-def test_kept_are_the_output_and_the_statistics_only(reentrant):
-    """Not q, k and v, though the graph of flash attention saves them."""
-    x = inputs()
-    alive = []
-
-    def watched(q, k, v, scale):
-        alive.append(weakref.ref(q.untyped_storage()))
-        return flash(q, k, v, scale)
-
-    loss = forward(model(), keep(watched), x, reentrant).square().sum()
-    rows = 2 * 6 * HEADS
-    assert kept_bytes() == [rows * DIM * 8 + rows * 8] * LAYERS
-    assert all(storage() is None for storage in alive)
-    loss.backward()
-    del loss
-    assert kept_bytes() == []
-
-
-@REENTRANT
-def test_until_its_backward_a_replay_holds_values_but_not_the_projection_they_are_a_slice_of(
-    reentrant,
-):
-    """Queries and keys are new tensors, as position embeddings make them."""
-    weight, x = torch.randn(HEADS * DIM, 8 * HEADS * DIM).double() / 8, inputs()
-    attend, projections, alive = keep(F.scaled_dot_product_attention), [], []
-
-    def one(x):
-        qkv = (x @ weight).unflatten(-1, (HEADS, 8 * DIM)).transpose(1, 2)
-        projections.append(weakref.ref(qkv.untyped_storage()))
-        out = attend(qkv[..., :DIM] * 2, qkv[..., DIM : 2 * DIM] * 2, qkv[..., 2 * DIM : 3 * DIM])
-        if out.requires_grad:  # not in the first pass of a reentrant one
-            out.register_hook(lambda _: alive.append([qkv() is not None for qkv in projections]))
-        return out.square()
-
-    checkpoint(one, x, use_reentrant=reentrant).sum().backward()
-    assert alive == [[False, False]]
-    replayed, x.grad = x.grad, None
-    one(x).sum().backward()
-    assert torch.equal(replayed, x.grad)
-
-
-class Halved:
-    """A policy that keeps half of the columns, and makes outputs anew of them."""
-
-    def trim(self, outs):
-        self.kept = [x[..., : x.shape[-1] // 2].clone() for x in outs]
-        return tuple(self.kept)
-
-    def restore(self, kept, inputs):
-        return tuple(torch.cat([x, x], -1) for x in kept)
-
-
-@REENTRANT
-def test_what_a_replay_has_made_its_outputs_of_is_let_go_before_backward(reentrant):
-    policy, alive = Halved(), []
-    keeping = Keeping(policy)
-
-    def one(x):
-        heads = x.unflatten(-1, (HEADS, DIM))
-        out = run_kept(flash, (heads, heads, heads), keeping)
-        if out.requires_grad:
-            out.register_hook(lambda _: alive.append(watched() is not None))
-        return out.square()
-
-    x = inputs()
-    loss = checkpoint(one, x, use_reentrant=reentrant).sum()
-    watched = weakref.ref(policy.kept.pop())
-    loss.backward()
-    assert alive == [False]
-
-
-@REENTRANT
-def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
-    """200 steps; two of three fail, in the first pass, in the replay or between."""
-    weights, fail_at, calls = model(), None, 0
-
-    def fails(q, k, v, scale):
-        nonlocal calls
-        calls += 1
-        if fail_at == ("first pass", calls):
-            raise RuntimeError("injected")
-        return flash(q, k, v, scale)
-
-    attend, backward_calls = keep(fails), 0
-
-    def step(number):
-        nonlocal fail_at, calls, backward_calls
-        calls = backward_calls = 0
-        where = ("first pass", "replay", "between", None, None, None)[number % 6]
-        fail_at = (where, 1 + number % LAYERS)
-
-        def attend_or_fail(q, k, v, scale):
-            nonlocal backward_calls
-            if running() and running()[-1].replays:
-                backward_calls += 1
-                if fail_at == ("replay", backward_calls):
-                    raise RuntimeError("injected")
-            return attend(q, k, v, scale)
-
-        x = inputs(number)
-        loss = forward(weights, attend_or_fail, x, reentrant).square().sum()
-        if where == "between":
-            raise RuntimeError("injected")
-        loss.backward()
-        return gradients(weights, [x])
-
-    failures = 0
-    for number in range(200):
-        try:
-            found = step(number)
-        except RuntimeError as error:
-            assert "injected" in str(error)
-            failures += 1
-            for each in weights:
-                for weight in each:
-                    weight.grad = None
-        else:
-            if number % 20 == 3:
-                for got, true in zip(found, truth_of(flash, (number,)), strict=True):
-                    assert torch.equal(got, true)
-        assert running() == ()
-    assert failures == 101
-    assert kept_bytes() == []
-    gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Frame]
 
 
 @REENTRANT

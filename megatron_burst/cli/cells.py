@@ -1,0 +1,56 @@
+"""Rows to cells of a CSV, and back."""
+
+from collections.abc import Sequence
+from dataclasses import Field, asdict, fields
+from typing import Any
+
+from megatron_burst.errors import BurstError
+
+
+def cells_of(row: Any) -> list[object]:
+    """A dataclass's values as a CSV has them; None is empty."""
+    return [_cell(value) for value in asdict(row).values()]
+
+
+def row_of(cells: Sequence[str], kind: type, where: str) -> Any:
+    """The row that cells are.
+
+    Args:
+        cells: of one line.
+        kind: dataclass of the row; its fields are int, float | None, bool or str.
+        where: they stand, in words that a sentence begins with.
+
+    Raises:
+        BurstError: if there are more or fewer than fields, or one is not of its field's type.
+    """
+    columns = fields(kind)
+    if len(cells) != len(columns):
+        raise BurstError(
+            f"{where} must have {len(columns)} cells, because each column has one; got "
+            f"{len(cells)}; mend or delete the line"
+        )
+    pairs = zip(columns, cells, strict=True)
+    return kind(**{column.name: _value(column, text, where) for column, text in pairs})
+
+
+def _value(column: Field, text: str, where: str) -> object:
+    if column.type is str:
+        return text
+    try:
+        if column.type is bool:
+            return {"True": True, "False": False}[text]
+        if column.type is int:
+            return int(text)
+        return float(text) if text else None
+    except (KeyError, ValueError):
+        what = {bool: "True or False", int: "a whole number"}.get(column.type, "a number")
+        raise BurstError(
+            f"{where} must have {what} under {column.name.rstrip('_')}, because that is compared; "
+            f"got {text!r}; mend or delete the line"
+        ) from None
+
+
+def _cell(value: object) -> object:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,0 +1,105 @@
+"""A GPT of Megatron's own modules for its loss: cases, their groups, models and batches.
+
+Import it where a test module is imported, as tests.mcore.gpt.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_burst.config import FusedLossConfig
+from tests.mcore.gpt import SEQ, VOCAB, Model, Parallel, config_of
+from tests.ranks import preload
+
+preload("megatron_burst.mcore.loss")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its groups, and how the loss is asked for."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    sp: bool = False
+    tied: bool = False
+    mtp: int = 0
+    masked: bool = False
+    ddp: bool = False
+    options: dict = field(default_factory=dict)
+    fused: FusedLossConfig = FusedLossConfig()
+
+
+FORWARD = FusedLossConfig(grads="forward")
+
+
+def begin(case: Case) -> None:
+    """Groups of a case, on four ranks."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_burst.mcore import on_cpu
+
+    # gloo groups keep their threads until the process ends: made once for each arrangement, or
+    # thousands of threads bring the machine to a halt
+    layout = (case.tp, case.cp, case.pp)
+    if getattr(begin, "layout", None) != layout:
+        on_cpu.install(training=False)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp, context_parallel_size=case.cp,
+            pipeline_model_parallel_size=case.pp,
+        )  # fmt: skip
+        begin.layout = layout
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    MTPLossLoggingHelper.tracker.clear()  # is as long as the first model's heads
+
+
+def model_of(case: Case):
+    """This rank's stage."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    from megatron_burst import burst_spec
+
+    config = config_of(
+        Parallel(cp=case.cp, tp=case.tp), Model(groups=4), sequence_parallel=case.sp,
+        mtp_num_layers=case.mtp or None,
+        pipeline_model_parallel_size=case.pp, variable_seq_lengths=False,
+        **({"params_dtype": torch.float32} if case.ddp else {}), **case.options,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if case.mtp else None
+    if case.cp > 1:
+        spec, mtp = burst_spec(spec), mtp and burst_spec(mtp)
+    torch.manual_seed(1234)
+    model = GPTModel(
+        config, spec, VOCAB, SEQ, position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=case.tied, mtp_block_spec=mtp,
+    )  # fmt: skip
+    return model if case.ddp else model.double()
+
+
+def batch_of(case: Case) -> dict:
+    """This rank's part of one batch."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(7)
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
+    mask = torch.ones(2, SEQ)
+    if case.masked:
+        mask = (torch.rand(2, SEQ, generator=generator) < 0.4).float()
+        mask[:, : SEQ // 4] = 0
+        labels[mask == 0] = -1  # padding of some tokenizers: out of range where nobody looks
+    positions = torch.arange(SEQ).expand_as(tokens).contiguous()
+    return get_batch_on_this_cp_rank(
+        {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask},
+        is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group(),
+    )  # fmt: skip

@@ -1,0 +1,11 @@
+"""Machines for simulated passes."""
+
+from dataclasses import replace
+
+from megatron_burst.plan.hardware import Links, LinkSpeed, preset
+
+H200 = preset("h200")
+
+
+def with_links(speed: LinkSpeed, **gpu):
+    return replace(H200, links=Links(speed, speed, speed), gpu=replace(H200.gpu, **gpu))

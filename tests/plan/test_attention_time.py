@@ -1,0 +1,215 @@
+"""Simulated passes of attention: bounds that any schedule keeps, shortcuts that change no time."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time, pass_time
+from megatron_burst.plan.cost import AttentionShape, a2a_bytes, gather_bytes, link_bytes
+from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.operations import Compute, Post, Wait
+from megatron_burst.plan.programme import programme_of
+from megatron_burst.plan.schedule import Direction, Schedule
+from megatron_burst.plan.topology import Link, pretend_hosts
+from tests.plan.machines import H200, with_links
+
+SLACK = 1e-9  # of sums in another order
+INSTANT = with_links(LinkSpeed(0.0, Curve(((1.0, float("inf")),))), nccl_share=0.0)
+
+
+@st.composite
+def calls(draw) -> AttentionCall:
+    """Calls of every mode that their topology allows."""
+    hosts, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    heads_kv = draw(st.sampled_from([4, 12, 16]))
+    shape = AttentionShape(
+        draw(st.integers(1, 2)), draw(st.sampled_from([256, 4096, 16384])),
+        heads_kv * draw(st.sampled_from([1, 4])), heads_kv, 128, 128, 2, 4, 4,
+    )  # fmt: skip
+    modes = [("ring", "ring"), ("ring", "gather"), ("flat", "ring")]
+    modes += [("ring", "a2a")] if heads_kv % ranks == 0 else []
+    modes += [("a2a", "a2a")] if heads_kv % (hosts * ranks) == 0 else []
+    inter, intra = draw(st.sampled_from(modes))
+    return AttentionCall(
+        shape, pretend_hosts(hosts * ranks, hosts), intra=intra, inter=inter,
+        heads_per_round=draw(st.sampled_from([None, 1, 3])),
+        circulate=draw(st.sampled_from(["auto", "kv", "q"])),
+        transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(list(Mask))),
+        layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
+        again=draw(st.booleans()),
+    )  # fmt: skip
+
+
+def seconds(call, machine, direction) -> float:
+    return attention_time(call, machine, direction).seconds
+
+
+def computing(call, machine, direction) -> float:
+    """Seconds of kernels of the rank that has most of them."""
+    timer, most = Timer(machine, call.backend), 0.0
+    for rank in range(call.topology.cp_size):
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, timer, direction, again=call.again)
+        kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
+        most = max(most, kernels)
+    return most
+
+
+directions = st.sampled_from(list(Direction))
+few = settings(max_examples=40, deadline=None)
+
+
+@few
+@given(calls(), directions)
+def test_without_overlap_nothing_is_faster(call, direction):
+    machine = with_links(LinkSpeed(20.0, Curve(((1.0, 30.0),))), nccl_share=0.0)
+    serial = seconds(replace(call, overlap=False), machine, direction)
+    assert serial >= seconds(call, machine, direction) - SLACK
+
+
+@few
+@given(calls(), directions)
+def test_with_instant_links_only_kernels_count(call, direction):
+    expected = computing(call, INSTANT, direction)
+    found = attention_time(call, INSTANT, direction)
+    # ranks may wait for one another where a layout gives them unequal work
+    assert found.seconds >= expected - SLACK
+    if call.layout is Layout.ZIGZAG and call.intra == "ring":
+        assert found.seconds <= expected * 1.2 + SLACK
+    if call.mask is Mask.FULL and call.inter == "ring":  # all ranks have the same work
+        assert found.seconds == pytest.approx(expected)
+        assert found.exposed(Link.INTRA) == found.exposed(Link.INTER) == 0
+    if call.topology.cp_size == 1:
+        assert found.seconds == pytest.approx(expected)
+        assert found.exposed(Link.INTRA) == found.exposed(Link.INTER) == 0
+
+
+@few
+@given(calls(), directions)
+def test_a_pass_is_at_least_its_kernels_and_each_of_its_links(call, direction):
+    found = attention_time(call, H200, direction)
+    assert found.seconds >= computing(call, H200, direction) - SLACK
+    lanes: dict = {}
+    for span in found.spans:
+        assert 0 <= span.start <= span.stop <= found.seconds + 1e-6
+        lanes.setdefault((span.rank, span.lane), []).append(span)
+    for spans in lanes.values():  # a lane does one thing at a time
+        spans.sort(key=lambda span: span.start)
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert after.start >= before.stop - 1e-9
+
+
+@few
+@given(calls(), directions)
+def test_slower_links_are_not_faster(call, direction):
+    slow, fast = (
+        with_links(LinkSpeed(10.0, Curve(((1.0, gbs),))), nccl_share=0.0) for gbs in (5.0, 50.0)
+    )
+    assert seconds(call, slow, direction) >= seconds(call, fast, direction) - SLACK
+
+
+def test_one_rank_takes_the_time_of_its_kernel():
+    shape = AttentionShape(1, 1 << 19, 8, 2, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_hosts(1, 1))
+    rows = Span(0, 1 << 19)
+    alone = Timer(H200).tile(Tile(rows, rows, Mask.CAUSAL), shape, Direction.FORWARD)
+    # merging and packing grow with the length, work with its square
+    assert seconds(call, H200, Direction.FORWARD) == pytest.approx(alone, rel=0.02)
+    pairs = (1 << 19) * ((1 << 19) + 1) / 2
+    flops = 2 * pairs * 8 * 256
+    speed = H200.kernel(128).forward.points[-1][1] * 1e12
+    assert alone == pytest.approx(flops / speed + H200.gpu.launch_us * 1e-6)
+
+
+@few
+@given(calls(), directions)
+def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction):
+    """Posts say what comes, `plan/cost.py` what goes: equal over all ranks, on each link."""
+    come, gone = Counter(), Counter()
+    for rank in range(call.topology.cp_size):
+        schedule = call.schedule(rank, direction)
+        for op in programme_of(schedule, call.priced, Timer(H200), direction, again=call.again):
+            if isinstance(op, Post):
+                come[op.link] += op.num_bytes
+        if isinstance(schedule, Schedule):
+            gone.update(link_bytes(schedule, call.priced))
+        elif isinstance(schedule, GatherSchedule):
+            share = call.priced.itemsize if direction is Direction.BACKWARD else 0
+            gone.update(gather_bytes(schedule, call.priced, share))
+        else:
+            gone.update(a2a_bytes(schedule, call.priced, call.again))
+    for link in Link:
+        assert come[link] == pytest.approx(gone[link], rel=1e-9)
+    if call.topology.inter_size > 1:
+        assert come[Link.INTER] > 0
+
+
+@few
+@given(calls(), directions)
+def test_every_transfer_that_is_waited_for_was_posted_and_ranks_keep_step(call, direction):
+    """Ranks have equally many operations of the same kinds; no wait precedes its transfer."""
+    kinds = set()
+    for rank in range(call.topology.cp_size):
+        schedule = call.schedule(rank, direction)
+        ops = programme_of(schedule, call.priced, Timer(H200), direction, again=call.again)
+        kinds.add(tuple(type(op) for op in ops))
+        posted, waited = set(), set()
+        for op in ops:
+            if isinstance(op, Post):
+                assert op.key not in posted and set(op.after) <= posted
+                posted.add(op.key)
+            elif isinstance(op, Wait):
+                assert op.key in posted
+                waited.add(op.key)
+        assert posted == waited
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("inter", "intra"), [("ring", "ring"), ("ring", "gather"), ("ring", "a2a"), ("a2a", "a2a")]
+)
+def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
+    shape = AttentionShape(1, 8192, 32, 32, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_hosts(32, 4), inter=inter, intra=intra)
+    for direction in Direction:
+        some = attention_time(call, preset("a800"), direction)
+        everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
+        assert {span.rank for span in some.spans} == {0, 31}
+        assert some.seconds == pytest.approx(everyone.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("machine", ["h200", "a800"])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)])
+@pytest.mark.parametrize(("intra", "circulate"), [("gather", "kv"), ("gather", "q"), ("a2a", "kv")])
+def test_the_time_of_many_hosts_follows_from_that_of_fewer(machine, heads, intra, circulate):
+    for tokens in (1024, 8192):
+        shape = AttentionShape(1, tokens, *heads, 128, 128, 2, 4, 4)
+        call = AttentionCall(
+            shape, pretend_hosts(64, 32), intra=intra, inter="ring", circulate=circulate
+        )
+        for direction in Direction:
+            told = pass_time(call, preset(machine), direction)
+            simulated = attention_time(call, preset(machine), direction)
+            assert told.seconds == pytest.approx(simulated.seconds, rel=0.01)
+            for link in Link:
+                waits = told.exposed(link), simulated.exposed(link)
+                assert waits[0] == pytest.approx(waits[1], abs=0.05 * simulated.seconds)
+
+
+def test_a_flat_ring_over_hosts_is_slower_than_a_nested_one():
+    """Every step of it waits for one network card while the others idle."""
+    shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
+    nested = AttentionCall(shape, pretend_hosts(16, 2), intra="ring", inter="ring")
+    flat = replace(nested, inter="flat")
+    assert flat.schedule(0, Direction.FORWARD).topology == nested.topology.flat()
+    machine = preset("a800")
+    for direction in Direction:
+        assert seconds(flat, machine, direction) > 1.2 * seconds(nested, machine, direction)

@@ -1,0 +1,112 @@
+"""What `auto` chooses inside a host, how many heads make a round, and what is refused."""
+
+import pytest
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose import choose_intra, choose_transfer
+from megatron_burst.plan.choose_heads import choose_heads_per_round
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.topology import pretend_hosts
+
+
+def test_auto_gathers_on_gpus():
+    one, two, alone = pretend_hosts(4, 1), pretend_hosts(4, 2), pretend_hosts(1, 1)
+
+    def auto(topology, layout=Layout.ZIGZAG, device="cuda"):
+        return choose_intra(topology, layout, device, "auto").value
+
+    assert auto(one) == auto(two) == auto(one, Layout.CONTIGUOUS) == "gather"
+    assert auto(two.flat()) == auto(alone) == "ring"
+    assert auto(one, Layout.STRIPED) == auto(one, device="cpu") == "ring"
+    assert choose_intra(one, Layout.ZIGZAG, "cpu", "gather").value == "gather"
+    assert choose_intra(one, Layout.ZIGZAG, "cuda", "ring").reason == "asked for"
+
+
+@pytest.mark.parametrize(
+    "topology, layout, words",
+    [
+        (
+            pretend_hosts(4, 2).flat(),
+            Layout.ZIGZAG,
+            "must share a host.*got flat ring of 4 ranks over 2 hosts; pass --burst-intra ring",
+        ),
+        (pretend_hosts(4, 1), Layout.STRIPED, "must not be striped.*got striped; pass"),
+    ],
+)
+def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
+    with pytest.raises(BurstError, match=words):
+        choose_intra(topology, layout, "cuda", "gather")
+
+
+def test_a_round_has_as_many_heads_as_the_buffer_holds():
+    def heads(tokens, heads_q, heads_kv, asked=None):
+        shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
+        return choose_heads_per_round(shape, pretend_hosts(4, 1), 132, asked)
+
+    assert heads(16384, 32, 32) == 4  # 32 MiB each
+    assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
+    assert heads(32768, 32, 8) == 2  # 64 MiB each
+    assert heads(131072, 32, 32) == heads(131072, 8, 1) == 1
+    assert heads(1 << 20, 32, 32) == 1  # however large a single head is
+    wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
+    # 256 MiB each, but shorter tiles
+    assert choose_heads_per_round(wide, pretend_hosts(16, 1), 132) == 16
+    assert heads(16384, 32, 8, asked=5) == 5
+
+
+@pytest.mark.parametrize(
+    "multiprocessors, expected",
+    [
+        (132, {65536: 1, 32768: 2, 16384: 4}),  # 256, 128, 64 blocks a head: 1.94 waves
+        (108, {65536: 2, 32768: 4, 16384: 5}),  # 256 would be 2.4 waves, 512 are 4.7
+        (148, {65536: 4, 32768: 8, 16384: 9}),  # 256 are 1.7, 512 are 3.5, 1024 are 6.9
+    ],
+)
+def test_a_round_fills_the_waves_of_any_gpu(multiprocessors, expected):
+    for tokens, heads in expected.items():
+        shape = AttentionShape(1, tokens, 32, 32, 128, 128, 2, 4, 4)
+        assert choose_heads_per_round(shape, pretend_hosts(16, 4), multiprocessors) == heads
+
+
+def test_several_hosts_have_several_rounds_or_one_if_asked():
+    two = pretend_hosts(4, 2)
+
+    def heads(heads_q, heads_kv, tokens=65536, **options):
+        shape = AttentionShape(1, tokens, heads_q, heads_kv, 64, 64, 2, 4, 4)
+        return choose_heads_per_round(shape, two, 132, **options)
+
+    assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
+    assert heads(32, 32, tokens=2048) == 32  # whatever fills the kernels comes first
+    assert heads(32, 32, pieces=False) == 32
+
+
+@pytest.mark.parametrize(
+    "hosts, device, asked, trouble, value",
+    [
+        (1, "cuda", "auto", None, "pull"),
+        (1, "cuda", "pull", None, "pull"),
+        (1, "cuda", "send", None, "send"),
+        (1, "cuda", "auto", "no peer access", "send"),
+        (2, "cuda", "auto", None, "pull"),
+        (4, "cuda", "auto", None, "send"),
+        (1, "cpu", "auto", None, "send"),
+    ],
+)
+def test_ranks_pull_where_they_can(hosts, device, asked, trouble, value):
+    choice = choose_transfer(pretend_hosts(4, hosts), device, asked, lambda: trouble)
+    assert choice.value == value
+    assert (trouble or "") in choice.reason
+
+
+@pytest.mark.parametrize(
+    "hosts, device, trouble, why",
+    [
+        (4, "cuda", None, "a rank must share its host with another"),
+        (1, "cpu", None, "the ranks must use GPUs"),
+        (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
+    ],
+)
+def test_pulling_that_cannot_be_done_is_refused(hosts, device, trouble, why):
+    with pytest.raises(BurstError, match=why):
+        choose_transfer(pretend_hosts(4, hosts), device, "pull", lambda: trouble)
