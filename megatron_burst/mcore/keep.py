@@ -18,13 +18,18 @@ from megatron_burst.config import BurstConfig, available_host_bytes
 from megatron_burst.errors import BurstError
 from megatron_burst.patching import Patch
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import call_kept, in_frames, torch_patches
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
+_OWN_CHECKPOINT = ("function", "distribute_saved_activations", "args")
+_TE_CHECKPOINT = (
+    "forward_func", "distribute_saved_activations", "get_rng_state_tracker", "tp_group", "args",
+    "kwargs",
+)  # fmt: skip
 
 
 def keep_patches() -> tuple[Patch, ...]:
@@ -60,22 +65,30 @@ def switch_on(burst: BurstConfig) -> None:
         for patch in keep_patches():
             patch.apply()
     if burst.keep_offload_inputs:
-        input_patch(burst).apply()
+        for patch in input_patches(burst):
+            patch.apply()
 
 
-def input_patch(burst: BurstConfig) -> Patch:
+def input_patches(burst: BurstConfig) -> tuple[Patch, ...]:
     """What puts the inputs of recomputed layers into host memory; the first options count."""
-    return Patch(
-        owner="megatron.core.tensor_parallel",
-        name="checkpoint",
-        parameters=("function", "distribute_saved_activations", "args"),
-        why="layers call it by this name; hooks for what it saves must be set around the call",
-        wrap=partial(_inputs_on_host, burst.keep_host_gib),
+    places = {"megatron.core.tensor_parallel": ("checkpoint", _OWN_CHECKPOINT)}
+    if HAVE_TE:  # fp8 and fp4 layers and heads of multi-token prediction
+        for owner in ("megatron.core.recompute", "megatron.core.extensions.transformer_engine"):
+            places[owner] = "te_checkpoint", _TE_CHECKPOINT
+    return tuple(
+        Patch(
+            owner=owner,
+            name=name,
+            parameters=parameters,
+            why="layers call it by this name; hooks for what it saves must be set around the call",
+            wrap=partial(_inputs_on_host, burst.keep_host_gib),
+        )
+        for owner, (name, parameters) in places.items()
     )
 
 
 def _inputs_on_host(limit_gib: float | None, checkpoint):
-    def checkpoint_on_host(function, distribute_saved_activations, *args):
+    def checkpoint_on_host(function, *args, **options):
         frame = Frame()
 
         def pack(x: Tensor):
@@ -87,14 +100,14 @@ def _inputs_on_host(limit_gib: float | None, checkpoint):
             return packed if isinstance(packed, Tensor) else packed.get()[0]
 
         with saved_tensors_hooks(pack, unpack):
-            return checkpoint(frame.bind(function), distribute_saved_activations, *args)
+            return checkpoint(frame.bind(function), *args, **options)
 
     return checkpoint_on_host
 
 
 def _te_in_frames(checkpoint):
     def checkpoint_in_frame(function, *args, **options):
-        return checkpoint(Frame().bind(function), *args, **options)
+        return checkpoint(framed(function), *args, **options)
 
     return checkpoint_in_frame
 

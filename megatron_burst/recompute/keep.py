@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.patching import Patch
-from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
 from megatron_burst.recompute.recording import Recording
 
@@ -110,10 +110,11 @@ def torch_patches() -> tuple[Patch, ...]:
 
 
 def in_frames(forward):
-    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own."""
+    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own, or in
+    that which its function is bound to."""
 
     def forward_in_frame(ctx, run_function, *args):
-        return forward(ctx, Frame().bind(run_function), *args)
+        return forward(ctx, framed(run_function), *args)
 
     return forward_in_frame
 
