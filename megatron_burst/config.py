@@ -9,6 +9,11 @@ from typing import Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError
 
+_CONTAINER_MEMORY = (  # of control groups 2 and 1: folder, bound, use
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BurstConfig:
@@ -159,7 +164,8 @@ class BurstConfig:
         if self.keep == "auto" and (self.keep_layers is not None or self.keep_offload):
             raise BurstError(
                 f"{who}: keep=auto must come without keep_layers and keep_offload, as it chooses "
-                f"them; got {self.keep_layers} and {self.keep_offload}; leave them out"
+                f"them; got keep_layers={self.keep_layers}, keep_offload={self.keep_offload}; "
+                "leave them out"
             )
         offloads = self.keep_offload or self.keep_offload_inputs or self.keep == "auto"
         if self.keep_host_gib is not None and not offloads:
@@ -176,10 +182,28 @@ class BurstConfig:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
-def available_host_bytes() -> int:
-    """Host memory that this rank may take: what is available, shared by the ranks of the host."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Host memory that this rank may take: what is available, shared by the ranks of the host.
+
+    A container's bound counts; what files occupy only until others need it does not.
+
+    Args:
+        root: where proc and sys are.
+    """
+    free = [_number(root / "proc/meminfo", after="MemAvailable:") * 1024]
+    for folder, bound, used in _CONTAINER_MEMORY:
+        if most := _number(root / folder / bound):
+            files = _number(root / folder / "memory.stat", after="inactive_file")
+            free.append(max(0, most - _number(root / folder / used) + files))
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _number(path: Path, after: str | None = None) -> int:
+    """The first number of a file, or the one after a word; 0 if there is none."""
+    words = path.read_text().split() if path.is_file() else []
+    place = words.index(after) + 1 if after in words else 0
+    found = words[place : place + 1] if after is None or place else []
+    return int(found[0]) if found and found[0].isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,11 +163,11 @@ REFUSED = [
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
-        "keep=auto must come without keep_layers.*got 2 and False; leave them out",
+        "keep=auto must come without keep_layers.*got keep_layers=2, keep_offload=False; leave",
     ),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_offload=True),
-        "without.*got None and True;",
+        "without.*got keep_layers=None, keep_offload=True;",
     ),
     (dict(keep="all", keep_host_gib=1.0), "something that waits on the host.*keep_host_gib=1.0"),
 ]
