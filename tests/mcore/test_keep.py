@@ -18,9 +18,10 @@ from tests.mcore.gpt import FULL_RECOMPUTE
 from tests.mcore.pipeline import Setting, Step, build, config_for, run_step
 from tests.ranks import run_ranks
 
-MTP, VPP = Setting(pp=2, cp=2, mtp=True), Setting(pp=2, vp=2, cp=2)
+MTP, VPP = Setting(pp=2, cp=2, mtp=True), Setting(pp=2, vp=2, cp=2, mtp=True)
+TWO = Setting(pp=2, cp=2)  # for two layers a checkpoint: layers of MTP are recomputed alone
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-PAIRS = FULL_RECOMPUTE | dict(recompute_num_layers=2)
+PAIRS, BOTH_BLOCK = (options | dict(recompute_num_layers=2) for options in (FULL_RECOMPUTE, BLOCK))
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
 AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
@@ -49,7 +50,7 @@ def recompute(options: dict) -> tuple:
 
 
 BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
-OFFLOAD = BurstConfig(keep="all", keep_offload=True)
+OFFLOAD, FIRST = BurstConfig(keep="all", keep_offload=True), BurstConfig(keep="all", keep_layers=1)
 CASES = {
     "none": Case(BurstConfig(), **BOTH),
     "none, block": Case(BurstConfig(), recompute(BLOCK), (1, 2)),
@@ -61,7 +62,7 @@ CASES = {
     "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
-    "all of one layer": Case(BurstConfig(keep="all", keep_layers=1), **ONE),
+    "all of one layer": Case(FIRST, **ONE),
     "auto": Case(BurstConfig(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
@@ -71,12 +72,17 @@ CASES = {
         BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0), **BOTH
     ),
     "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
+    "all of one layer of two": Case(FIRST, recompute(PAIRS), (1, 1)),
+    "all of one layer, block of two": Case(FIRST, recompute(BOTH_BLOCK), (1, 1)),
+    "half of one layer of two": Case(
+        BurstConfig(keep="half", keep_layers=1), recompute(PAIRS), (2, 2)
+    ),
 }
-RUNS = [  # Megatron recomputes a layer of MTP alone
+RUNS = [
     (setting, name)
-    for setting in (MTP, VPP)
+    for setting in (MTP, VPP, TWO)
     for name, case in CASES.items()
-    if not (setting.mtp and ("recompute_num_layers", 2) in case.recompute)
+    if setting.mtp == (("recompute_num_layers", 2) not in case.recompute)
 ]
 EXACT = [name for name in CASES if not name.startswith("half")]
 
@@ -93,7 +99,7 @@ def relative_error(got: Step, truth: Step) -> float:
 def compare_all(rank: int) -> dict:
     """By setting and case: error, kernel calls and hops beyond those without recomputation."""
     found = {}
-    for setting in (MTP, VPP):
+    for setting in (MTP, VPP, TWO):
         pipeline.start(setting)
         truth = run_step(setting, build(setting, config_for(setting, BurstConfig())))
         for name in (name for each, name in RUNS if each == setting):
