@@ -1,6 +1,7 @@
 """Keeping under Megatron's recomputation: checkpoints as frames, layers, its own attention."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -211,13 +213,19 @@ def settled(
             parallel_state.get_pipeline_model_parallel_rank(),
             config.virtual_pipeline_model_parallel_size or 1,
         )
-        problem = KeepProblem(len(stage), in_flight(*pipeline), layer_bytes, tokens, can_half)
+        heads = _mtp_layers(config)
+        problem = KeepProblem(
+            len(stage) + heads, in_flight(*pipeline), layer_bytes, tokens, can_half
+        )
         choice = _choose(problem, burst)
+        with_them = sum(number in stage for number in range(1, heads + 1))
         burst = replace(
             burst,
             keep=choice.keep,
             keep_budget_gib=None,
-            keep_layers=choice.layers if 0 < choice.layers < len(stage) else None,
+            keep_layers=max(0, choice.layers - with_them)
+            if 0 < choice.layers < problem.layers
+            else None,
             keep_offload=choice.offload,
             keep_host_gib=burst.keep_host_gib if choice.offload else None,
             keep_debug=burst.keep_debug and choice.keep != "none",
@@ -243,13 +251,27 @@ def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
 
 
 def stage_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of the decoder layers of this process's pipeline stage, over all its chunks.
+    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
 
-    A layer of multi-token prediction counts as the one with its number, if there is one.
+    A layer of multi-token prediction counts as the one with its number, if there is one. Of each
+    chunk "block" recomputes the first layers only; where these are quantised, others may be.
     """
-    chunks = config.virtual_pipeline_model_parallel_size
+    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
+        most = config.recompute_num_layers
+    else:
+        most = config.num_layers
     numbers = []
-    for chunk in range(chunks) if chunks else (None,):
+    for chunk in _chunks(config):
         first = get_transformer_layer_offset(config, chunk) + 1
-        numbers += range(first, first + get_num_layers_to_build(config, chunk))
+        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
     return numbers
+
+
+def _mtp_layers(config: TransformerConfig) -> int:
+    """How many layers of multi-token prediction this process has."""
+    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
+
+
+def _chunks(config: TransformerConfig) -> Sequence[int | None]:
+    chunks = config.virtual_pipeline_model_parallel_size
+    return range(chunks) if chunks else (None,)
