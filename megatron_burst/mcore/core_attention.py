@@ -16,7 +16,8 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.keep import for_calls, settled, switch_on
+from megatron_burst.mcore.keep import for_calls, switch_on
+from megatron_burst.mcore.keep_layers import settled
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
 
 

@@ -1,25 +1,19 @@
 """Keeping under Megatron's recomputation: checkpoints as frames, layers, its own attention."""
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.config import BurstConfig, available_host_bytes
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.keep_layers import settled
 from megatron_burst.patching import Patch
-from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.host import host_memory
@@ -181,97 +175,3 @@ def check_keep(config: TransformerConfig) -> None:
             f"{WHO}: attention must not be fp8, because its scales are not kept; got fp8 "
             "attention; switch it off"
         )
-
-
-def settled(
-    burst: BurstConfig,
-    config: TransformerConfig,
-    layer_number: int,
-    query: Tensor,
-    value: Tensor,
-    can_half: bool = True,
-) -> BurstConfig:
-    """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
-
-    Args:
-        burst: for the model, of `for_calls`.
-        config: of the layer.
-        layer_number: Megatron's.
-        query: [s_local, b, h, d_qk], of the layer's attention.
-        value: [s_local, b, h_kv, d_v].
-        can_half: whether the layer can keep half.
-    """
-    if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
-        return burst
-    stage = stage_layers(config)
-    if burst.keep == "auto":
-        rows = query.shape[:-1].numel()
-        layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
-        tokens = query.shape[0] * config.context_parallel_size
-        pipeline = (
-            config.pipeline_model_parallel_size,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            config.virtual_pipeline_model_parallel_size or 1,
-        )
-        heads = _mtp_layers(config)
-        problem = KeepProblem(
-            len(stage) + heads, in_flight(*pipeline), layer_bytes, tokens, can_half
-        )
-        choice = _choose(problem, burst)
-        with_them = sum(number in stage for number in range(1, heads + 1))
-        burst = replace(
-            burst,
-            keep=choice.keep,
-            keep_budget_gib=None,
-            keep_layers=max(0, choice.layers - with_them)
-            if 0 < choice.layers < problem.layers
-            else None,
-            keep_offload=choice.offload,
-            keep_host_gib=burst.keep_host_gib if choice.offload else None,
-            keep_debug=burst.keep_debug and choice.keep != "none",
-        )
-    if burst.keep == "none" or burst.keep_layers is None:
-        return burst
-    if layer_number in stage[: burst.keep_layers]:
-        return replace(burst, keep_layers=None)
-    off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
-    return replace(burst, keep="none", keep_layers=None, **off)
-
-
-@lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
-    """The choice for a stage; made, and said, once."""
-    given = burst.keep_host_gib
-    host_bytes = available_host_bytes() / 2 if given is None else given * 2**30
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        print(f"{WHO}: pipeline stage {stage}: {choice}", flush=True)
-    return choice
-
-
-def stage_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
-
-    A layer of multi-token prediction counts as the one with its number, if there is one. Of each
-    chunk "block" recomputes the first layers only; where these are quantised, others may be.
-    """
-    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
-        most = config.recompute_num_layers
-    else:
-        most = config.num_layers
-    numbers = []
-    for chunk in _chunks(config):
-        first = get_transformer_layer_offset(config, chunk) + 1
-        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
-    return numbers
-
-
-def _mtp_layers(config: TransformerConfig) -> int:
-    """How many layers of multi-token prediction this process has."""
-    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
-
-
-def _chunks(config: TransformerConfig) -> Sequence[int | None]:
-    chunks = config.virtual_pipeline_model_parallel_size
-    return range(chunks) if chunks else (None,)

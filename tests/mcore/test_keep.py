@@ -309,12 +309,13 @@ def test_megatrons_own_attention_is_kept_too():
 def layers_and_replays(rank: int) -> tuple:
     """Layers of a stage by how they are recomputed; attention calls of replays within budgets."""
     from megatron_burst.mcore import keep
+    from megatron_burst.mcore.keep_layers import stage_layers
 
     numbers = []
     for setting in (TWO, replace(VPP, mtp=False)):
         pipeline.start(setting)
         for options in (FULL_RECOMPUTE, BLOCK, SELECTIVE):
-            numbers.append(keep.stage_layers(config_for(setting, num_layers=8, **options)))
+            numbers.append(stage_layers(config_for(setting, num_layers=8, **options)))
     setting, replays = Setting(mtp=True, micro_batches=1), []
     pipeline.start(setting)
     plain = run_step(setting, build(setting, config_for(setting)))
