@@ -148,7 +148,7 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
         check_keep(config)
-        burst = settled(burst, config, layer_number, query, value, can_half=False)
+        burst = settled(burst, config, layer_number, query, value, half_saves=0.0)
     if burst.keep == "half":
         raise BurstError(
             f"{WHO}: half must be kept of burst attention only, because no other deals out rows "

@@ -23,7 +23,7 @@ def settled(
     layer_number: int,
     query: Tensor,
     value: Tensor,
-    can_half: bool = True,
+    half_saves: float,
 ) -> BurstConfig:
     """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
 
@@ -33,7 +33,7 @@ def settled(
         layer_number: Megatron's.
         query: [s_local, b, h, d_qk], of the layer's attention.
         value: [s_local, b, h_kv, d_v].
-        can_half: whether the layer can keep half.
+        half_saves: share of the replay that the layer saves by keeping half; 0 if it cannot.
     """
     if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
         return burst
@@ -49,7 +49,7 @@ def settled(
         )
         heads = _mtp_layers(config)
         problem = KeepProblem(
-            len(stage) + heads, in_flight(*pipeline), layer_bytes, tokens, can_half
+            len(stage) + heads, in_flight(*pipeline), layer_bytes, tokens, half_saves
         )
         choice = _choose(problem, burst)
         with_them = sum(number in stage for number in range(1, heads + 1))

@@ -311,6 +311,23 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
 
 
 @REENTRANT
+def test_a_replay_that_fails_lets_go_of_what_it_has_not_taken(reentrant):
+    """Even if the caller holds on to the loss."""
+
+    def fails(q, k, v, scale):
+        if running()[-1].replays:
+            raise RuntimeError("injected")
+        return attend(q, k, v, scale)
+
+    attend = keep(flash)
+    loss = forward(model(), fails, inputs(), reentrant, per_frame=LAYERS).square().sum()
+    assert len(kept_bytes()) == LAYERS
+    with pytest.raises(RuntimeError, match="injected"):
+        loss.backward()
+    assert kept_bytes() == []
+
+
+@REENTRANT
 def test_random_numbers_of_attention_and_of_what_follows_are_the_first_passes(reentrant):
     """Dropout in attention is kept with it; dropout behind it draws what it drew before.
 
