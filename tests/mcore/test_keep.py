@@ -307,15 +307,20 @@ def test_megatrons_own_attention_is_kept_too():
 
 
 def layers_and_replays(rank: int) -> tuple:
-    """Layers of a stage by how they are recomputed; attention calls of replays within budgets."""
+    """By how a stage is recomputed, its layers, and which of them keep if two shall; attention calls
+    of replays within budgets."""
     from megatron_burst.mcore import keep
-    from megatron_burst.mcore.keep_layers import stage_layers
+    from megatron_burst.mcore.keep_layers import settled, stage_layers
 
-    numbers = []
+    numbers, keeping = [], []
     for setting in (TWO, replace(VPP, mtp=False)):
         pipeline.start(setting)
         for options in (FULL_RECOMPUTE, BLOCK, SELECTIVE):
-            numbers.append(stage_layers(config_for(setting, num_layers=8, **options)))
+            config = config_for(setting, num_layers=8, **options)
+            numbers.append(stage_layers(config))
+            two = BurstConfig(keep="all", keep_layers=2)
+            of_layer = (settled(two, config, number, None, None, 0.75) for number in range(1, 9))
+            keeping.append([number for number, got in enumerate(of_layer, 1) if got.keep == "all"])
     setting, replays = Setting(mtp=True, micro_batches=1), []
     pipeline.start(setting)
     plain = run_step(setting, build(setting, config_for(setting)))
@@ -325,15 +330,15 @@ def layers_and_replays(rank: int) -> tuple:
         burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
         chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
         replays.append(run_step(setting, chunks).kernels - plain.kernels)
-    return numbers, replays
+    return numbers, keeping, replays
 
 
 def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
-    (_, replays), *_ = found = run_ranks(layers_and_replays, 4)
-    numbers = [numbers for numbers, _ in found]
-    first, second = numbers[0], numbers[-1]
+    (first, first_keep, replays), *_, (second, second_keep, _) = run_ranks(layers_and_replays, 4)
     assert first == [[1, 2, 3, 4], [1], [1, 2, 3, 4], [1, 2, 5, 6], [1, 5], [1, 2, 5, 6]]
     assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
+    assert first_keep == [layers[:2] for layers in first]
+    assert second_keep == [layers[:2] for layers in second]
     assert replays == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
 
 
