@@ -307,7 +307,7 @@ def test_megatrons_own_attention_is_kept_too():
 
 
 def layers_and_replays(rank: int) -> tuple:
-    """By how a stage is recomputed, its layers, and which of them keep if two shall; attention calls
+    """By how a stage is recomputed its layers, and which keep if two shall; attention calls
     of replays within budgets."""
     from megatron_burst.mcore import keep
     from megatron_burst.mcore.keep_layers import settled, stage_layers
