@@ -1,12 +1,9 @@
-"""BurstConfig: the only place where flags and environment become values."""
+"""The options: the only place where flags become values."""
 
-import os
-import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import chain
-from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
@@ -169,7 +166,7 @@ class BurstConfig:
         yield (
             not auto or (self.keep_layers is None and not self.keep_offload),
             "keep=auto must come without keep_layers and keep_offload, as it chooses them",
-            f"{self.keep_layers} and {self.keep_offload}",
+            f"keep_layers={self.keep_layers}, keep_offload={self.keep_offload}",
             "leave them out",
         )
         yield (
@@ -185,12 +182,6 @@ class BurstConfig:
         """The configuration in Megatron's parsed arguments (`--burst-*`)."""
         given = {f.name: getattr(args, f"burst_{f.name}", None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
-
-
-def available_host_bytes() -> int:
-    """Host memory that this rank may take: what is available, shared by the ranks of the host."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,46 +208,3 @@ class FusedLossConfig:
         """The configuration in Megatron's parsed arguments (`--burst-loss-*`)."""
         given = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
-
-
-def host_name() -> str:
-    """What tells this process's host from others.
-
-    As NCCL has it: NCCL_HOSTID where set, else the host's name and the boot of its kernel, because
-    containers on different machines may share a name. Where the boot is not to be read, the
-    launcher's number of the node stands in.
-    """
-    named = os.environ.get("NCCL_HOSTID")
-    if named:
-        return named
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = f"node {_node()}"
-    return f"{socket.gethostname()} {boot}"
-
-
-def _node() -> int:
-    """The node that a launcher put this process on; 0 without one."""
-    given = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-    if given:
-        return int(given)
-    return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """This process's place on its host: what a launcher says, else 0."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
-
-
-def spans_hosts() -> bool:
-    """Whether NVLink may join hosts: NCCL's own switches count."""
-    return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
-
-
-def share_kernel_cache() -> None:
-    """Have FlashAttention-4 keep compiled kernels on disk, where all ranks find them.
-
-    Must be called before it is imported. Its own variables, where set, count.
-    """
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

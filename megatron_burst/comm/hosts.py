@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_burst.comm.fabric import fabric_of
 from megatron_burst.comm.watch import Board
-from megatron_burst.config import BurstConfig, host_name, local_rank, spans_hosts
+from megatron_burst.config import BurstConfig
+from megatron_burst.environment import host_name, local_rank, spans_hosts
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.topology import Topology, pretend_hosts, topology_of
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_burst.config import share_kernel_cache
+from megatron_burst.environment import share_kernel_cache
 from megatron_burst.kernels.backends import Capability, QuerySide
 
 _INSTALL = "fa4 comes with: pip install 'megatron-burst[flash-attn]'"

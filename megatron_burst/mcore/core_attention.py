@@ -16,8 +16,12 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.keep import for_calls, settled, switch_on
+from megatron_burst.mcore.keep import for_calls, switch_on
+from megatron_burst.mcore.keep_layers import settled
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
+from megatron_burst.plan.half import replayed_share
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
 
 
 class BurstCoreAttention(MegatronModule):
@@ -157,6 +161,7 @@ class BurstForward:
     config: BurstConfig
     layer_config: TransformerConfig
     layer_number: int
+    hosts: int
 
     @classmethod
     def of(
@@ -173,7 +178,7 @@ class BurstForward:
                 f"context_parallel_size={config.context_parallel_size} and a group of "
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
-        communicator_for(pg_collection, burst_config)
+        topology = communicator_for(pg_collection, burst_config).topology
         switch_on(burst_config)
         return cls(
             cp_group,
@@ -182,10 +187,14 @@ class BurstForward:
             for_calls(burst_config),
             config,
             layer_number,
+            len(set(topology.host_of)),
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        config = settled(self.config, self.layer_config, self.layer_number, query, value)
+        mask = Mask.CAUSAL if causal else Mask.FULL
+        group = self.cp_group.size(), query.shape[0], self.hosts
+        saves = 1 - replayed_share(Layout.ZIGZAG, mask, *group)
+        config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
             query,
             key,

@@ -2,29 +2,30 @@
 
 import inspect
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.config import BurstConfig, available_host_bytes
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.keep_layers import settled
 from megatron_burst.patching import Patch
-from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import call_kept, in_frames, torch_patches
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
+_OWN_CHECKPOINT = ("function", "distribute_saved_activations", "args")
+_TE_CHECKPOINT = (
+    "forward_func", "distribute_saved_activations", "get_rng_state_tracker", "tp_group", "args",
+    "kwargs",
+)  # fmt: skip
 
 
 def keep_patches() -> tuple[Patch, ...]:
@@ -60,22 +61,30 @@ def switch_on(burst: BurstConfig) -> None:
         for patch in keep_patches():
             patch.apply()
     if burst.keep_offload_inputs:
-        input_patch(burst).apply()
+        for patch in input_patches(burst):
+            patch.apply()
 
 
-def input_patch(burst: BurstConfig) -> Patch:
+def input_patches(burst: BurstConfig) -> tuple[Patch, ...]:
     """What puts the inputs of recomputed layers into host memory; the first options count."""
-    return Patch(
-        owner="megatron.core.tensor_parallel",
-        name="checkpoint",
-        parameters=("function", "distribute_saved_activations", "args"),
-        why="layers call it by this name; hooks for what it saves must be set around the call",
-        wrap=partial(_inputs_on_host, burst.keep_host_gib),
+    places = {"megatron.core.tensor_parallel": ("checkpoint", _OWN_CHECKPOINT)}
+    if HAVE_TE:  # fp8 and fp4 layers and heads of multi-token prediction
+        for owner in ("megatron.core.recompute", "megatron.core.extensions.transformer_engine"):
+            places[owner] = "te_checkpoint", _TE_CHECKPOINT
+    return tuple(
+        Patch(
+            owner=owner,
+            name=name,
+            parameters=parameters,
+            why="layers call it by this name; hooks for what it saves must be set around the call",
+            wrap=partial(_inputs_on_host, burst.keep_host_gib),
+        )
+        for owner, (name, parameters) in places.items()
     )
 
 
 def _inputs_on_host(limit_gib: float | None, checkpoint):
-    def checkpoint_on_host(function, distribute_saved_activations, *args):
+    def checkpoint_on_host(function, *args, **options):
         frame = Frame()
 
         def pack(x: Tensor):
@@ -87,14 +96,14 @@ def _inputs_on_host(limit_gib: float | None, checkpoint):
             return packed if isinstance(packed, Tensor) else packed.get()[0]
 
         with saved_tensors_hooks(pack, unpack):
-            return checkpoint(frame.bind(function), distribute_saved_activations, *args)
+            return checkpoint(frame.bind(function), *args, **options)
 
     return checkpoint_on_host
 
 
 def _te_in_frames(checkpoint):
     def checkpoint_in_frame(function, *args, **options):
-        return checkpoint(Frame().bind(function), *args, **options)
+        return checkpoint(framed(function), *args, **options)
 
     return checkpoint_in_frame
 
@@ -139,7 +148,7 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
         check_keep(config)
-        burst = settled(burst, config, layer_number, query, value, can_half=False)
+        burst = settled(burst, config, layer_number, query, value, half_saves=0.0)
     if burst.keep == "half":
         raise BurstError(
             f"{WHO}: half must be kept of burst attention only, because no other deals out rows "
@@ -166,88 +175,3 @@ def check_keep(config: TransformerConfig) -> None:
             f"{WHO}: attention must not be fp8, because its scales are not kept; got fp8 "
             "attention; switch it off"
         )
-
-
-def settled(
-    burst: BurstConfig,
-    config: TransformerConfig,
-    layer_number: int,
-    query: Tensor,
-    value: Tensor,
-    can_half: bool = True,
-) -> BurstConfig:
-    """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
-
-    Args:
-        burst: for the model, of `for_calls`.
-        config: of the layer.
-        layer_number: Megatron's.
-        query: [s_local, b, h, d_qk], of the layer's attention.
-        value: [s_local, b, h_kv, d_v].
-        can_half: whether the layer can keep half.
-    """
-    if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
-        return burst
-    stage = stage_layers(config)
-    if burst.keep == "auto":
-        burst = _chosen(burst, _problem(config, len(stage), query, value, can_half))
-    if burst.keep == "none" or burst.keep_layers is None:
-        return burst
-    if layer_number in stage[: burst.keep_layers]:
-        return replace(burst, keep_layers=None)
-    off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
-    return replace(burst, keep="none", keep_layers=None, **off)
-
-
-def _problem(
-    config: TransformerConfig, layers: int, query: Tensor, value: Tensor, can_half: bool
-) -> KeepProblem:
-    """What the choice for a stage of so many layers depends on."""
-    rows = query.shape[:-1].numel()
-    layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
-    tokens = query.shape[0] * config.context_parallel_size
-    pipeline = (
-        config.pipeline_model_parallel_size,
-        parallel_state.get_pipeline_model_parallel_rank(),
-        config.virtual_pipeline_model_parallel_size or 1,
-    )
-    return KeepProblem(layers, in_flight(*pipeline), layer_bytes, tokens, can_half)
-
-
-def _chosen(burst: BurstConfig, problem: KeepProblem) -> BurstConfig:
-    """Options with the choice in the place of "auto"."""
-    choice = _choose(problem, burst)
-    return replace(
-        burst,
-        keep=choice.keep,
-        keep_budget_gib=None,
-        keep_layers=choice.layers if 0 < choice.layers < problem.layers else None,
-        keep_offload=choice.offload,
-        keep_host_gib=burst.keep_host_gib if choice.offload else None,
-        keep_debug=burst.keep_debug and choice.keep != "none",
-    )
-
-
-@lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
-    """The choice for a stage; made, and said, once."""
-    given = burst.keep_host_gib
-    host_bytes = available_host_bytes() / 2 if given is None else given * 2**30
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        print(f"{WHO}: pipeline stage {stage}: {choice}", flush=True)
-    return choice
-
-
-def stage_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of the decoder layers of this process's pipeline stage, over all its chunks.
-
-    A layer of multi-token prediction counts as the one with its number, if there is one.
-    """
-    chunks = config.virtual_pipeline_model_parallel_size
-    numbers = []
-    for chunk in range(chunks) if chunks else (None,):
-        first = get_transformer_layer_offset(config, chunk) + 1
-        numbers += range(first, first + get_num_layers_to_build(config, chunk))
-    return numbers

@@ -12,7 +12,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import arguments
 from megatron_burst.mcore.datasets import HELPERS_PATCH
 from megatron_burst.mcore.flags import add_flags
-from megatron_burst.mcore.keep import input_patch, keep_patches
+from megatron_burst.mcore.keep import input_patches, keep_patches
 from megatron_burst.mcore.loss_arguments import loss_patches
 from megatron_burst.mcore.providers import provider_patches
 from megatron_burst.patching import Patch
@@ -25,7 +25,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
-    keeping = (*keep_patches(), input_patch(BurstConfig()))
+    keeping = (*keep_patches(), *input_patches(BurstConfig()))
     return (*flag_patches(), *provider_patches(), *keeping, *loss_patches())
 
 

@@ -90,3 +90,14 @@ def choose_half(layout: Layout, mask: Mask, cp_size: int, tokens: int, hosts: in
     if hosts > 1:
         return Choice("plain", "not dealt out anew: rows would have to pass between hosts")
     return Choice("dealt", "the early rows are dealt out anew, a quarter of a forward on each rank")
+
+
+def replayed_share(layout: Layout, mask: Mask, cp_size: int, tokens: int, hosts: int) -> float:
+    """Share of a forward that the slowest rank computes again if the later half is kept.
+
+    Args: those of `choose_half`.
+    """
+    how = choose_half(layout, mask, cp_size, tokens, hosts).value
+    if how == "none":
+        return 1.0
+    return (2 * cp_size - 1) / (4 * cp_size) if (how, layout) == ("plain", Layout.ZIGZAG) else 0.25

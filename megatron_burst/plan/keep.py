@@ -16,14 +16,14 @@ class KeepProblem:
         in_flight: how often each layer's results wait for backward at the same time, on average.
         layer_bytes: out and lse of one layer and micro-batch.
         tokens: of the whole sequence.
-        can_half: whether the later half alone can be kept.
+        half_saves: share of its replay that a layer saves by keeping the later half; 0: none can.
     """
 
     layers: int
     in_flight: float
     layer_bytes: int
     tokens: int
-    can_half: bool = True
+    half_saves: float = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
 
     Everything if it fits; else everything on the host if the copy hides behind attention, which
     for any model depends on the sequence's length alone; else half of it or all of some layers,
-    whichever saves more of the replays: a layer that keeps half saves three quarters.
+    whichever saves more of the replays.
 
     Args:
         problem: the stage.
@@ -81,8 +81,8 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
     if hides and total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes:
         return KeepChoice("all", layers, True, f"{figures}; attention hides the copy to the host")
     whole = min(layers, int(budget_bytes // per_layer))
-    half = min(layers, int(budget_bytes // (per_layer / 2))) if problem.can_half else 0
-    if 0.75 * half > whole:
+    half = min(layers, int(budget_bytes // (per_layer / 2)))
+    if problem.half_saves * half > whole:
         return KeepChoice("half", half, False, figures)
     return KeepChoice("all" if whole else "none", whole, False, figures)
 

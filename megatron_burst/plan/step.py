@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.half import choose_half
+from megatron_burst.plan.half import replayed_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
@@ -201,8 +201,7 @@ def half_share(job: Job, strategy: Strategy) -> float:
     """Share of attention's forward that is computed again if the later half is kept."""
     cp, tokens = strategy.cp, job.seq // strategy.cp
     hosts = topology_for(job, strategy).inter_size
-    how = choose_half(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts).value
-    return {"dealt": 0.25, "none": 1.0}.get(how, 0.25 if cp == 1 else (2 * cp - 1) / (4 * cp))
+    return replayed_share(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts)
 
 
 def _network_share(hardware: Hardware) -> float:

@@ -43,7 +43,15 @@ class Frame[T]:
             with self:
                 return function(*args, **options)
 
+        run.frame = self
         return run
+
+
+def framed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in a frame: in its own, if it is bound to one, else in a new one."""
+    if isinstance(getattr(function, "frame", None), Frame):
+        return function
+    return Frame().bind(function)
 
 
 class Run[T]:

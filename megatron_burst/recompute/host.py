@@ -6,9 +6,10 @@ from functools import lru_cache
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.config import available_host_bytes
+from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.frames import Frame, running
 from megatron_burst.recompute.keeping import WHO, Resident, Tensors
 
@@ -18,14 +19,20 @@ _GIB = 1 << 30
 
 @lru_cache(maxsize=8)
 def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
-    """The host memory of a device: one for each limit, kept as long as the process.
+    """The host memory of a device: one for each limit, kept as long as the process; its bound is
+    said when it is made.
 
     Args:
         device: whose tensors it takes.
         limit_gib: most that it takes; None: half of what is available now.
     """
     half = available_host_bytes() // 2
-    return HostMemory(device, half if limit_gib is None else int(limit_gib * _GIB))
+    memory = HostMemory(device, half if limit_gib is None else int(limit_gib * _GIB))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        how = "half of what is available" if limit_gib is None else "as asked"
+        print(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory a rank ({how})",
+              flush=True)  # fmt: skip
+    return memory
 
 
 class HostMemory:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_burst.patching import Patch
-from megatron_burst.recompute.frames import Frame, running
+from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
 from megatron_burst.recompute.recording import Recording
 
@@ -26,8 +27,9 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
         checkpoint(lambda x: layer(x, attend), x, use_reentrant=False)
 
     Args:
-        attention: takes tensors, by position or by name, and anything else; returns a tensor or a
-            tuple of tensors.
+        attention: takes tensors, by position, by name or in lists and the like, and anything
+            else; returns a tensor or a tuple of tensors. Tensors that need a gradient and are made
+            inside the checkpoint must be among its arguments, not in its closure.
         debug: compare the inputs of every replay with the first pass's, bit by bit.
 
     Raises:
@@ -49,15 +51,17 @@ def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping:
     """`function(*args, **options)`, kept as `keeping` says wherever a checkpoint runs it."""
     if not running():
         return function(*args, **options)
-    named = {**dict(enumerate(args)), **options}
-    names = [name for name, value in named.items() if isinstance(value, Tensor)]
+    leaves, tree = tree_flatten((args, options))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def of_tensors(*tensors: Tensor) -> Any:
-        given = named | dict(zip(names, tensors, strict=True))
-        positional = [given.pop(index) for index in range(len(args))]
-        return function(*positional, **given)
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        positional, named = tree_unflatten(given, tree)
+        return function(*positional, **named)
 
-    return run_kept(of_tensors, tuple(named[name] for name in names), keeping)
+    return run_kept(of_tensors, tuple(leaves[place] for place in places), keeping)
 
 
 def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) -> Any:
@@ -110,10 +114,11 @@ def torch_patches() -> tuple[Patch, ...]:
 
 
 def in_frames(forward):
-    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own."""
+    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own, or in
+    that which its function is bound to."""
 
     def forward_in_frame(ctx, run_function, *args):
-        return forward(ctx, Frame().bind(run_function), *args)
+        return forward(ctx, framed(run_function), *args)
 
     return forward_in_frame
 

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from megatron_burst.recompute.keeping import Tensors
 
+_PIECE = 1 << 22  # elements
+_ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, signed
+
 
 class Saved:
     """What stands for a tensor that the graph saves: where its data will be, and its geometry.
@@ -43,14 +46,21 @@ class Saved:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that another bit anywhere, or another order of rows, changes.
+    """A number that other bits anywhere, or another order, change.
 
-    Sums of the bits as integers, modulo 2**64, rows weighted by their place.
+    Sum over all elements of their bits, mixed with their place as splitmix64 does, modulo 2**64: a
+    plain sum does not see signs that change in pairs. A piece at a time, to take little memory.
     """
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    rows = tensor.detach().contiguous().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-    sums = rows.view(bits).sum(-1, dtype=torch.int64)
-    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
+    flat = tensor.detach().contiguous().reshape(-1).view(bits)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, flat.numel(), _PIECE):
+        mixed = torch.arange(first, min(first + _PIECE, flat.numel()), device=flat.device)
+        mixed.mul_(_ODD[0]).bitwise_xor_(flat[first : first + _PIECE])
+        for factor in _ODD[1:]:
+            mixed.bitwise_xor_(mixed >> 29).mul_(factor)
+        total += mixed.sum()
+    return int(total)
 
 
 def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

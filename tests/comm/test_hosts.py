@@ -6,11 +6,12 @@ import ctypes
 import pytest
 import torch.distributed as dist
 
-from megatron_burst import config
+from megatron_burst import environment
 from megatron_burst.comm.fabric import _FabricInfo, fabric_of
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.hosts import Home, nvlink_domains, topology_of_homes
-from megatron_burst.config import BurstConfig, host_name, local_rank, spans_hosts
+from megatron_burst.config import BurstConfig
+from megatron_burst.environment import host_name, local_rank, spans_hosts
 from tests.ranks import run_ranks
 
 RACK = "8c7b1a2f"
@@ -87,14 +88,14 @@ def test_no_driver_and_an_old_one_have_no_fabric():
 def test_a_host_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_path):
     for name in ("NCCL_HOSTID", "GROUP_RANK", "SLURM_NODEID", "NCCL_MNNVL_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(config.socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(environment.socket, "gethostname", lambda: "node")
     assert host_name().startswith("node ") and len(host_name()) > len("node ") + 30
     assert spans_hosts()
 
     def unreadable(self):
         raise OSError
 
-    monkeypatch.setattr(config.Path, "read_text", unreadable)
+    monkeypatch.setattr(environment.Path, "read_text", unreadable)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert host_name() == "node node 2"

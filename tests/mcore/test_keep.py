@@ -14,13 +14,14 @@ import torch
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
-from tests.mcore.gpt import FULL_RECOMPUTE
-from tests.mcore.pipeline import Setting, Step, build, config_for, run_step
+from tests.mcore.gpt import FULL_RECOMPUTE, HEADS, SEQ
+from tests.mcore.pipeline import LAYERS, Setting, Step, build, config_for, run_step
 from tests.ranks import run_ranks
 
-MTP, VPP = Setting(pp=2, cp=2, mtp=True), Setting(pp=2, vp=2, cp=2)
+MTP, VPP = Setting(pp=2, cp=2, mtp=True), Setting(pp=2, vp=2, cp=2, mtp=True)
+TWO = Setting(pp=2, cp=2)  # for two layers a checkpoint: layers of MTP are recomputed alone
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-PAIRS = FULL_RECOMPUTE | dict(recompute_num_layers=2)
+PAIRS, BOTH_BLOCK = (options | dict(recompute_num_layers=2) for options in (FULL_RECOMPUTE, BLOCK))
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
 AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
@@ -49,7 +50,7 @@ def recompute(options: dict) -> tuple:
 
 
 BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
-OFFLOAD = BurstConfig(keep="all", keep_offload=True)
+OFFLOAD, FIRST = BurstConfig(keep="all", keep_offload=True), BurstConfig(keep="all", keep_layers=1)
 CASES = {
     "none": Case(BurstConfig(), **BOTH),
     "none, block": Case(BurstConfig(), recompute(BLOCK), (1, 2)),
@@ -61,7 +62,7 @@ CASES = {
     "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
-    "all of one layer": Case(BurstConfig(keep="all", keep_layers=1), **ONE),
+    "all of one layer": Case(FIRST, **ONE),
     "auto": Case(BurstConfig(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
@@ -71,12 +72,17 @@ CASES = {
         BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0), **BOTH
     ),
     "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
+    "all of one layer of two": Case(FIRST, recompute(PAIRS), (1, 1)),
+    "all of one layer, block of two": Case(FIRST, recompute(BOTH_BLOCK), (1, 1)),
+    "half of one layer of two": Case(
+        BurstConfig(keep="half", keep_layers=1), recompute(PAIRS), (2, 2)
+    ),
 }
-RUNS = [  # Megatron recomputes a layer of MTP alone
+RUNS = [
     (setting, name)
-    for setting in (MTP, VPP)
+    for setting in (MTP, VPP, TWO)
     for name, case in CASES.items()
-    if not (setting.mtp and ("recompute_num_layers", 2) in case.recompute)
+    if setting.mtp == (("recompute_num_layers", 2) not in case.recompute)
 ]
 EXACT = [name for name in CASES if not name.startswith("half")]
 
@@ -93,7 +99,7 @@ def relative_error(got: Step, truth: Step) -> float:
 def compare_all(rank: int) -> dict:
     """By setting and case: error, kernel calls and hops beyond those without recomputation."""
     found = {}
-    for setting in (MTP, VPP):
+    for setting in (MTP, VPP, TWO):
         pipeline.start(setting)
         truth = run_step(setting, build(setting, config_for(setting, BurstConfig())))
         for name in (name for each, name in RUNS if each == setting):
@@ -225,9 +231,11 @@ class TheirCheckpoint(torch.autograd.Function):
 
 
 def transformer_engines_checkpoint(rank: int) -> list:
-    """Attention calls and gradients without and with the patch of its checkpoint."""
+    """Attention calls, bytes on the host and gradients without and with patches of its
+    checkpoint."""
     from megatron_burst import keep
-    from megatron_burst.mcore.keep import _te_in_frames
+    from megatron_burst.mcore.keep import _inputs_on_host, _te_in_frames
+    from megatron_burst.recompute.host import host_memory
 
     def checkpoint(function, *args, **options):
         assert options == dict(tp_group=3)
@@ -240,20 +248,23 @@ def transformer_engines_checkpoint(rank: int) -> list:
         return x * x
 
     attend = keep(square)
-    for function in (checkpoint, _te_in_frames(checkpoint)):
-        x = torch.linspace(0, 1, 5).requires_grad_()
+    for function in (checkpoint, framed := _te_in_frames(checkpoint), _inputs_on_host(1.0, framed)):
+        x = torch.linspace(0, 1, 2000).requires_grad_()
         calls.clear()
         y = function(lambda x: attend(x + 1), x, tp_group=3)
         function(lambda x: attend(x).sum(), y, tp_group=3).backward()
-        found.append((len(calls), x.grad.tolist()))
+        on_host = host_memory(torch.device("cpu"), 1.0).taken_bytes
+        found.append((len(calls), on_host, x.grad.tolist()))
     return found
 
 
 def test_transformer_engines_checkpoint_runs_in_frames_too():
     """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
-    ((plain, framed),) = run_ranks(transformer_engines_checkpoint, 1)
-    assert (plain[0], framed[0]) == (4, 2)
-    assert plain[1] == framed[1] == [4 * (1 + x) ** 3 for x in torch.linspace(0, 1, 5).tolist()]
+    (found,) = run_ranks(transformer_engines_checkpoint, 1)
+    assert [(calls, on_host) for calls, on_host, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
+    true = 4 * (1 + torch.linspace(0, 1, 2000)) ** 3
+    for *_, grad in found:
+        torch.testing.assert_close(torch.tensor(grad), true)
 
 
 def own_attention(rank: int) -> dict:
@@ -285,7 +296,7 @@ def test_megatrons_own_attention_is_kept_too():
     (found,) = run_ranks(own_attention, 1)
     refusals = [text for text, value in found.items() if value is None]
     values = {name: value for name, value in found.items() if value is not None}
-    replays = 2 * pipeline.LAYERS
+    replays = 2 * LAYERS
     assert values == {
         "none": (0, replays), "all": (0, 0), "three": (0, 2), "auto": (0, 0)
     }  # fmt: skip
@@ -293,3 +304,86 @@ def test_megatrons_own_attention_is_kept_too():
     assert "got Megatron's own attention in layer 1; pass --burst-keep all" in refusals[0]
     assert refusals[1].startswith("burst keep: attention must not drop weights, because")
     assert refusals[1].endswith("got attention_dropout=0.1; pass --attention-dropout 0")
+
+
+def layers_and_replays(rank: int) -> tuple:
+    """By how a stage is recomputed its layers, and which keep if two shall; attention calls
+    of replays within budgets."""
+    from megatron_burst.mcore import keep
+    from megatron_burst.mcore.keep_layers import settled, stage_layers
+
+    numbers, keeping = [], []
+    for setting in (TWO, replace(VPP, mtp=False)):
+        pipeline.start(setting)
+        for options in (FULL_RECOMPUTE, BLOCK, SELECTIVE):
+            config = config_for(setting, num_layers=8, **options)
+            numbers.append(stage_layers(config))
+            two = BurstConfig(keep="all", keep_layers=2)
+            of_layer = (settled(two, config, number, None, None, 0.75) for number in range(1, 9))
+            keeping.append([number for number, got in enumerate(of_layer, 1) if got.keep == "all"])
+    setting, replays = Setting(mtp=True, micro_batches=1), []
+    pipeline.start(setting)
+    plain = run_step(setting, build(setting, config_for(setting)))
+    keep.switch_on(ALL)
+    layer_gib = SEQ * HEADS * (16 + 1) * 8 / 2**30  # out and lse
+    for layers in range(1, LAYERS + 2):
+        burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
+        chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
+        replays.append(run_step(setting, chunks).kernels - plain.kernels)
+    return numbers, keeping, replays
+
+
+def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
+    (first, first_keep, replays), *_, (second, second_keep, _) = run_ranks(layers_and_replays, 4)
+    assert first == [[1, 2, 3, 4], [1], [1, 2, 3, 4], [1, 2, 5, 6], [1, 5], [1, 2, 5, 6]]
+    assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
+    assert first_keep == [layers[:2] for layers in first]
+    assert second_keep == [layers[:2] for layers in second]
+    assert replays == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
+
+
+def fetches(rank: int) -> tuple:
+    """What backward fetches from the host, in order, and how many bytes wait there before it."""
+    from megatron_burst.mcore import keep
+    from megatron_burst.recompute import host
+
+    setting, names, log = Setting(micro_batches=1), {}, []
+    pipeline.start(setting)
+    burst = replace(OFFLOAD, keep_offload_inputs=True, keep_host_gib=0.25)
+    keep.switch_on(burst)
+    chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
+    pack, prefetch, get = host.HostMemory.pack, host.HostParcel.prefetch, host.HostParcel.get
+
+    def packing(self, tensors, input_of=None):
+        parcel = pack(self, tensors, input_of)
+        kind = "out" if input_of is None else "in"
+        names[parcel] = f"{kind} {sum(name.startswith(kind) for name in names.values())}"
+        return parcel
+
+    def prefetching(self):
+        if self._fetched is None:
+            log.append(f"fetch {names[self]}")
+        prefetch(self)
+
+    def getting(self):
+        log.append(f"get {names[self]}")
+        return get(self)
+
+    host.HostMemory.pack, host.HostParcel.prefetch, host.HostParcel.get = (
+        packing,
+        prefetching,
+        getting,
+    )
+    run_step(setting, chunks)
+    return log, host.host_memory(torch.device("cpu"), 0.25).taken_bytes
+
+
+def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
+    ((log, taken),) = run_ranks(fetches, 1)
+    own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention keeps probabilities
+    assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)
+    ahead = ("get out {}", "fetch in {}", "fetch out {}", "get in {}")
+    expected = [
+        line.format(layer + (index == 0)) for layer in (2, 1, 0) for index, line in enumerate(ahead)
+    ]
+    assert log[log.index("get out 3") :] == [*expected, "get out 0"]

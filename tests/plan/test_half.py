@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.half import choose_half, early_half
+from megatron_burst.plan.half import choose_half, early_half, replayed_share
 from megatron_burst.plan.layout import Layout, positions
 from megatron_burst.plan.mask import Mask, tiles
 
@@ -81,6 +81,15 @@ def test_dealt_out_anew_the_slowest_rank_pays_a_quarter_of_a_forward(size):
         pairs(Layout.STRIPED, size, tokens)
     )
     assert striped == pytest.approx(0.25, abs=1e-3)
+    shape = Mask.CAUSAL, size, tokens
+    assert replayed_share(Layout.ZIGZAG, *shape, hosts=1) == pytest.approx(
+        cost[True] / whole, abs=1e-3
+    )
+    assert replayed_share(Layout.ZIGZAG, *shape, hosts=2) == pytest.approx(
+        cost[False] / whole, abs=1e-3
+    )
+    assert replayed_share(Layout.STRIPED, *shape, hosts=2) == 0.25
+    assert replayed_share(Layout.ZIGZAG, Mask.FULL, size, tokens, hosts=1) == 1
 
 
 @given(sizes, quarters)

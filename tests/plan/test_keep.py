@@ -13,7 +13,7 @@ problems = st.builds(
     in_flight=st.sampled_from([1.0, 2.5, 4.0]),
     layer_bytes=st.integers(1, 4 * GIB),
     tokens=st.sampled_from([4096, 1 << 20]),
-    can_half=st.booleans(),
+    half_saves=st.sampled_from([0.0, 0.53, 0.75]),
 )
 budgets = st.floats(0, 300 * GIB)
 
@@ -28,7 +28,7 @@ def on_device(problem, choice):
 
 def replayed(problem, choice):
     """Forwards of attention that replays compute."""
-    saved = {"none": 0, "half": 0.75, "all": 1}[choice.keep]
+    saved = {"none": 0, "half": problem.half_saves, "all": 1}[choice.keep]
     return problem.layers - saved * choice.layers
 
 
@@ -40,10 +40,9 @@ def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
     if choice.offload:
         assert whole * problem.layers <= host and hides_copy(problem.tokens)
         return
-    for keep, size in (("all", whole), ("half", whole / 2 if problem.can_half else float("inf"))):
+    for saves, size in ((1, whole), (problem.half_saves, whole / 2)):
         layers = min(problem.layers, int(budget // size))
-        best = problem.layers - {"all": 1, "half": 0.75}[keep] * layers
-        assert replayed(problem, choice) <= best
+        assert replayed(problem, choice) <= problem.layers - saves * layers
 
 
 @pytest.mark.parametrize(
@@ -61,6 +60,15 @@ def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
 def test_what_fits_in_words(budget, host, tokens, expected):
     problem = KeepProblem(layers=32, in_flight=1, layer_bytes=GIB, tokens=tokens)
     assert str(choose_keep(problem, budget * GIB, host * GIB)).startswith(expected)
+
+
+def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():
+    """Where rows are not dealt out anew a replay of half costs about half."""
+    problems = [KeepProblem(32, 1, GIB, 4096, half_saves=saves) for saves in (0.75, 0.53, 0.0)]
+    found = [
+        (choice.keep, choice.layers) for choice in (choose_keep(p, 22 * GIB) for p in problems)
+    ]
+    assert found == [("half", 32), ("all", 22), ("all", 22)]
 
 
 def test_micro_batches_in_flight_are_those_of_megatrons_schedules():

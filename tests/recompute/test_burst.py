@@ -6,10 +6,12 @@ Catches modes that give other gradients, that keep what they should not, or that
 import contextlib
 import gc
 import io
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
@@ -143,6 +145,42 @@ def test_what_is_kept_and_whether_the_replay_communicates(results, name):
             assert kept == (0 if falls_back else whole // 2) and replayed > 0
 
 
+def sent_by_steps(rank: int) -> dict:
+    """By way: bytes that forward and backward send without recomputation, and with all kept."""
+    inner, sent, found = dist.batch_isend_irecv, [], {}
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return inner(operations)
+
+    for patch in torch_patches():
+        patch.apply()
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
+        for intra in ("ring", "gather", "a2a"):
+            for keep in ("none", "all"):
+                attend = partial(burst_attention, config=BurstConfig(intra=intra, keep=keep))
+                run = attend if keep == "none" else partial(checkpoint, attend, use_reentrant=True)
+                leaves = [
+                    x[:, rows_of(Layout.ZIGZAG, rank, SIZE, TOKENS)].requires_grad_()
+                    for x in problem()
+                ]
+                sent.clear()
+                run(*leaves).square().sum().backward()
+                found[intra, keep] = sum(sent)
+    return found
+
+
+def test_recomputation_sends_nothing_more_but_what_backward_of_exchanged_heads_needs():
+    inputs = sum(x.nbytes for x in problem()) // SIZE  # q, k and v of a rank
+    lse = 2 * TOKENS * 4 * 8
+    for found in run_ranks(sent_by_steps, SIZE):
+        for intra in ("ring", "gather"):
+            assert found[intra, "all"] == found[intra, "none"] > 0
+        more = found["a2a", "all"] - found["a2a", "none"]
+        padding = more - (inputs + lse) * (SIZE - 1) // SIZE
+        assert 0 <= padding < 2 * 128  # of two rounds
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_what_half_comes_to_is_said_once(results, name):
     assert results[0][name][3].count(SAID[name]) >= 1
@@ -163,11 +201,11 @@ REFUSED = [
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
-        "keep=auto must come without keep_layers.*got 2 and False; leave them out",
+        "keep=auto must come without keep_layers.*got keep_layers=2, keep_offload=False; leave",
     ),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_offload=True),
-        "without.*got None and True;",
+        "without.*got keep_layers=None, keep_offload=True;",
     ),
     (dict(keep="all", keep_host_gib=1.0), "something that waits on the host.*keep_host_gib=1.0"),
 ]

@@ -96,7 +96,13 @@ def test_a_frame_that_is_gone_is_passed_over(three_layers):
     assert fetched(parcels) == []
 
 
-def test_there_is_one_memory_for_a_device_and_limit():
+def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(capsys):
+    host_memory.cache_clear()
     assert host_memory(CPU, 0.5) is host_memory(CPU, 0.5)
     assert host_memory(CPU, 0.5).limit_bytes == 1 << 29
-    assert host_memory(CPU, None).limit_bytes > 0
+    assert capsys.readouterr().out == (
+        "burst keep: at most 0.50 GiB of host memory a rank (as asked)\n"
+    )
+    limit = host_memory(CPU, None).limit_bytes
+    assert limit > 0
+    assert f"at most {limit / 2**30:.2f} GiB" in capsys.readouterr().out

@@ -42,6 +42,20 @@ def test_gradients_are_bitwise_those_without_checkpoints_and_attention_runs_once
 
 
 @REENTRANT
+def test_tensors_in_lists_and_dictionaries_are_arguments_too(reentrant):
+    """Else their gradient would silently be lost."""
+    weights, x = model(), inputs()
+    kept = keep(lambda qkv, *, more: flash(*qkv, more["v"], **more["options"]))
+
+    def attend(q, k, v, scale):
+        return kept([q, k], more={"v": v, "options": {"scale": scale}})
+
+    forward(weights, attend, x, reentrant).square().sum().backward()
+    for got, true in zip(gradients(weights, [x]), truth_of(flash), strict=True):
+        assert torch.equal(got, true)
+
+
+@REENTRANT
 def test_without_keep_attention_runs_twice(reentrant):
     """What the counter of the test above would show if nothing were kept."""
     counted = Counted(flash)
@@ -146,8 +160,14 @@ def test_debug_mode_finds_a_replay_with_other_inputs():
         return y
 
     replay_of_other(False, last_bit)
+
+    def sign_of_a_row(x):
+        y = x.clone()
+        y[0, 3] *= -1  # the highest bit alone
+        return y
+
     replay_of_other(True, lambda x: x * 1)
-    for change in (last_bit, lambda x: x.flip(1)):
+    for change in (last_bit, lambda x: x.flip(1), sign_of_a_row):
         with pytest.raises(
             BurstError, match=r"equal the first pass's bit by bit.*inputs \[0, 1, 2"
         ):

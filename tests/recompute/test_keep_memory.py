@@ -6,6 +6,7 @@ Catches kept inputs, and anything that outlives its graph.
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -162,3 +163,20 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
     assert kept_bytes() == []
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Frame]
+
+
+def test_a_replay_that_fails_lets_go_of_what_it_has_not_taken():
+    """Even if the caller holds on to the loss; the graph of a checkpoint that is not reentrant
+    holds recordings itself."""
+
+    def fails(q, k, v, scale):
+        if running()[-1].replays:
+            raise RuntimeError("injected")
+        return attend(q, k, v, scale)
+
+    attend = keep(flash)
+    loss = forward(model(), fails, inputs(), True, per_frame=LAYERS).square().sum()
+    assert len(kept_bytes()) == LAYERS
+    with pytest.raises(RuntimeError, match="injected"):
+        loss.backward()
+    assert kept_bytes() == []

@@ -1,0 +1,126 @@
+"""Which layers of a pipeline stage keep attention's results, by what was asked for or a budget."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.environment import available_host_bytes
+from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
+from megatron_burst.recompute.keeping import WHO
+
+
+def settled(
+    burst: BurstConfig,
+    config: TransformerConfig,
+    layer_number: int,
+    query: Tensor,
+    value: Tensor,
+    half_saves: float,
+) -> BurstConfig:
+    """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
+
+    Args:
+        burst: for the model, of `for_calls`.
+        config: of the layer.
+        layer_number: Megatron's.
+        query: [s_local, b, h, d_qk], of the layer's attention.
+        value: [s_local, b, h_kv, d_v].
+        half_saves: share of the replay that the layer saves by keeping half; 0 if it cannot.
+    """
+    if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
+        return burst
+    stage = stage_layers(config)
+    if burst.keep == "auto":
+        problem = _problem(config, len(stage) + _mtp_layers(config), query, value, half_saves)
+        with_them = sum(number in stage for number in range(1, _mtp_layers(config) + 1))
+        burst = _chosen(burst, problem, with_them)
+    if burst.keep == "none" or burst.keep_layers is None:
+        return burst
+    if layer_number in stage[: burst.keep_layers]:
+        return replace(burst, keep_layers=None)
+    off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
+    return replace(burst, keep="none", keep_layers=None, **off)
+
+
+def _problem(
+    config: TransformerConfig, layers: int, query: Tensor, value: Tensor, half_saves: float
+) -> KeepProblem:
+    """What the choice for a stage of so many layers depends on."""
+    rows = query.shape[:-1].numel()
+    layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
+    tokens = query.shape[0] * config.context_parallel_size
+    pipeline = (
+        config.pipeline_model_parallel_size,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        config.virtual_pipeline_model_parallel_size or 1,
+    )
+    return KeepProblem(layers, in_flight(*pipeline), layer_bytes, tokens, half_saves)
+
+
+def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
+    """Options with the choice in the place of "auto".
+
+    Args:
+        burst: with keep="auto".
+        problem: of the stage.
+        with_them: layers of multi-token prediction that keep as decoder layers of their number do.
+    """
+    choice = _choose(problem, burst)
+    some = 0 < choice.layers < problem.layers
+    return replace(
+        burst,
+        keep=choice.keep,
+        keep_budget_gib=None,
+        keep_layers=max(0, choice.layers - with_them) if some else None,
+        keep_offload=choice.offload,
+        keep_host_gib=burst.keep_host_gib if choice.offload else None,
+        keep_debug=burst.keep_debug and choice.keep != "none",
+    )
+
+
+@lru_cache(maxsize=32)
+def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
+    """The choice for a stage; made, and said, once."""
+    given = burst.keep_host_gib
+    host_bytes = available_host_bytes() / 2 if given is None else given * 2**30
+    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
+        print(f"{WHO}: pipeline stage {stage}: {choice}", flush=True)
+    return choice
+
+
+def stage_layers(config: TransformerConfig) -> list[int]:
+    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
+
+    A layer of multi-token prediction counts as the one with its number, if there is one. Of each
+    chunk "block" recomputes the first layers only; where these are quantised, others may be.
+    """
+    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
+        most = config.recompute_num_layers
+    else:
+        most = config.num_layers
+    numbers = []
+    for chunk in _chunks(config):
+        first = get_transformer_layer_offset(config, chunk) + 1
+        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
+    return numbers
+
+
+def _mtp_layers(config: TransformerConfig) -> int:
+    """How many layers of multi-token prediction this process has."""
+    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
+
+
+def _chunks(config: TransformerConfig) -> Sequence[int | None]:
+    chunks = config.virtual_pipeline_model_parallel_size
+    return range(chunks) if chunks else (None,)
