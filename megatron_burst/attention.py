@@ -1,6 +1,7 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -120,7 +121,9 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     if config.inter in ("a2a", "flat"):
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config)
+    any_two = replace(terms.config, transfer="auto")  # which asks for one host if it pulls
+    over_all = partial(communicator_of, group, any_two, flat=True)
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all)
     if is_new:
         rounds = {"rounds (by heads_per_round, or the GPU's multiprocessors)": f"{call.num_rounds}"}
         board.agree({"backend": call.backend.capability.name, **rounds}, _WHO)

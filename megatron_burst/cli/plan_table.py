@@ -8,6 +8,7 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.choose import choose_circulate
+from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.flags import megatron_flags
 from megatron_burst.plan.flat import flat_cost
@@ -16,6 +17,7 @@ from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
+from megatron_burst.plan.step import half_problem
 from megatron_burst.plan.strategy import Job, attention_call
 from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.plan.units import in_units
@@ -125,10 +127,20 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             console.print(line, highlight=False)
+        if best.strategy.keep == "half":
+            console.print(_half_line(job, best), highlight=False)
     note = "beside the model's own" if best.fits else "of what does not fit"
     console.print(f"\n[bold]Megatron flags[/bold] ({note}):")
     flags = megatron_flags(job, best.strategy, best.memory.host)
     console.print(" \\\n    ".join(flags), highlight=False)
+
+
+def _half_line(job: Job, best: Candidate) -> str:
+    """What keeping half comes to, and what it takes for a run to do so."""
+    *call, _ = problem = half_problem(job, best.strategy)
+    how = choose_half(*problem)
+    same = how.value == choose_half(*call).value
+    return f"keep half: {how}" + ("" if same else "; a run does so with --burst-hardware")
 
 
 def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:

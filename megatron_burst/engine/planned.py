@@ -6,6 +6,7 @@ from functools import lru_cache
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
+from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.hardware_file import hardware
 
 _hardware = lru_cache(hardware)  # files are read once
@@ -37,3 +38,8 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]
         circulate=way.circulate,
     )
     return settled, f"planned for {machine.name}: {chosen.reason}; "
+
+
+def rates(config: BurstConfig) -> Rates:
+    """What dealing rows out between hosts is weighed with: the named machine's, if one is."""
+    return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))

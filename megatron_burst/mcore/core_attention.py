@@ -14,14 +14,17 @@ from torch import Tensor
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.planned import rates
+from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
 from megatron_burst.mcore.keep import for_calls, switch_on
 from megatron_burst.mcore.keep_layers import settled
 from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
-from megatron_burst.plan.half import replayed_share
+from megatron_burst.plan.choose_half import replayed_share
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.topology import Topology
 
 
 class BurstCoreAttention(MegatronModule):
@@ -161,7 +164,7 @@ class BurstForward:
     config: BurstConfig
     layer_config: TransformerConfig
     layer_number: int
-    hosts: int
+    topology: Topology
 
     @classmethod
     def of(
@@ -187,13 +190,11 @@ class BurstForward:
             for_calls(burst_config),
             config,
             layer_number,
-            len(set(topology.host_of)),
+            topology,
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        mask = Mask.CAUSAL if causal else Mask.FULL
-        group = self.cp_group.size(), query.shape[0], self.hosts
-        saves = 1 - replayed_share(Layout.ZIGZAG, mask, *group)
+        saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
         config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
             query,
@@ -207,6 +208,12 @@ class BurstForward:
             hcp_groups=self.hcp_groups,
         )
         return out.flatten(2)
+
+    def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
+        """Share of the replay that keeping half saves."""
+        mask = Mask.CAUSAL if causal else Mask.FULL
+        shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
+        return 1 - replayed_share(Layout.ZIGZAG, mask, self.topology, shape, rates(self.config))
 
 
 def burst_config_of(config: TransformerConfig) -> BurstConfig:

@@ -6,7 +6,9 @@ from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.half import replayed_share
+from megatron_burst.plan.choose_half import Rates, choose_half, deal_seconds, replayed_share
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.half import early_half
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
@@ -18,9 +20,8 @@ from megatron_burst.plan.strategy import (
     Strategy,
     attention_call,
     stage_layers,
-    topology_for,
 )
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.topology import Link, Topology
 
 # Parts of a step, as tables and complaints name them.
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
@@ -130,6 +131,7 @@ class _Layer:
         forward = self._passes[Direction.FORWARD]
         waits = forward.exposed(Link.INTRA) + forward.exposed(Link.INTER)
         parts[REPLAY] += replay * (forward.seconds - waits)
+        parts[INTER] += self._deal_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()
@@ -151,7 +153,17 @@ class _Layer:
             return 0.0
         if strategy.keep == "none":
             return 1.0
-        return half_share(self._job, strategy)
+        return replayed_share(*half_problem(self._job, strategy))
+
+    def _deal_seconds(self) -> float:
+        """Time that early rows, dealt out anew in the replay, pass between hosts."""
+        if self._strategy.recompute != "full" or self._strategy.keep != "half":
+            return 0.0
+        layout, _, topology, shape, rates = problem = half_problem(self._job, self._strategy)
+        if choose_half(*problem).value != "dealt":
+            return 0.0
+        half = early_half(layout, topology.cp_size, shape.tokens, deal=True)
+        return deal_seconds(half, topology, shape, rates)
 
     def _elementwise(self) -> float:
         """Forward: norms, residuals, rotary embedding, activation; read and written once each."""
@@ -197,11 +209,12 @@ class _Layer:
         return max(0.0, seconds - forward) + max(0.0, seconds - 3 * forward)
 
 
-def half_share(job: Job, strategy: Strategy) -> float:
-    """Share of attention's forward that is computed again if the later half is kept."""
-    cp, tokens = strategy.cp, job.seq // strategy.cp
-    hosts = topology_for(job, strategy).inter_size
-    return replayed_share(Layout.ZIGZAG, Mask.CAUSAL, cp, tokens, hosts)
+def half_problem(
+    job: Job, strategy: Strategy
+) -> tuple[Layout, Mask, Topology, AttentionShape, Rates]:
+    """What `choose_half` asks for, of a layer's attention."""
+    call = attention_call(job, strategy)
+    return Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, Rates.of(job.hardware)
 
 
 def _network_share(hardware: Hardware) -> float:

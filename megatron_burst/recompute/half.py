@@ -10,10 +10,12 @@ from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.planned import rates
 from megatron_burst.engine.run import run_forward
-from megatron_burst.engine.setup import Pattern, set_up
+from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.half import EarlyHalf, Move, choose_half, early_half
+from megatron_burst.plan.choose_half import choose_half
+from megatron_burst.plan.half import EarlyHalf, Move, early_half
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import torch_patches
@@ -22,48 +24,71 @@ from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Reside
 
 @dataclass(frozen=True, slots=True)
 class LaterHalf:
-    """The policy that keeps (out, lse) of the later rows. A replay is collective.
+    """The policy that keeps (out, lse) of the later rows. A replay is collective; so is the first
+    pass where others keep a rank's rows.
 
     Attributes:
-        plan: which rows are computed again, and by whom.
+        plan: which rows are computed again, and by whom; who keeps the others.
         call: how: a call over the early half as a sequence of its own.
+        dealer: passes rows between any two ranks of the group.
     """
 
     plan: EarlyHalf
     call: Call
+    dealer: Carrier
+
+    @property
+    def _early(self) -> slice:
+        return self.plan.early[self.dealer.cp_rank].slice
 
     def trim(self, outs: Tensors) -> Tensors:
-        """Rows of out [b, n, h, d] and lse [b, h, n] from the later half."""
+        """Rows of out [b, n, h, d] and lse [b, h, n] from the later half, n/2 of them."""
         out, lse = outs
-        late = slice(self.plan.early.stop, None)
-        return out[:, late].clone(), lse[:, :, late].clone()
+        if not self.plan.kept:
+            late = slice(self._early.stop, None)
+            return out[:, late].clone(), lse[:, :, late].clone()
+        with torch.no_grad():
+            half = out.shape[1] // 2
+            kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
+            _pass(self.plan.kept, self.dealer, _rows_first(out, lse), _rows_first(*kept))
+        return kept
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
         """Out and lse of all rows; the early ones computed from q, k and v."""
-        late_out, late_lse = kept
-        rows, size = self.plan.early.slice, len(self.plan.early)
-        early_out, early_lse = self._compute([x[:, rows] for x in inputs])
-        whole = _longer(late_out, size)
-        lse = late_lse.new_empty(*late_lse.shape[:2], whole.shape[1])
-        whole[:, size:], lse[:, :, size:] = late_out, late_lse
-        whole[:, :size], lse[:, :, :size] = early_out, early_lse
-        return whole, lse
+        tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
+        out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
+        whole = _rows_first(out, lse)
+        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+            if self.plan.kept:
+                home = [move.home for move in self.plan.kept]
+                _pass(home, self.dealer, _rows_first(*kept), whole)
+            else:
+                out[:, late], lse[:, :, late] = kept
+            self._compute(inputs, whole)
+        return out, lse
 
-    def _compute(self, shard: Sequence[Tensor]) -> Tensors:
-        """Out and lse of this rank's early rows, from its early q, k and v [b, n/2, h, d]."""
-        moves, carrier = self.plan.moves, self.call.carrier
-        with torch.no_grad(), torch.autocast(shard[0].device.type, enabled=False):
-            if not moves:
-                return run_forward(self.call, *shard)
-            dealt = _passed(moves, carrier, shard)
-            out, lse = run_forward(self.call, *dealt)
-            home = [Move(move.dest, move.dest_rows, move.source, move.rows) for move in moves]
-            rows_first = _passed(home, carrier, (out.to(shard[0].dtype), lse.transpose(1, 2)))
-            return rows_first[0], rows_first[1].transpose(1, 2)
+    def _compute(self, shard: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
+        """Out and lse, rows first, of this rank's early rows, from its q, k and v."""
+        if not self.plan.moves:
+            early = _rows_first(*run_forward(self.call, *(x[:, self._early] for x in shard)))
+            for target, rows in zip(whole, early, strict=True):
+                target[:, self._early] = rows
+            return
+        dealt = [_dense_rows(x, x.shape[1] // 2) for x in shard]
+        _pass(self.plan.moves, self.dealer, shard, dealt)
+        out, lse = run_forward(self.call, *dealt)
+        home = [move.home for move in self.plan.moves]
+        _pass(home, self.dealer, _rows_first(out.to(whole[0].dtype), lse), whole)
 
 
 def keeping_of(
-    q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    carrier: Communicator,
+    pattern: Pattern,
+    config: BurstConfig,
+    over_all: Callable[[], Communicator],
 ) -> tuple[Keeping | None, str]:
     """How a call of burst attention is kept, None if it is not; what is to be said of it.
 
@@ -74,10 +99,11 @@ def keeping_of(
         carrier: of the context-parallel group.
         pattern: mask, layout, scale.
         config: what the user asked for.
+        over_all: makes a communicator in which any two ranks exchange; all ranks together.
 
     Raises:
         BurstError: if it was asked for what only Megatron's layers can have.
-    """
+    """  # fmt: skip
     _check(config)
     if config.keep == "none":
         return None, ""
@@ -85,17 +111,16 @@ def keeping_of(
         patch.apply()
     policy, said = WHOLE, ""
     if config.keep == "half":
-        topology, tokens = carrier.topology, q.shape[1]
-        hosts = len(set(topology.host_of))
-        choice = choose_half(pattern.layout, pattern.mask, topology.cp_size, tokens, hosts)
+        layout, topology, shape = pattern.layout, carrier.topology, attention_shape(q, k, v)
+        choice = choose_half(layout, pattern.mask, topology, shape, rates(config))
         said = f"; keep half: {choice}"
         if choice.value == "none":
             return None, said
-        dealt = choice.value == "dealt"
-        plan = early_half(pattern.layout, topology.cp_size, tokens, dealt)
-        shard = (x[:, plan.early.slice] for x in (q, k, v))
+        plan = early_half(layout, topology.cp_size, shape.tokens, choice.value == "dealt")
+        dealer = over_all() if plan.moves and topology.inter_size > 1 else carrier
+        shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
-        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0])
+        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer)
     return Keeping(policy, packer(q.device, config), config.keep_debug), said
 
 
@@ -121,32 +146,41 @@ def _check(config: BurstConfig) -> None:
             )
 
 
-def _passed(moves: Sequence[Move], carrier: Carrier, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank has of tensors [b, n, ...] after all moves."""
+def _pass(
+    moves: Sequence[Move], carrier: Carrier, sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> None:
+    """Fill the rows of targets [b, n, ...] that moves bring to this rank; all ranks together."""
     mine = carrier.cp_rank
-    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
     sends, recvs, arrivals = [], [], []
     for move in moves:
-        for source, target in zip(tensors, results, strict=True):
+        for source, target in zip(sources, targets, strict=True):
             if move.source == move.dest == mine:
                 target[:, move.dest_rows.slice] = source[:, move.rows.slice]
             elif move.source == mine:
                 sends.append((move.dest, source[:, move.rows.slice].contiguous()))
             elif move.dest == mine:
-                view = target[:, move.dest_rows.slice]
-                arrivals.append(
-                    (view, torch.empty(view.shape, dtype=view.dtype, device=view.device))
-                )
+                rows = target[:, move.dest_rows.slice]
+                arrivals.append((rows, _dense_rows(rows, rows.shape[1])))
                 recvs.append((move.source, arrivals[-1][1]))
     carrier.exchange(Cargo.READ, sends, recvs).wait()
-    for view, arrived in arrivals:
-        view.copy_(arrived)
-    return results
+    for rows, arrived in arrivals:
+        rows.copy_(arrived)
 
 
-def _longer(x: Tensor, more: int) -> Tensor:
-    """Like x [b, n, h, d], with `more` rows more; rows stay outermost in memory if they are."""
-    rows = x.shape[1] + more
-    if x.shape[0] > 1 and x.stride(0) < x.stride(1):
-        return x.new_empty(rows, x.shape[0], *x.shape[2:]).transpose(0, 1)
+def _rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Out [b, n, h, d] and lse [b, n, h], as views of out and of lse [b, h, n]."""
+    return out, lse.transpose(1, 2)
+
+
+def _dense_rows(x: Tensor, rows: int) -> Tensor:
     return x.new_empty(x.shape[0], rows, *x.shape[2:])
+
+
+def _with_rows(x: Tensor, rows: int, axis: int = 1) -> Tensor:
+    """Room for so many rows of x [b, n, ...]; rows stay outermost in memory if they are."""
+    sizes = list(x.shape)
+    sizes[axis] = rows
+    if axis == 1 and x.shape[0] > 1 and x.stride(0) < x.stride(1):
+        sizes[:2] = reversed(sizes[:2])
+        return x.new_empty(sizes).transpose(0, 1)
+    return x.new_empty(sizes)

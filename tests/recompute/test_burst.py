@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.layout import Layout
+from megatron_burst.recompute import half
 from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -33,16 +35,27 @@ CASES = {
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
     "half, two hosts": (BurstConfig(keep="half", hosts=2), {}),
+    "half, fast links": (BurstConfig(keep="half", hosts=2, transfer="send"), {}),
+    "half, fast links, a2a": (BurstConfig(keep="half", hosts=2, inter="a2a"), {}),
+    "half, fast links, contiguous": (
+        BurstConfig(keep="half", hosts=2, transfer="send"),
+        dict(layout="contiguous"),
+    ),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
+    "half, slow links, contiguous": (
+        BurstConfig(keep="half", hosts=2),
+        dict(layout="contiguous"),
+    ),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
     "half, offload": (BurstConfig(keep="half", keep_offload=True, keep_debug=True), {}),
 }
 SAID = {
     "half": "keep half: dealt (the early rows are dealt out anew",
-    "half, two hosts": "keep half: plain (not dealt out anew: rows would have to pass between host",
+    "half, two hosts": "assumed: --burst-hardware tells more)",
+    "half, fast links": "keep half: dealt (the early rows are dealt out anew",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
-    "half, contiguous": "keep half: none (contiguous: the later ranks would keep all of their rows",
+    "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
     "half, no mask": "keep half: none (without a causal mask half of the rows cost half",
 }
 
@@ -82,7 +95,8 @@ def run(rank: int) -> dict:
             said.append(printed)
             return out
 
-        with watched(hops):
+        known = {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": half.rates}
+        with watched(hops), mock.patch.object(half, "rates", **known):
             for patch in torch_patches():  # else the first checkpoint is entered without a frame
                 patch.apply()
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
@@ -136,7 +150,7 @@ def test_gradients_are_those_of_full_attention(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_the_replay_communicates(results, name):
     whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
-    falls_back = name in ("none", "none, a2a", "half, contiguous", "half, no mask")
+    falls_back = name in ("none", "none, a2a", "half, no mask", "half, slow links, contiguous")
     for found in results:
         _, (replayed,), kept, _ = found[name]
         if name.startswith("all"):

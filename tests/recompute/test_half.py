@@ -9,7 +9,7 @@ import torch
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.run import run_forward
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.half import choose_half, early_half
+from megatron_burst.plan.half import early_half
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
@@ -20,11 +20,17 @@ from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
-CASES = [
-    (layout, hosts, size, tokens)
-    for layout in (Layout.ZIGZAG, Layout.STRIPED)
-    for hosts, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (1, 6))
+CASES = [  # layout, hosts, ranks, rows of a rank, whether they are dealt out anew
+    (layout, hosts, size, tokens, deal)
+    for layout, deal in (
+        (Layout.ZIGZAG, False),
+        (Layout.ZIGZAG, True),
+        (Layout.STRIPED, False),
+        (Layout.CONTIGUOUS, True),
+    )
+    for hosts, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 6), (1, 7))
     for tokens in (8, 6)
+    if tokens % 4 == 0 or not deal
 ]
 
 
@@ -34,30 +40,26 @@ def call_of(topology, rank, layout, tokens, carrier):
     return Call(*schedules, backends()["reference"], carrier, 0.3, torch.float64)
 
 
-@pytest.mark.parametrize("layout, hosts, size, tokens", CASES)
-def test_the_whole_is_restored_from_its_later_half(layout, hosts, size, tokens):
-    topology = pretend_hosts(size, hosts)
-    choice = choose_half(layout, Mask.CAUSAL, size, tokens, hosts)
-    plan = early_half(layout, size, tokens, choice.value == "dealt")
+@pytest.mark.parametrize("layout, hosts, size, tokens, deal", CASES)
+def test_the_whole_is_restored_from_its_later_half(layout, hosts, size, tokens, deal):
+    topology, plan = pretend_hosts(size, hosts), early_half(layout, size, tokens, deal)
     tensors = problem(size, tokens, (4, 2), (6, 3), seed=0)[:3]
 
     def one(rank, carrier):
         shard = tuple(x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
         whole = run_forward(call_of(topology, rank, layout, tokens, carrier), *shard)
         early = call_of(topology, rank, plan.layout, tokens // 2, carrier)
-        policy, before = LaterHalf(plan, early), carrier.sent_bytes
+        policy, before = LaterHalf(plan, early, carrier), carrier.sent_bytes
         kept = policy.trim(whole)
         restored = policy.restore(kept, shard)
         return whole, kept, restored, carrier.sent_bytes - before, before
 
     results, _ = run_simulated(one, size, seed=tokens)
-    assert choice.value == ("dealt" if (layout, hosts, tokens) == (Layout.ZIGZAG, 1, 8)
-                            and size > 1 else "plain")  # fmt: skip
     for whole, kept, restored, sent, sent_whole in results:
         for x, y in zip(restored, whole, strict=True):
             assert (x - y).abs().max() <= 1e-12 and x.dtype == y.dtype
         assert sum(map(_bytes, kept)) * 2 == sum(map(_bytes, whole))
-        if choice.value == "plain":
+        if not deal:
             assert 2 * sent == sent_whole
 
 

@@ -1,0 +1,109 @@
+"""Whether rows are dealt out anew in a replay: layouts, masks, hosts and their links.
+
+Catches a deal that costs more than it saves, and shares that are not what ranks compute.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.plan.choose_half import (
+    Rates,
+    choose_half,
+    deal_seconds,
+    forward_seconds,
+    replayed_share,
+    rows_between_hosts,
+)
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.half import early_half
+from megatron_burst.plan.hardware_file import hardware
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.topology import pretend_hosts
+
+FAST, SLOW = Rates(700, 1e6, "fast"), Rates(700, 1e-6, "slow")
+
+
+def shape_of(tokens):
+    """Llama-3-8B's heads in bf16."""
+    return AttentionShape(1, tokens, 32, 8, 128, 128, 2, 4, 4)
+
+
+CHOICES = [
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 8, SLOW), "dealt (the early rows are dealt out anew"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, FAST), "dealt (the early rows are dealt out anew"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not dealt out anew: .* ms between hosts"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not dealt out anew: 6 rows a rank are"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 1, 1, 8, FAST), "plain (the early rows are spread evenly"),
+    ((Layout.STRIPED, Mask.CAUSAL, 4, 2, 7, SLOW), "plain (the early rows are spread evenly"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 8, SLOW), "dealt (the early rows are dealt out anew"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, FAST), "dealt (the early rows are dealt out anew"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, SLOW), "none (the later ranks would keep all of th"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 6, FAST), "none (the later ranks would keep all of th"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 1, 1, 6, FAST), "plain (the early rows are spread evenly"),
+    ((Layout.ZIGZAG, Mask.FULL, 4, 1, 8, FAST), "none (without a causal mask half of the rows"),
+    ((Layout.STRIPED, Mask.CAUSAL, 4, 1, 1, FAST), "none (one row a rank cannot be halved"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", CHOICES)
+def test_what_keeping_half_comes_to(arguments, words):
+    layout, mask, size, hosts, tokens, rates = arguments
+    choice = str(choose_half(layout, mask, pretend_hosts(size, hosts), shape_of(tokens), rates))
+    start, _, rest = words.partition(".* ")
+    assert choice.startswith(start) and rest in choice
+
+
+def share(layout, size, hosts, rates, mask=Mask.CAUSAL):
+    return replayed_share(layout, mask, pretend_hosts(size, hosts), shape_of(4096), rates)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_share_that_is_computed_again(size):
+    assert share(Layout.ZIGZAG, size, 1, SLOW) == share(Layout.ZIGZAG, size, 2, FAST) == 0.25
+    assert share(Layout.ZIGZAG, size, 2, SLOW) == (2 * size - 1) / (4 * size)
+    assert share(Layout.STRIPED, size, 2, SLOW) == 0.25
+    assert share(Layout.CONTIGUOUS, size, 2, FAST) == 0.25
+    assert share(Layout.CONTIGUOUS, size, 2, SLOW) == 1
+    assert share(Layout.ZIGZAG, size, 1, FAST, Mask.FULL) == 1
+
+
+def test_bytes_and_seconds_between_two_hosts_of_two():
+    """Sub-chunks 0 to 7 of 4 rows lie by twos; in zigzag rank 0 gets 0 and 7, 1: 1 and 6, 2: 2 and
+    5, 3: 3 and 4. Rank 0 gives 1 to its neighbour, rank 1 gives 2 and 3 away, rank 2 gives 4 to its
+    neighbour and keeps 5, rank 3 gives 6 and 7."""
+    topology, shape = pretend_hosts(4, 2), shape_of(16)
+    half = early_half(Layout.ZIGZAG, 4, 16, deal=True)
+    assert rows_between_hosts(half.moves, topology) == 8
+    assert rows_between_hosts(half.moves, pretend_hosts(4, 1)) == 0
+    row = 2 * (32 + 16 + 32) * 128 + 4 * 32
+    assert deal_seconds(half, topology, shape, Rates(gbs=1)) == pytest.approx(8 * row * 1e-9)
+    flops = 2 * 2 * 128 * 32 * 16 * 64 / 2
+    assert forward_seconds(shape, topology, Rates(tflops=1)) == pytest.approx(flops * 1e-12)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(6, 16), st.sampled_from([0.1, 5, 50]))
+def test_dealing_takes_less_than_it_saves(hosts, per_host, power, gbs):
+    size = hosts * per_host
+    topology, shape, rates = pretend_hosts(size, hosts), shape_of(1 << power), Rates(gbs=gbs)
+    choice = choose_half(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
+    if size > 1:
+        half = early_half(Layout.ZIGZAG, size, shape.tokens, deal=True)
+        spent = deal_seconds(half, topology, shape, rates)
+        saved = ((2 * size - 1) / (4 * size) - 0.25) * forward_seconds(shape, topology, rates)
+        assert (choice.value == "dealt") == (hosts == 1 or spent < saved)
+
+
+def test_a_machine_that_is_known_has_its_own_links():
+    known = Rates.of(hardware("h200"))
+    assert known.source == "h200" and known.gbs > 5 and 600 < known.tflops < 750
+    topology, shape = pretend_hosts(16, 2), shape_of(8192)
+    how = [
+        choose_half(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
+        for rates in (Rates(), known, replace(known, gbs=0.5))
+    ]
+    assert [choice.value for choice in how] == ["plain", "dealt", "plain"]
+    assert "--burst-hardware tells more" in how[0].reason
