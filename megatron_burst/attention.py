@@ -15,7 +15,7 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.passes import passes_of
-from megatron_burst.engine.planned import planned
+from megatron_burst.engine.planned import planned, rates
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked
@@ -114,7 +114,8 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
     config, plan = planned(way, terms.config)
     if is_new and plan:
-        board.agree({"the way that its hardware file leads to": str(config)}, _WHO)
+        said = f"{config}, {rates(config)}"
+        board.agree({"the way that its hardware file leads to": said}, _WHO)
     way = way_of(shape, q.device, carrier.topology, pattern, config)
     check_asked(way)
     config, between = settle_inter(way, config)

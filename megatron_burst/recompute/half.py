@@ -103,7 +103,7 @@ def keeping_of(
 
     Raises:
         BurstError: if it was asked for what only Megatron's layers can have.
-    """  # fmt: skip
+    """
     _check(config)
     if config.keep == "none":
         return None, ""

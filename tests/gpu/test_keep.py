@@ -9,6 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
+from megatron_burst.plan.choose_half import Rates
+from megatron_burst.recompute import half
 from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
@@ -19,12 +21,14 @@ MODES = {
     "all": BurstConfig(deterministic=True, keep="all"),
     "offload": BurstConfig(deterministic=True, keep="all", keep_offload=True, keep_host_gib=1.0),
     "half": BurstConfig(deterministic=True, keep="half"),
+    "half, hosts": BurstConfig(deterministic=True, keep="half", hosts=2),
 }
 
 
 def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     """By mode: whether gradients of three steps are those of "none" bit by bit, their largest
     relative error, and device bytes between forward and backward."""
+    half.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
     for patch in torch_patches():
         patch.apply()
     width, found, truth = HEADS[0] * DIM, {}, []
@@ -66,12 +70,13 @@ def check(results, kept_bytes: int, tolerance: float) -> None:
     for found in results:
         base = found["none"][-1]
         assert found["all"][0] and found["offload"][0]
-        assert found["half"][1] <= tolerance
+        assert found["half"][1] <= tolerance and found["half, hosts"][1] <= tolerance
         if base:
             extra = {name: between - base for name, (*_, between) in found.items()}
             slack = LAYERS * 4096  # rounding of the allocator
             assert abs(extra["all"] - kept_bytes) <= slack
-            assert abs(extra["half"] - kept_bytes / 2) <= slack
+            for name in ("half", "half, hosts"):
+                assert abs(extra[name] - kept_bytes / 2) <= slack
             assert extra["offload"] <= slack
 
 
