@@ -118,10 +118,21 @@ def keeping_of(
             return None, said
         plan = early_half(layout, topology.cp_size, shape.tokens, choice.value == "dealt")
         dealer = over_all() if plan.moves and topology.inter_size > 1 else carrier
+        if plan.kept:
+            _meet(dealer, topology.cp_size, q.device)
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
         policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer)
     return Keeping(policy, packer(q.device, config), config.keep_debug), said
+
+
+def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
+    """Pass a byte round all ranks. NCCL makes a communicator in its first exchange, which waits
+    for all of them; of an odd number one has nothing to pass on when later rows are kept."""
+    mine = carrier.cp_rank
+    sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+    sends, recvs = [((mine + 1) % cp_size, sent)], [((mine - 1) % cp_size, received)]
+    carrier.exchange(Cargo.READ, sends, recvs).wait()
 
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
