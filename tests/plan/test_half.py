@@ -106,10 +106,14 @@ def test_later_rows_that_others_keep_are_kept_once_and_half_a_shard_by_each(size
         assert sorted(held[rank]) == list(range(half.early[rank].stop, tokens))
 
 
-@given(sizes, quarters)
-def test_no_rank_sends_or_receives_more_than_its_early_rows(size, quarter):
-    half = early_half(Layout.ZIGZAG, size, 4 * quarter, deal=True)
-    sent = Counter({m.source: 0 for m in half.moves})
+@given(plans, sizes, quarters)
+def test_no_rank_gives_more_than_its_early_rows_or_takes_more_than_half_a_shard(
+    plan, size, quarter
+):
+    half = early_half(plan[0], size, 4 * quarter, plan[1])
+    given_away, taken = Counter(), Counter()
     for move in half.moves:
-        sent[move.source] += len(move.rows)
-    assert set(sent.values()) == {2 * quarter}
+        given_away[move.source] += len(move.rows)
+        taken[move.dest] += len(move.dest_rows)
+    for rank in range(size if half.moves else 0):
+        assert given_away[rank] == len(half.early[rank]) and taken[rank] == 2 * quarter

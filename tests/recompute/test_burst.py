@@ -159,43 +159,6 @@ def test_what_is_kept_and_whether_the_replay_communicates(results, name):
             assert kept == (0 if falls_back else whole // 2) and replayed > 0
 
 
-def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
-    """Error of gradients; how many parcels the first exchange between any two ranks had."""
-    for patch in torch_patches():
-        patch.apply()
-    parcels, inner = [], Communicator.exchange
-
-    def noting(self, cargo, sends, recvs):
-        parcels.append(len(sends) + len(recvs))
-        return inner(self, cargo, sends, recvs)
-
-    generator, shapes = torch.Generator().manual_seed(7), [(4, 6), (2, 6), (2, 3)]
-    whole = [
-        torch.randn(2, size * TOKENS, *shape, generator=generator, dtype=torch.float64)
-        for shape in shapes
-    ]
-    whole = [x.requires_grad_() for x in whole]
-    full_attention(*whole, True, 6**-0.5).square().sum().backward()
-    rows = rows_of(Layout.CONTIGUOUS, rank, size, TOKENS)
-    leaves = [x.detach()[:, rows].requires_grad_() for x in whole]
-    config = BurstConfig(keep="half", hosts=size, keep_offload=True, keep_debug=True)
-    attend = partial(burst_attention, layout="contiguous", config=config)
-    with (
-        mock.patch.object(Communicator, "exchange", noting),
-        mock.patch.object(half, "rates", return_value=Rates(gbs=1e9)),
-    ):
-        checkpoint(attend, *leaves, use_reentrant=False).square().sum().backward()
-    pairs = zip(leaves, whole, strict=True)
-    return max(float((x.grad - y.grad[:, rows]).abs().max()) for x, y in pairs), parcels
-
-
-def test_a_middle_rank_that_keeps_its_own_rows_is_met_by_the_others_first():
-    """Catches an NCCL communicator that waits for a rank which has nothing to send."""
-    found = run_ranks(odd_contiguous, 3, 3)
-    assert all(error <= 1e-12 and parcels[0] == 2 for error, parcels in found)
-    assert found[1][1].count(0) == 2  # where the others pass later rows on, and home
-
-
 def sent_by_steps(rank: int) -> dict:
     """By way: bytes that forward and backward send without recomputation, and with all kept."""
     inner, sent, found = dist.batch_isend_irecv, [], {}
