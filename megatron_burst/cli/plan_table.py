@@ -137,9 +137,9 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
 
 def _half_line(job: Job, best: Candidate) -> str:
     """What keeping half comes to, and what it takes for a run to do so."""
-    *call, _ = problem = half_problem(job, best.strategy)
-    how = choose_half(*problem)
-    same = how.value == choose_half(*call).value
+    *call, rates, exchanged = half_problem(job, best.strategy)
+    how = choose_half(*call, rates, exchanged)
+    same = how.value == choose_half(*call, exchanged=exchanged).value
     return f"keep half: {how}" + ("" if same else "; a run does so with --burst-hardware")
 
 

@@ -8,6 +8,7 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.hardware_file import hardware
+from megatron_burst.plan.topology import Topology
 
 _hardware = lru_cache(hardware)  # files are read once
 
@@ -43,3 +44,8 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]
 def rates(config: BurstConfig) -> Rates:
     """What dealing rows out between hosts is weighed with: the named machine's, if one is."""
     return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))
+
+
+def exchanges(config: BurstConfig, topology: Topology) -> bool:
+    """Whether heads are exchanged over all ranks, as far as options tell."""
+    return "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)

@@ -42,7 +42,12 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def choose_half(
-    layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, rates: Rates = Rates()
+    layout: Layout,
+    mask: Mask,
+    topology: Topology,
+    shape: AttentionShape,
+    rates: Rates = Rates(),
+    exchanged: bool = False,
 ) -> Choice:
     """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing.
 
@@ -52,13 +57,14 @@ def choose_half(
         topology: of the group.
         shape: sizes of the call on one rank.
         rates: what dealing between hosts is weighed with.
+        exchanged: whether heads are exchanged over all ranks, each of which has all rows then.
     """
     alone, several = topology.cp_size == 1, len(set(topology.host_of)) > 1
     if mask is not Mask.CAUSAL:
         return Choice("none", "without a causal mask half of the rows cost half of the time")
     if shape.tokens < 2:
         return Choice("none", "one row a rank cannot be halved")
-    if layout is Layout.STRIPED or alone:
+    if alone or _is_even(layout, exchanged):
         return Choice("plain", "the early rows are spread evenly")
     otherwise, loses = "plain", "not dealt out anew"
     if layout is Layout.CONTIGUOUS:
@@ -80,15 +86,25 @@ def choose_half(
     return Choice(otherwise, f"{loses}: {figures}")
 
 
+def _is_even(layout: Layout, exchanged: bool) -> bool:
+    """Whether all ranks compute equally much of the early rows where they are."""
+    return layout is Layout.STRIPED or (exchanged and layout is Layout.ZIGZAG)
+
+
 def replayed_share(
-    layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, rates: Rates = Rates()
+    layout: Layout,
+    mask: Mask,
+    topology: Topology,
+    shape: AttentionShape,
+    rates: Rates = Rates(),
+    exchanged: bool = False,
 ) -> float:
     """Share of a forward that the slowest rank computes again if the later half is kept.
 
     Args: those of `choose_half`.
     """
-    how = choose_half(layout, mask, topology, shape, rates).value
-    if how == "plain" and layout is Layout.STRIPED:
+    how = choose_half(layout, mask, topology, shape, rates, exchanged).value
+    if how == "plain" and _is_even(layout, exchanged):
         return 0.25
     return _share(how, topology.cp_size)
 

@@ -159,7 +159,7 @@ class _Layer:
         """Time that early rows, dealt out anew in the replay, pass between hosts."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
-        layout, _, topology, shape, rates = problem = half_problem(self._job, self._strategy)
+        layout, _, topology, shape, rates, _ = problem = half_problem(self._job, self._strategy)
         if choose_half(*problem).value != "dealt":
             return 0.0
         half = early_half(layout, topology.cp_size, shape.tokens, deal=True)
@@ -211,10 +211,12 @@ class _Layer:
 
 def half_problem(
     job: Job, strategy: Strategy
-) -> tuple[Layout, Mask, Topology, AttentionShape, Rates]:
+) -> tuple[Layout, Mask, Topology, AttentionShape, Rates, bool]:
     """What `choose_half` asks for, of a layer's attention."""
     call = attention_call(job, strategy)
-    return Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, Rates.of(job.hardware)
+    exchanged = call.mode == "a2a" and call.arranged.inter_size == 1
+    rates = Rates.of(job.hardware)
+    return Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, rates, exchanged
 
 
 def _network_share(hardware: Hardware) -> float:

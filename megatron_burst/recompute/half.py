@@ -10,7 +10,7 @@ from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.planned import rates
+from megatron_burst.engine.planned import exchanges, rates
 from megatron_burst.engine.run import run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
@@ -112,7 +112,8 @@ def keeping_of(
     policy, said = WHOLE, ""
     if config.keep == "half":
         layout, topology, shape = pattern.layout, carrier.topology, attention_shape(q, k, v)
-        choice = choose_half(layout, pattern.mask, topology, shape, rates(config))
+        exchanged = exchanges(config, topology)
+        choice = choose_half(layout, pattern.mask, topology, shape, rates(config), exchanged)
         said = f"; keep half: {choice}"
         if choice.value == "none":
             return None, said

@@ -71,6 +71,15 @@ def test_the_share_that_is_computed_again(size):
     assert share(Layout.ZIGZAG, size, 1, FAST, Mask.FULL) == 1
 
 
+def test_exchanged_heads_are_even_where_their_rows_are():
+    """Every rank has all rows of some heads; contiguous shards, all early or none, are dealt."""
+    for hosts in (1, 2):
+        problem = Mask.CAUSAL, pretend_hosts(4, hosts), shape_of(4096), FAST
+        assert choose_half(Layout.ZIGZAG, *problem, exchanged=True).value == "plain"
+        assert replayed_share(Layout.ZIGZAG, *problem, exchanged=True) == 0.25
+        assert choose_half(Layout.CONTIGUOUS, *problem, exchanged=True).value == "dealt"
+
+
 def test_bytes_and_seconds_between_two_hosts_of_two():
     """Sub-chunks 0 to 7 of 4 rows lie by twos; in zigzag rank 0 gets 0 and 7, 1: 1 and 6, 2: 2 and
     5, 3: 3 and 4. Rank 0 gives 1 to its neighbour, rank 1 gives 2 and 3 away, rank 2 gives 4 to its

@@ -55,6 +55,7 @@ SAID = {
     "half, two hosts": "assumed: --burst-hardware tells more)",
     "half, fast links": "keep half: dealt (the early rows are dealt out anew",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
+    "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
     "half, no mask": "keep half: none (without a causal mask half of the rows cost half",
 }
