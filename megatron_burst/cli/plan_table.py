@@ -1,6 +1,7 @@
 """What the planner found, as tables on the terminal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -8,7 +9,7 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.choose_half import choose_half
+from megatron_burst.plan.choose_half import Rates, choose_half
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.flags import megatron_flags
 from megatron_burst.plan.flat import flat_cost
@@ -17,7 +18,7 @@ from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.step import half_problem
+from megatron_burst.plan.step import half_call
 from megatron_burst.plan.strategy import Job, attention_call
 from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.plan.units import in_units
@@ -137,9 +138,9 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
 
 def _half_line(job: Job, best: Candidate) -> str:
     """What keeping half comes to, and what it takes for a run to do so."""
-    *call, rates, exchanged = half_problem(job, best.strategy)
-    how = choose_half(*call, rates, exchanged)
-    same = how.value == choose_half(*call, exchanged=exchanged).value
+    call = half_call(job, best.strategy)
+    how = choose_half(call)
+    same = how.value == choose_half(replace(call, rates=Rates())).value
     return f"keep half: {how}" + ("" if same else "; a run does so with --burst-hardware")
 
 

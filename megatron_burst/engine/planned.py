@@ -6,8 +6,11 @@ from functools import lru_cache
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
-from megatron_burst.plan.choose_half import Rates
+from megatron_burst.plan.choose_half import HalfCall, Rates
+from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware_file import hardware
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.topology import Topology
 
 _hardware = lru_cache(hardware)  # files are read once
@@ -46,6 +49,17 @@ def rates(config: BurstConfig) -> Rates:
     return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))
 
 
-def exchanges(config: BurstConfig, topology: Topology) -> bool:
-    """Whether heads are exchanged over all ranks, as far as options tell."""
-    return "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)
+def half_call(
+    layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, config: BurstConfig
+) -> HalfCall:
+    """A call whose later half is kept.
+
+    Args:
+        layout: how tokens are dealt out.
+        mask: which keys a query may see.
+        topology: of the group.
+        shape: sizes of the call on one rank.
+        config: what the user asked for; options alone tell whether heads are exchanged.
+    """
+    exchanged = "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)
+    return HalfCall(layout, mask, topology, shape, rates(config), exchanged)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.planned import exchanges, rates
+from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
@@ -213,8 +213,8 @@ class BurstForward:
         """Share of the replay that keeping half saves."""
         mask = Mask.CAUSAL if causal else Mask.FULL
         shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
-        known = rates(self.config), exchanges(self.config, self.topology)
-        return 1 - replayed_share(Layout.ZIGZAG, mask, self.topology, shape, *known)
+        call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
+        return 1 - replayed_share(call)
 
 
 def burst_config_of(config: TransformerConfig) -> BurstConfig:

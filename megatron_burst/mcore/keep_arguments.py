@@ -3,9 +3,9 @@
 from argparse import Namespace
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.argument_values import other_value
 
 _WHO = "--burst-keep"
-_OFF = (None, False, "none")
 
 # argument, values that are refused (None: all but off), what must hold and why, what to change
 _GRAPHS = tuple(
@@ -66,9 +66,8 @@ def check_keep_args(args: Namespace) -> None:
 
 def _refuse(args: Namespace, who: str, unsupported: tuple) -> None:
     for name, refused, must, change in unsupported:
-        value = getattr(args, name, None)
-        value = getattr(value, "name", value)  # an enum of Megatron's
-        if value not in _OFF and (refused is None or value in refused):
+        value = other_value(args, name)
+        if value is not None and (refused is None or value in refused):
             flag = f"--{name.replace('_', '-')}"
             raise BurstError(f"{who}: {must}; got {flag} {value}; {change}")
 

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.environment import available_host_bytes
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
+from megatron_burst.recompute.host import host_limit_bytes
 from megatron_burst.recompute.keeping import WHO
 
 
@@ -40,8 +40,9 @@ def settled(
         return burst
     stage = stage_layers(config)
     if burst.keep == "auto":
-        problem = _problem(config, len(stage) + _mtp_layers(config), query, value, half_saves)
-        with_them = sum(number in stage for number in range(1, _mtp_layers(config) + 1))
+        heads = _mtp_layers(config)
+        problem = _problem(config, len(stage) + heads, query, value, half_saves)
+        with_them = sum(number in stage for number in range(1, heads + 1))
         burst = _chosen(burst, problem, with_them)
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
@@ -90,8 +91,7 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
     """The choice for a stage; made, and said, once."""
-    given = burst.keep_host_gib
-    host_bytes = available_host_bytes() / 2 if given is None else given * 2**30
+    host_bytes = host_limit_bytes(burst.keep_host_gib)
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):

@@ -6,6 +6,7 @@ from argparse import Namespace
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.options import LossOptions
+from megatron_burst.mcore.argument_values import OFF, other_value
 from megatron_burst.mcore.flags import LOSS_FLAG
 from megatron_burst.patching import Patch
 
@@ -30,9 +31,8 @@ def check_loss_args(args: Namespace) -> None:
             "forward; leave that out"
         )
     for name, off, flag, reason in _UNSUPPORTED:
-        value = getattr(args, name, None)
-        value = getattr(value, "name", value)  # an enum of Megatron's
-        if value not in (None, *off):
+        value = other_value(args, name, off)
+        if value is not None:
             raise BurstError(
                 f"{LOSS_FLAG}: cannot run with {flag}, because {reason}; got {name}={value}; leave "
                 "one of them out"
@@ -63,7 +63,7 @@ def _attach(config: FusedLossConfig | None, build):
     return build_with_loss
 
 
-_OFF = (False, "none", [], ())
+_OFF = (*OFF, [], ())
 
 # argument, values that are supported, the flag, why others are refused
 _UNSUPPORTED = (

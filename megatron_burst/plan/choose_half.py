@@ -40,18 +40,11 @@ class Rates:
         return cls(_KERNEL_SHARE * machine.gpu.peak_tflops, gbs, machine.name)
 
 
-@lru_cache(maxsize=256)
-def choose_half(
-    layout: Layout,
-    mask: Mask,
-    topology: Topology,
-    shape: AttentionShape,
-    rates: Rates = Rates(),
-    exchanged: bool = False,
-) -> Choice:
-    """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing.
+@dataclass(frozen=True, slots=True)
+class HalfCall:
+    """A call of which the later half's results are to be kept.
 
-    Args:
+    Attributes:
         layout: how tokens are dealt out.
         mask: which keys a query may see.
         topology: of the group.
@@ -59,24 +52,64 @@ def choose_half(
         rates: what dealing between hosts is weighed with.
         exchanged: whether heads are exchanged over all ranks, each of which has all rows then.
     """
-    alone, several = topology.cp_size == 1, len(set(topology.host_of)) > 1
-    if mask is not Mask.CAUSAL:
+
+    layout: Layout
+    mask: Mask
+    topology: Topology
+    shape: AttentionShape
+    rates: Rates = Rates()
+    exchanged: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks compute equally much of the early rows where they are."""
+        exchanged = self.exchanged and self.layout is Layout.ZIGZAG
+        return self.layout is Layout.STRIPED or exchanged or self.topology.cp_size == 1
+
+    def half(self, deal: bool) -> EarlyHalf:
+        """The early half, dealt out anew or not."""
+        return early_half(self.layout, self.topology.cp_size, self.shape.tokens, deal)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of a causal forward on a rank, kernels alone."""
+        shape = self.shape
+        pairs = shape.rows_q * shape.tokens * self.topology.cp_size / 2
+        return 2 * pairs * (shape.dim_qk + shape.dim_v) / (self.rates.tflops * 1e12)
+
+    @property
+    def deal_seconds(self) -> float:
+        """Seconds that rows dealt out anew pass between hosts: Q, K, V of the early ones there, out
+        and lse home; of the later ones that others keep, out and lse in both passes."""
+        shape, half = self.shape, self.half(deal=True)
+        heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
+        inputs = shape.batch * heads * shape.itemsize
+        outputs = shape.batch * shape.heads_q * (shape.dim_v * shape.itemsize + shape.stat_bytes)
+        num_bytes = rows_between_hosts(half.moves, self.topology) * (inputs + outputs)
+        num_bytes += rows_between_hosts(half.kept, self.topology) * 2 * outputs
+        return num_bytes / (self.rates.gbs * 1e9)
+
+
+@lru_cache(maxsize=256)
+def choose_half(call: HalfCall) -> Choice:
+    """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing."""
+    rates, tokens = call.rates, call.shape.tokens
+    if call.mask is not Mask.CAUSAL:
         return Choice("none", "without a causal mask half of the rows cost half of the time")
-    if shape.tokens < 2:
+    if tokens < 2:
         return Choice("none", "one row a rank cannot be halved")
-    if alone or _is_even(layout, exchanged):
+    if call.is_even:
         return Choice("plain", "the early rows are spread evenly")
     otherwise, loses = "plain", "not dealt out anew"
-    if layout is Layout.CONTIGUOUS:
+    if call.layout is Layout.CONTIGUOUS:
         otherwise, loses = "none", "the later ranks would keep all of their rows"
-    if shape.tokens % 4:
-        return Choice(otherwise, f"{loses}: {shape.tokens} rows a rank are no multiple of 4")
+    if tokens % 4:
+        return Choice(otherwise, f"{loses}: {tokens} rows a rank are no multiple of 4")
     gains = "the early rows are dealt out anew, a quarter of a forward on each rank"
-    if not several:
+    if len(set(call.topology.host_of)) == 1:
         return Choice("dealt", gains)
-    spent = deal_seconds(early_half(layout, topology.cp_size, shape.tokens, True), topology, shape,
-                         rates)  # fmt: skip
-    saved = (_share(otherwise, topology.cp_size) - 0.25) * forward_seconds(shape, topology, rates)
+    spent = call.deal_seconds
+    saved = (_share(otherwise, call.topology.cp_size) - 0.25) * call.forward_seconds
     figures = (
         f"{1e3 * spent:.3g} ms between hosts for {1e3 * saved:.3g} ms of kernels less, at "
         f"{rates.gbs:.3g} GB/s and {rates.tflops:.3g} TFLOP/s a rank, {rates.source}"
@@ -86,48 +119,14 @@ def choose_half(
     return Choice(otherwise, f"{loses}: {figures}")
 
 
-def _is_even(layout: Layout, exchanged: bool) -> bool:
-    """Whether all ranks compute equally much of the early rows where they are."""
-    return layout is Layout.STRIPED or (exchanged and layout is Layout.ZIGZAG)
-
-
-def replayed_share(
-    layout: Layout,
-    mask: Mask,
-    topology: Topology,
-    shape: AttentionShape,
-    rates: Rates = Rates(),
-    exchanged: bool = False,
-) -> float:
-    """Share of a forward that the slowest rank computes again if the later half is kept.
-
-    Args: those of `choose_half`.
-    """
-    how = choose_half(layout, mask, topology, shape, rates, exchanged).value
-    if how == "plain" and _is_even(layout, exchanged):
-        return 0.25
-    return _share(how, topology.cp_size)
+def replayed_share(call: HalfCall) -> float:
+    """Share of a forward that the slowest rank computes again if the later half is kept."""
+    how = choose_half(call).value
+    return 0.25 if how == "plain" and call.is_even else _share(how, call.topology.cp_size)
 
 
 def _share(how: str, cp_size: int) -> float:
     return {"none": 1.0, "dealt": 0.25, "plain": (2 * cp_size - 1) / (4 * cp_size)}[how]
-
-
-def forward_seconds(shape: AttentionShape, topology: Topology, rates: Rates) -> float:
-    """Seconds of a causal forward on a rank, kernels alone."""
-    pairs = shape.rows_q * shape.tokens * topology.cp_size / 2
-    return 2 * pairs * (shape.dim_qk + shape.dim_v) / (rates.tflops * 1e12)
-
-
-def deal_seconds(half: EarlyHalf, topology: Topology, shape: AttentionShape, rates: Rates) -> float:
-    """Seconds that rows pass between hosts: Q, K, V of the early ones there, out and lse home;
-    of the later ones that others keep, out and lse in both passes."""
-    heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
-    inputs = shape.batch * heads * shape.itemsize
-    outputs = shape.batch * shape.heads_q * (shape.dim_v * shape.itemsize + shape.stat_bytes)
-    num_bytes = rows_between_hosts(half.moves, topology) * (inputs + outputs)
-    num_bytes += rows_between_hosts(half.kept, topology) * 2 * outputs
-    return num_bytes / (rates.gbs * 1e9)
 
 
 def rows_between_hosts(moves: Sequence[Move], topology: Topology) -> int:

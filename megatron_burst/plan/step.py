@@ -6,9 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.choose_half import Rates, choose_half, deal_seconds, replayed_share
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.half import early_half
+from megatron_burst.plan.choose_half import HalfCall, Rates, choose_half, replayed_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
@@ -21,7 +19,7 @@ from megatron_burst.plan.strategy import (
     attention_call,
     stage_layers,
 )
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.plan.topology import Link
 
 # Parts of a step, as tables and complaints name them.
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
@@ -153,17 +151,14 @@ class _Layer:
             return 0.0
         if strategy.keep == "none":
             return 1.0
-        return replayed_share(*half_problem(self._job, strategy))
+        return replayed_share(half_call(self._job, strategy))
 
     def _deal_seconds(self) -> float:
         """Time that early rows, dealt out anew in the replay, pass between hosts."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
-        layout, _, topology, shape, rates, _ = problem = half_problem(self._job, self._strategy)
-        if choose_half(*problem).value != "dealt":
-            return 0.0
-        half = early_half(layout, topology.cp_size, shape.tokens, deal=True)
-        return deal_seconds(half, topology, shape, rates)
+        call = half_call(self._job, self._strategy)
+        return call.deal_seconds if choose_half(call).value == "dealt" else 0.0
 
     def _elementwise(self) -> float:
         """Forward: norms, residuals, rotary embedding, activation; read and written once each."""
@@ -209,14 +204,12 @@ class _Layer:
         return max(0.0, seconds - forward) + max(0.0, seconds - 3 * forward)
 
 
-def half_problem(
-    job: Job, strategy: Strategy
-) -> tuple[Layout, Mask, Topology, AttentionShape, Rates, bool]:
-    """What `choose_half` asks for, of a layer's attention."""
+def half_call(job: Job, strategy: Strategy) -> HalfCall:
+    """A layer's attention whose later half is kept."""
     call = attention_call(job, strategy)
     exchanged = call.mode == "a2a" and call.arranged.inter_size == 1
-    rates = Rates.of(job.hardware)
-    return Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, rates, exchanged
+    known = Rates.of(job.hardware), exchanged
+    return HalfCall(Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, *known)
 
 
 def _network_share(hardware: Hardware) -> float:

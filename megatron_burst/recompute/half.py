@@ -10,12 +10,12 @@ from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.planned import exchanges, rates
+from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.run import run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose_half import choose_half
-from megatron_burst.plan.half import EarlyHalf, Move, early_half
+from megatron_burst.plan.half import EarlyHalf, Move
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import torch_patches
@@ -111,13 +111,13 @@ def keeping_of(
         patch.apply()
     policy, said = WHOLE, ""
     if config.keep == "half":
-        layout, topology, shape = pattern.layout, carrier.topology, attention_shape(q, k, v)
-        exchanged = exchanges(config, topology)
-        choice = choose_half(layout, pattern.mask, topology, shape, rates(config), exchanged)
+        topology, shape = carrier.topology, attention_shape(q, k, v)
+        problem = half_call(pattern.layout, pattern.mask, topology, shape, config)
+        choice = choose_half(problem)
         said = f"; keep half: {choice}"
         if choice.value == "none":
             return None, said
-        plan = early_half(layout, topology.cp_size, shape.tokens, choice.value == "dealt")
+        plan = problem.half(choice.value == "dealt")
         dealer = over_all() if plan.moves and topology.inter_size > 1 else carrier
         if plan.kept:
             _meet(dealer, topology.cp_size, q.device)

@@ -17,6 +17,11 @@ _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
 
 
+def host_limit_bytes(limit_gib: float | None) -> int:
+    """Most host memory of a rank: as asked, in GiB, or half of what is available now."""
+    return available_host_bytes() // 2 if limit_gib is None else int(limit_gib * _GIB)
+
+
 @lru_cache(maxsize=8)
 def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     """The host memory of a device: one for each limit, kept as long as the process; its bound is
@@ -26,8 +31,7 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
         device: whose tensors it takes.
         limit_gib: most that it takes; None: half of what is available now.
     """
-    half = available_host_bytes() // 2
-    memory = HostMemory(device, half if limit_gib is None else int(limit_gib * _GIB))
+    memory = HostMemory(device, host_limit_bytes(limit_gib))
     if not dist.is_initialized() or dist.get_rank() == 0:
         how = "half of what is available" if limit_gib is None else "as asked"
         print(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory a rank ({how})",

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
+from megatron_burst.engine import planned
 from megatron_burst.plan.choose_half import Rates
-from megatron_burst.recompute import half
 from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
@@ -28,7 +28,7 @@ MODES = {
 def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     """By mode: whether gradients of three steps are those of "none" bit by bit, their largest
     relative error, and device bytes between forward and backward."""
-    half.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
+    planned.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
     for patch in torch_patches():
         patch.apply()
     width, found, truth = HEADS[0] * DIM, {}, []

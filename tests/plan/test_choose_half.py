@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.plan.choose_half import (
+    HalfCall,
     Rates,
     choose_half,
-    deal_seconds,
-    forward_seconds,
     replayed_share,
     rows_between_hosts,
 )
@@ -52,13 +51,14 @@ CHOICES = [
 @pytest.mark.parametrize("arguments, words", CHOICES)
 def test_what_keeping_half_comes_to(arguments, words):
     layout, mask, size, hosts, tokens, rates = arguments
-    choice = str(choose_half(layout, mask, pretend_hosts(size, hosts), shape_of(tokens), rates))
+    call = HalfCall(layout, mask, pretend_hosts(size, hosts), shape_of(tokens), rates)
+    choice = str(choose_half(call))
     start, _, rest = words.partition(".* ")
     assert choice.startswith(start) and rest in choice
 
 
 def share(layout, size, hosts, rates, mask=Mask.CAUSAL):
-    return replayed_share(layout, mask, pretend_hosts(size, hosts), shape_of(4096), rates)
+    return replayed_share(HalfCall(layout, mask, pretend_hosts(size, hosts), shape_of(4096), rates))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -74,10 +74,11 @@ def test_the_share_that_is_computed_again(size):
 def test_exchanged_heads_are_even_where_their_rows_are():
     """Every rank has all rows of some heads; contiguous shards, all early or none, are dealt."""
     for hosts in (1, 2):
-        problem = Mask.CAUSAL, pretend_hosts(4, hosts), shape_of(4096), FAST
-        assert choose_half(Layout.ZIGZAG, *problem, exchanged=True).value == "plain"
-        assert replayed_share(Layout.ZIGZAG, *problem, exchanged=True) == 0.25
-        assert choose_half(Layout.CONTIGUOUS, *problem, exchanged=True).value == "dealt"
+        where = Mask.CAUSAL, pretend_hosts(4, hosts), shape_of(4096), FAST
+        zigzag = HalfCall(Layout.ZIGZAG, *where, exchanged=True)
+        assert choose_half(zigzag).value == "plain"
+        assert replayed_share(zigzag) == 0.25
+        assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == "dealt"
 
 
 def test_bytes_and_seconds_between_two_hosts_of_two():
@@ -89,21 +90,21 @@ def test_bytes_and_seconds_between_two_hosts_of_two():
     assert rows_between_hosts(half.moves, topology) == 8
     assert rows_between_hosts(half.moves, pretend_hosts(4, 1)) == 0
     row = 2 * (32 + 16 + 32) * 128 + 4 * 32
-    assert deal_seconds(half, topology, shape, Rates(gbs=1)) == pytest.approx(8 * row * 1e-9)
+    call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, Rates(tflops=1, gbs=1))
+    assert call.deal_seconds == pytest.approx(8 * row * 1e-9)
     flops = 2 * 2 * 128 * 32 * 16 * 64 / 2
-    assert forward_seconds(shape, topology, Rates(tflops=1)) == pytest.approx(flops * 1e-12)
+    assert call.forward_seconds == pytest.approx(flops * 1e-12)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(6, 16), st.sampled_from([0.1, 5, 50]))
 def test_dealing_takes_less_than_it_saves(hosts, per_host, power, gbs):
     size = hosts * per_host
     topology, shape, rates = pretend_hosts(size, hosts), shape_of(1 << power), Rates(gbs=gbs)
-    choice = choose_half(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
+    call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
     if size > 1:
-        half = early_half(Layout.ZIGZAG, size, shape.tokens, deal=True)
-        spent = deal_seconds(half, topology, shape, rates)
-        saved = ((2 * size - 1) / (4 * size) - 0.25) * forward_seconds(shape, topology, rates)
-        assert (choice.value == "dealt") == (hosts == 1 or spent < saved)
+        saved = ((2 * size - 1) / (4 * size) - 0.25) * call.forward_seconds
+        gains = hosts == 1 or call.deal_seconds < saved
+        assert (choose_half(call).value == "dealt") == gains
 
 
 def test_a_machine_that_is_known_has_its_own_links():
@@ -111,7 +112,7 @@ def test_a_machine_that_is_known_has_its_own_links():
     assert known.source == "h200" and known.gbs > 5 and 600 < known.tflops < 750
     topology, shape = pretend_hosts(16, 2), shape_of(8192)
     how = [
-        choose_half(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
+        choose_half(HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates))
         for rates in (Rates(), known, replace(known, gbs=0.5))
     ]
     assert [choice.value for choice in how] == ["plain", "dealt", "plain"]

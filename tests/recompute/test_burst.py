@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
+from megatron_burst.engine import planned
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.layout import Layout
-from megatron_burst.recompute import half
 from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -96,8 +96,10 @@ def run(rank: int) -> dict:
             said.append(printed)
             return out
 
-        known = {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": half.rates}
-        with watched(hops), mock.patch.object(half, "rates", **known):
+        known = (
+            {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": planned.rates}
+        )
+        with watched(hops), mock.patch.object(planned, "rates", **known):
             for patch in torch_patches():  # else the first checkpoint is entered without a frame
                 patch.apply()
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
+from megatron_burst.engine import planned
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.layout import Layout
-from megatron_burst.recompute import half
 from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
     attend = partial(burst_attention, layout="contiguous", config=config)
     with (
         mock.patch.object(Communicator, "exchange", noting),
-        mock.patch.object(half, "rates", return_value=Rates(gbs=1e9)),
+        mock.patch.object(planned, "rates", return_value=Rates(gbs=1e9)),
     ):
         checkpoint(attend, *leaves, use_reentrant=False).square().sum().backward()
     pairs = zip(leaves, whole, strict=True)
