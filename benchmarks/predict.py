@@ -7,7 +7,6 @@ Options are those of `bench attention` and `bench recompute`. Commit the CSV, me
 python benchmarks/validate_plan.py MEASURED.csv --predictions PREDICTED.csv
 """
 
-import subprocess
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -18,6 +17,7 @@ import typer
 from typer import Option
 
 from megatron_burst.cli.cases import Case, Grid, Pass, head_counts, one_head_count, problems
+from megatron_burst.cli.facts import commit
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
 from megatron_burst.cli.options import Out
@@ -37,19 +37,9 @@ Link = Annotated[
 ]
 
 
-def commit() -> str:
-    """The commit that predicts, and whether files other than predictions differ from it."""
-    folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
-    head, changes = (
-        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
-        for words in (["rev-parse", "HEAD"], [*status, "--", ".", ":!benchmarks/predictions"])
-    )
-    return f"commit {head or 'unknown'}{' with changes' if changes else ''}"
-
-
 def _write(rows: list[Row], hardware: str, out: Path) -> None:
     """Fill in what the planner says, and append those rows of which it says something."""
-    machine, said = hardware_of(hardware), f"planner at {commit()}"
+    machine, said = hardware_of(hardware), f"planner at commit {commit()}"
     check_appendable(out, PREDICTED_CSV)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = []

@@ -4,7 +4,8 @@ python benchmarks/slices.py measure OUT.csv --gpus 8     on GPUs; --tiny: anywhe
 python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
 
 Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
-beside Megatron with TransformerEngine's ring, with burst's fused loss and with Megatron's own.
+beside Megatron with TransformerEngine's ring under full recomputation, with burst's fused loss
+(also with attention kept) and with Megatron's own.
 The most telling runs come first; a row is written when its run is over.
 """
 
@@ -26,8 +27,7 @@ from typer import Argument, Option
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-from benchmarks.predict import commit
-from megatron_burst.cli.facts import gpu_state, versions
+from megatron_burst.cli.facts import commit, gpu_state, versions
 from megatron_burst.cli.options import Budget
 from megatron_burst.cli.results import Sheet, append, check_appendable
 from megatron_burst.cli.sentence import in_one_sentence, pick
@@ -39,7 +39,7 @@ from megatron_burst.plan.strategy import Job, Strategy
 from megatron_burst.plan.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP, STEPS = 1, 2  # steps that do not count, and that do
+WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
 LONGEST_S = 200  # of a run
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -85,17 +85,21 @@ _8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)
 _14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
 _LONG = replace(_8B, seq=2 << 20, layers=1)
 _SHORT = replace(_8B, seq=512 << 10)  # what 2 GPUs hold
+_DEEPER = replace(_8B, name="8b-4-layers", seq=256 << 10, layers=4)
 _TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
 _ALIKE = "--cp-comm-type p2p --attention-backend fused"  # Megatron with TransformerEngine's cuDNN
 IMPLS = {
     "burst": "--context-parallel-impl burst --burst-keep all --burst-fused-loss",
     "megatron": f"{_ALIKE} --burst-fused-loss",
+    "megatron-keep": f"{_ALIKE} --burst-fused-loss --burst-keep all",
     "megatron-own-loss": f"{_ALIKE} --cross-entropy-loss-fusion",
 }
 RUNS = (
     (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
     (_LONG, "burst"), (_LONG, "megatron"), (_8B, "megatron-own-loss"),
-    (_SHORT, "burst"), (_SHORT, "megatron"),
+    (_DEEPER, "burst"), (_DEEPER, "megatron"), (_DEEPER, "megatron-keep"),
+    (_DEEPER, "megatron-own-loss"), (_SHORT, "burst"), (_SHORT, "megatron"),
+    (_SHORT, "megatron-keep"),
 )  # fmt: skip
 
 
@@ -247,7 +251,7 @@ def _predicted(what: Slice, gpus: int, machine: Hardware) -> SliceRow:
     return row_of(
         what, "burst", gpus, [1e3 * found.time.seconds] if found.time else [],
         peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
-        versions=f"planner at {commit()}", status="ok" if found.fits else "failed",
+        versions=f"planner at commit {commit()}", status="ok" if found.fits else "failed",
         note="" if found.fits else "it does not fit",
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Runs a function on several processes that form a process group."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
+# The one cache of the process: crews on GPUs, by what they were started with. A CUDA context, NCCL
+# and compiled kernels take 10 s a process, so tests share them.
+_CREWS: dict[tuple, "Crew"] = {}
 
 
 def preload(*modules: str) -> None:
@@ -25,6 +29,8 @@ def run_ranks(
     backend: str = "gloo",
     timeout_s: int = 120,
     environment: dict[str, str] | None = None,
+    nodes: int = 1,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world` processes in a process group.
 
@@ -32,9 +38,11 @@ def run_ranks(
         function: of a module, with a picklable result.
         world: number of processes.
         args: passed to the function.
-        backend: of the process group.
+        backend: of the process group; with "nccl" processes are used again by later tests.
         timeout_s: how long all of it may take.
         environment: variables to set in each process before anything else.
+        nodes: pretend to NCCL that the ranks span so many.
+        fresh: start processes of its own for a function that changes what later ones would see.
 
     Returns:
         the results in rank order.
@@ -42,23 +50,63 @@ def run_ranks(
     Raises:
         AssertionError: if a rank fails, with the traceback of the first that did, or hangs.
     """
-    context = multiprocessing.get_context("forkserver")  # forks from a process without threads
-    context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        store, pipes, processes = Path(folder) / "store", [], []
+    given = (world, backend, nodes, tuple(sorted((environment or {}).items())))
+    shared = backend == "nccl" and not fresh
+    crew = (_CREWS.pop(given, None) if shared else None) or Crew(*given)
+    try:
+        results = crew.run(function, args, timeout_s)
+    except BaseException:
+        crew.end()
+        raise
+    if shared:
+        _CREWS[given] = crew
+    else:
+        crew.end()
+    return results
+
+
+class Crew:
+    """Processes that run one function after the other, each in a process group of its own.
+
+    Args:
+        world: number of processes.
+        backend: of the process groups.
+        nodes: that are pretended to NCCL.
+        environment: variables to set in each process before anything else.
+    """
+
+    def __init__(
+        self, world: int, backend: str, nodes: int, environment: tuple[tuple[str, str], ...]
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")  # forks from a process without threads
+        context.set_forkserver_preload(_PRELOAD)
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes, self._runs = [], [], 0
         for rank in range(world):
-            receiver, sender = context.Pipe(duplex=False)
-            work = (sender, function, rank, world, str(store), backend, environment or {}, args)
-            processes.append(context.Process(target=_enter, args=work, daemon=True))
-            processes[-1].start()
-            sender.close()
-            pipes.append(receiver)
-        try:
-            return _collect(pipes, timeout_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            pipe, theirs = context.Pipe()
+            variables = dict(environment)
+            if nodes > 1:
+                variables["NCCL_HOSTID"] = f"pretended-{rank * nodes // world}"
+            work = (theirs, rank, world, backend, variables)
+            self._processes.append(context.Process(target=_serve, args=work, daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(pipe)
+
+    def run(self, function: Callable[..., Any], args: tuple, timeout_s: int) -> list[Any]:
+        """The function's results in rank order."""
+        self._runs += 1
+        store = Path(self._folder.name) / f"store-{self._runs}"
+        for pipe in self._pipes:
+            pipe.send((function, str(store), args))
+        return _collect(self._pipes, timeout_s)
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
 def _collect(pipes: list, timeout_s: int) -> list[Any]:
@@ -78,13 +126,22 @@ def _collect(pipes: list, timeout_s: int) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _enter(sender, function, rank, world, store, backend, environment, args) -> None:
+def _serve(pipe, rank, world, backend, environment) -> None:
     os.environ.update(environment)
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is seen
+    while True:
+        try:
+            function, store, args = pipe.recv()
+        except EOFError:
+            return
+        _run_one(pipe, function, rank, world, backend, store, args)
+
+
+def _run_one(pipe, function, rank, world, backend, store, args) -> None:
     import torch.distributed as dist
 
     try:
-        if backend == "gloo":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is seen
         if backend == "nccl":
             import torch
 
@@ -97,9 +154,13 @@ def _enter(sender, function, rank, world, store, backend, environment, args) -> 
             timeout=timedelta(seconds=60),
         )
         result = function(rank, *args)
-        sender.send((True, result))
+        pipe.send((True, result))
         dist.barrier()  # nobody leaves while another still needs its connections
         dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        pipe.send((False, traceback.format_exc()))
         raise
+    if backend == "nccl":
+        del result
+        gc.collect()
+        torch.cuda.empty_cache()

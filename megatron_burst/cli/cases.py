@@ -156,6 +156,7 @@ class Preset:
 
 
 PEERS = ("burst:auto", "te", "ceiling")
+SAME_KERNEL = ("burst:backend=cudnn", "ceiling:cudnn")  # TransformerEngine's kernel on both sides
 _BURST = (  # labels after "burst:"; each changes one thing of auto
     "auto", "overlap=false", "transfer=send", "heads_per_round=1", "heads_per_round=4",
     "intra=a2a", "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
@@ -174,7 +175,7 @@ PRESETS = {
     "quick": Preset(Grid((16 * _K, 64 * _K)).cases(), ("burst:auto", "te:p2p", "ceiling")),
     "one-host": Preset(
         Grid((64 * _K, 128 * _K, 256 * _K, 512 * _K), ((32, 32), (32, 8), (8, 2), (8, 1))).cases(),
-        PEERS,
+        (*PEERS, *SAME_KERNEL),
     ),
     "seeds": Preset(_SEEDS, (*PEERS, "one-gpu")),
     "ablation": Preset(

@@ -46,6 +46,13 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, row: Row | None, other: Row | None) -> "Ratio | None":
+        """How many times as fast as the other a row is; None if one was not measured."""
+        if row is None or other is None or not row.ms or not other.ms:
+            return None
+        return cls(other.ms / row.ms, other.ms_min / row.ms_max, other.ms_max / row.ms_min)
+
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
 
@@ -75,18 +82,18 @@ class Comparison:
 
     @property
     def ceiling(self) -> Row | None:
-        """The kernel without communication."""
+        """The fastest kernel without communication."""
         return self._fastest("ceiling")
 
-    def burst_to(self, other: Row | None) -> Ratio | None:
-        """How many times as fast as the other burst is; None if one is missing."""
-        if self.burst is None or other is None:
-            return None
-        return Ratio(
-            other.ms / self.burst.ms,
-            other.ms_min / self.burst.ms_max,
-            other.ms_max / self.burst.ms_min,
-        )
+    @property
+    def on_cudnn(self) -> Row | None:
+        """Burst with TransformerEngine's usual kernel: what context parallelism alone brings."""
+        return self.rows.get("burst:backend=cudnn")
+
+    @property
+    def cudnn_ceiling(self) -> Row | None:
+        """That kernel without communication."""
+        return self.rows.get("ceiling:cudnn")
 
     def _fastest(self, impl: str) -> Row | None:
         measured = [row for row in self.rows.values() if row.impl == impl and row.ms]

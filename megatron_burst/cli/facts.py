@@ -1,8 +1,12 @@
 """What a measurement depends on besides its options: software and the state of the device."""
 
+import ctypes
 import os
 import platform
+import subprocess
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -26,25 +30,48 @@ def software() -> dict[str, str]:
 
 
 def versions() -> str:
-    """`software` in words, for example "burst 0.1.0; python 3.12.1; torch 2.11.0; nccl 2.28.9".
+    """`software` in words, for example "burst 0.1.0; python 3.12.1; torch 2.11.0; commit 1a2b3c4".
 
-    On GPUs also "cudnn", and "connections N": CUDA_DEVICE_MAX_CONNECTIONS, on which overlap
-    depends.
+    On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
+    CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
     """
-    found = software()
+    found = {**software(), "commit": commit()}
     if torch.cuda.is_available():
-        found["cudnn"] = _cudnn_version()
+        found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
         found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return "; ".join(f"{name} {number}" for name, number in found.items())
 
 
-def _cudnn_version() -> str:
-    """Of the one that torch calls; TransformerEngine may have loaded another."""
-    try:
-        number = torch.backends.cudnn.version() or 0
-    except RuntimeError:  # the two do not get along
-        return "unknown"
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+@lru_cache
+def commit() -> str:
+    """The commit that runs, and whether other files differ from it than predictions and results.
+
+    Where git does not know, as in a copy of a checkout, MEGATRON_BURST_COMMIT tells.
+    """
+    folder, status = Path(__file__).parents[2], ["status", "--porcelain", "--untracked-files=no"]
+    apart = [":!benchmarks/predictions", ":!benchmarks/results"]
+    head, changes = (
+        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
+        for words in (["rev-parse", "--short=12", "HEAD"], [*status, "--", ".", *apart])
+    )
+    head = head or os.environ.get("MEGATRON_BURST_COMMIT", "unknown")
+    return f"{head}{' with changes' if changes else ''}"
+
+
+def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Versions of the cuDNN libraries in this process, as they tell them themselves.
+
+    Torch and TransformerEngine may each have loaded one of their own.
+
+    Args:
+        maps: lists the files that the process has mapped.
+    """
+    if not maps.is_file():
+        return []
+    words = [line.split() for line in maps.read_text().splitlines()]
+    files = {word[-1] for word in words if Path(word[-1]).name.startswith("libcudnn.so")}
+    numbers = {ctypes.CDLL(file).cudnnGetVersion() for file in sorted(files)}
+    return [f"{n // 10000}.{n // 100 % 100}.{n % 100}" for n in sorted(numbers)]
 
 
 def gpu_state(device: torch.device) -> str:

@@ -44,14 +44,17 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     if not comparisons:
         return f"No {pass_} was measured."
     facts = differing(comparisons, ("heads", "S"))
-    head = (*facts, "burst", "best TE (mode)", "burst / TE", "burst / ceiling", "GiB burst, TE")
+    same_kernel = any(each.on_cudnn for each in comparisons)
+    head = [*facts, "burst", "best TE (mode)", "burst / TE", "burst / ceiling", "GiB burst, TE"]
+    head += ["burst on cuDNN", "it / TE", "it / its ceiling"] if same_kernel else []
     lines = [head, ["---"] * len(head)]
     for each in comparisons:
         words, te = each.problem.words(), each.best_te
         best = f"{_speed(te)} ({te.mode})" if te else "-"
         to_te, to_ceiling, *memory = _judgement(each)
-        facts_of_it = [words[fact] for fact in facts]
-        lines.append([*facts_of_it, _speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)])
+        line = [words[fact] for fact in facts]
+        line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
+        lines.append([*line, *(_on_cudnn(each) if same_kernel else ())])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
 
@@ -71,13 +74,23 @@ def _speed(row: Row | None) -> str:
 
 def _judgement(each: Comparison) -> tuple[str, str, str, str]:
     """Ratio to the best te, share of the ceiling, memory of burst and of that te."""
-    share = each.burst_to(each.ceiling)
     return (
-        _text(each.burst_to(each.best_te)),
-        f"{share.value:.2f}" if share else "-",
+        _text(Ratio.of(each.burst, each.best_te)),
+        _share(Ratio.of(each.burst, each.ceiling)),
         _gib(each.burst),
         _gib(each.best_te),
     )
+
+
+def _on_cudnn(each: Comparison) -> tuple[str, str, str]:
+    """Burst with the kernel that TransformerEngine has: speed, ratio to the best te, share of
+    that kernel's ceiling."""
+    to_te = Ratio.of(each.on_cudnn, each.best_te)
+    return _speed(each.on_cudnn), _text(to_te), _share(Ratio.of(each.on_cudnn, each.cudnn_ceiling))
+
+
+def _share(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.2f}" if ratio else "-"
 
 
 def _text(ratio: Ratio | None) -> str:

@@ -1,8 +1,11 @@
 """TransformerEngine's context-parallel attention, as Megatron-Core uses it."""
 
 import importlib
+import os
+import sys
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,8 @@ class TransformerEngine(Autograd):
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)
         if not self._missing:
-            # the cuDNN that it finds may be another than torch's and must then be loaded first
+            _prefer_torchs_cudnn()
+            # a cuDNN that is not torch's must be loaded first
             importlib.import_module("transformer_engine.pytorch")
 
     @property
@@ -68,7 +72,7 @@ class TransformerEngine(Autograd):
         from transformer_engine.pytorch import DotProductAttention
 
         super().prepare(shard)
-        case = shard.case
+        self.note, case = "", shard.case
         self.attention = DotProductAttention(
             num_attention_heads=case.heads_q,
             kv_channels=(case.head_dim_qk, case.head_dim_v),
@@ -81,8 +85,32 @@ class TransformerEngine(Autograd):
         self.attention.set_context_parallel_group(self._groups, ranks, self._stream, self.impl.mode)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention(q, k, v)
+        out = self.attention(q, k, v)
+        self.note = self.note or f"kernel {_chosen_kernel()}"
+        return out
 
     def release(self) -> None:
         super().release()
         self.attention = None
+
+
+def _prefer_torchs_cudnn() -> None:
+    """Have TransformerEngine load the cuDNN that torch brings, unless a variable names another.
+
+    By itself it takes the system's, which may be older. Its own look-up reads CUDNN_HOME first
+    (transformer_engine/common/__init__.py, 2.20.2).
+    """
+    folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
+    if folder.is_dir() and "CUDNN_PATH" not in os.environ:
+        os.environ.setdefault("CUDNN_HOME", str(folder))
+
+
+def _chosen_kernel() -> str:
+    """Which of its kernels the last call took, as its own debug output would say."""
+    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    chosen = getattr(sys.modules.get(module), "_attention_backends", {})
+    if chosen.get("use_flash_attention"):
+        return f"FlashAttention {chosen['flash_attention_backend']}"
+    if chosen.get("use_fused_attention"):
+        return f"cuDNN (sub-backend {int(chosen['fused_attention_backend'])})"
+    return "unfused" if chosen.get("use_unfused_attention") else "unknown"

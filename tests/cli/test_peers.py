@@ -1,5 +1,7 @@
 """What each peer computes, refuses, and hands to the library it calls."""
 
+import os
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.cli import te_peer
+from megatron_burst.cli import facts, te_peer
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.peers import Ceiling, OneGpu, draw_shard
@@ -77,6 +79,7 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     monkeypatch.setattr(te_peer, "find_spec", lambda name: True)
+    monkeypatch.setenv("CUDNN_HOME", "the user's")  # and so is left alone
     monkeypatch.setattr(te_peer.TransformerEngine, "_stream", "a stream")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     return calls
@@ -99,8 +102,48 @@ def test_transformer_engine_gets_heads_mask_and_group(engine):
     ]
     shapes = [tuple(x.shape) for x in peer.run_forward_backward()]
     assert shapes == [(32, 2, 32), (32, 2, 4, 8), (32, 2, 2, 8), (32, 2, 2, 8)]
+    assert peer.note == "kernel unknown"
     peer.release()
     assert peer.shard is peer.attention is None
+    assert os.environ["CUDNN_HOME"] == "the user's"
+
+
+def test_rows_tell_which_kernel_transformer_engine_took(engine, monkeypatch):
+    attention = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    module = ModuleType(attention)
+    module._attention_backends = {"use_fused_attention": True, "fused_attention_backend": 1}
+    monkeypatch.setitem(sys.modules, attention, module)
+    peer = te_peer.TransformerEngine(Impl("te", "p2p"), world(2, device="cuda"))
+    notes = []
+    for chosen in ({}, {"use_flash_attention": True, "flash_attention_backend": "2.8"}):
+        module._attention_backends |= chosen
+        peer.prepare(draw_shard(CASE, world(2)))
+        peer.run_forward()
+        notes.append(peer.note)
+    assert notes == ["kernel cuDNN (sub-backend 1)", "kernel FlashAttention 2.8"]
+
+
+def test_rows_tell_every_cudnn_that_is_loaded(tmp_path, monkeypatch):
+    """TransformerEngine may have loaded another one than torch."""
+    numbers = {"/a/libcudnn.so.9": 91900, "/b/libcudnn.so.9": 91400}
+    library = SimpleNamespace(
+        CDLL=lambda file: SimpleNamespace(cudnnGetVersion=lambda: numbers[file])
+    )
+    monkeypatch.setattr(facts, "ctypes", library)
+    maps = tmp_path / "maps"
+    maps.write_text("".join(f"7f00-7f01 r--p 0 00:00 1   {file}\n" for file in numbers) + "8-9 r\n")
+    assert facts.loaded_cudnn(maps) == ["9.14.0", "9.19.0"]
+    assert facts.loaded_cudnn(tmp_path / "none") == []
+
+
+def test_rows_tell_the_commit(monkeypatch):
+    assert re.search(r"commit [0-9a-f]{12}( with changes)?(;|$)", facts.versions())
+    nothing = SimpleNamespace(stdout="")
+    monkeypatch.setattr(facts.subprocess, "run", lambda *words, **options: nothing)
+    monkeypatch.setenv("MEGATRON_BURST_COMMIT", "123abc")
+    facts.commit.cache_clear()
+    assert facts.commit() == "123abc"
+    facts.commit.cache_clear()
 
 
 @pytest.mark.parametrize(

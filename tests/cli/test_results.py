@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.bench_loss import LOSS_CSV
-from megatron_burst.cli.compare import compare
+from megatron_burst.cli.compare import Ratio, compare
 from megatron_burst.cli.main import app
 from megatron_burst.cli.results import (
     ANY_CSV,
@@ -70,8 +70,8 @@ def test_burst_auto_is_compared_with_the_fastest_mode_and_the_ceiling():
     (comparison,) = compare(one_problem())
     assert comparison.burst.mode == "auto"
     assert comparison.best_te.mode == "all_gather"
-    assert comparison.burst_to(comparison.best_te) == (15 / 10, 14 / 12, 16 / 9)
-    assert comparison.burst_to(comparison.ceiling).value == 8 / 10
+    assert Ratio.of(comparison.burst, comparison.best_te) == (15 / 10, 14 / 12, 16 / 9)
+    assert Ratio.of(comparison.burst, comparison.ceiling).value == 8 / 10
 
 
 def test_without_auto_the_fastest_variant_counts_and_the_newest_row_wins():
@@ -81,7 +81,7 @@ def test_without_auto_the_fastest_variant_counts_and_the_newest_row_wins():
     assert comparison.burst.mode == "gather"
     assert comparison.best_te.mode == "p2p"
     (alone,) = compare([row("burst:auto", (8.0, 8.0, 8.0)), row("te:p2p")])
-    assert alone.best_te is None and alone.burst_to(alone.best_te) is None
+    assert alone.best_te is None and Ratio.of(alone.burst, alone.best_te) is None
 
 
 def test_problems_and_passes_are_kept_apart():
@@ -109,6 +109,17 @@ def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
     )
     rest = "720 | 480 (all_gather) | 1.50 (1.17-1.78) | 0.80 | 1.50, 2.50 |"
     assert lines == [f"| 32/8 | 64K | {rest}", f"| 32/32 | 128K | {rest}"]
+
+
+def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
+    """The lead that a kernel brings must not be told as context parallelism's."""
+    rows = one_problem()
+    rows += [row("burst:backend=cudnn", (16.0,) * 3), row("ceiling:cudnn", (12.0,) * 3)]
+    append(tmp_path / "both.csv", rows)
+    done = CliRunner().invoke(app, ["bench", "table", str(tmp_path / "both.csv")])
+    *_, head, _, line = done.output.splitlines()
+    assert head.endswith("| burst on cuDNN | it / TE | it / its ceiling |")
+    assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
 
 
 def test_the_table_shows_one_pass_and_says_if_it_is_missing(results, tmp_path):

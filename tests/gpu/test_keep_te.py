@@ -51,7 +51,8 @@ def steps(rank, world, comm_type):
 def test_replays_take_what_transformer_engine_computed(comm_type):
     pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     world = max(n for n in (2, 4) if n <= GPUS)
-    for found in run_ranks(steps, world, world, comm_type, backend="nccl", timeout_s=300):
+    settings = {"backend": "nccl", "timeout_s": 300, "fresh": True}
+    for found in run_ranks(steps, world, world, comm_type, **settings):
         print(comm_type, found)
         assert found["full", "none"][0] == 2 * LAYERS
         assert found["off", "none"][0] == found["full", "all"][0] == LAYERS
