@@ -46,16 +46,17 @@ def versions() -> str:
 def commit() -> str:
     """The commit that runs, and whether other files differ from it than predictions and results.
 
-    Where git does not know, as in a copy of a checkout, MEGATRON_BURST_COMMIT tells.
+    In a copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells.
     """
+    if told := os.environ.get("MEGATRON_BURST_COMMIT"):
+        return told
     folder, status = Path(__file__).parents[2], ["status", "--porcelain", "--untracked-files=no"]
     apart = [":!benchmarks/predictions", ":!benchmarks/results"]
     head, changes = (
         subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
         for words in (["rev-parse", "--short=12", "HEAD"], [*status, "--", ".", *apart])
     )
-    head = head or os.environ.get("MEGATRON_BURST_COMMIT", "unknown")
-    return f"{head}{' with changes' if changes else ''}"
+    return f"{head or 'unknown'}{' with changes' if changes else ''}"
 
 
 def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
