@@ -28,6 +28,7 @@ keep_caches_in_checkout() {
     export PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip}
     export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$cache}
     export MPLCONFIGDIR=${MPLCONFIGDIR:-$cache/matplotlib}
+    export MYPY_CACHE_DIR=${MYPY_CACHE_DIR:-$cache/mypy}
     export RUFF_CACHE_DIR=${RUFF_CACHE_DIR:-$cache/ruff}
     export HYPOTHESIS_STORAGE_DIRECTORY=${HYPOTHESIS_STORAGE_DIRECTORY:-$cache/hypothesis}
     export PYTEST_DEBUG_TEMPROOT=${PYTEST_DEBUG_TEMPROOT:-$cache/pytest}

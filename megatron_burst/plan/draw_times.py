@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_burst.plan.simulate import Span, Timeline
@@ -84,7 +85,7 @@ def _draw_panel(ax, panel: Panel, ranks: Sequence[int], topology: Topology) -> N
     # one artist: there are tens of thousands of spans
     every = PolyCollection(numpy.array(bars), facecolors=colours, linewidth=0)
     ax.add_collection(every, autolim=False)
-    for before, after in zip(ranks, ranks[1:], strict=False):
+    for before, after in pairwise(ranks):
         if topology.host_of[before] != topology.host_of[after]:
             ax.axhline(place[before], color="0.3", lw=1, ls=":")
     ax.set(
