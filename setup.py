@@ -18,7 +18,7 @@ def description(readme: str, repository: str | None) -> str:
     picture = r"!\[([^]]*)\]\((?!https?:)([^)]+)\)"
     link = r"\[([^]]*)\]\((?!https?:)([^)]+)\)"
     if repository is None:
-        return re.sub(link, r"\1", re.sub(picture + r"\n*", "", readme))
+        return re.sub(link, r"\1", re.sub(picture + r"\s*", "", readme))
     readme = re.sub(picture, rf"![\1]({repository}/raw/HEAD/\2)", readme)
     return re.sub(link, rf"[\1]({repository}/blob/HEAD/\2)", readme)
 

@@ -13,10 +13,3 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # how long an example takes says nothing on a machine that is busy with other things
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that start processes: `make test-fast` leaves them out."""
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item.module, "run_ranks"):
-            item.add_marker("processes")
