@@ -49,15 +49,18 @@ _METAVARS = {"gib": "GIB", "s": "S"}  # of units at the end of a name
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add all of burst's flags to a parser; a Megatron with our diff has the first one itself."""
-    group = parser.add_argument_group("burst", "context parallelism by BurstAttention")
-    if parser.get_default("context_parallel_impl") is None:
-        group.add_argument(
-            "--context-parallel-impl",
-            choices=["megatron", "burst"],
-            default="megatron",
-            help="burst: BurstAttention over nested rings instead of Megatron's own",
-        )
+    """Add all of burst's flags to a parser."""
+    group = parser.add_argument_group(
+        "burst",
+        "context parallelism by BurstAttention",
+        conflict_handler="resolve",  # a Megatron with our diff has the first one itself
+    )
+    group.add_argument(
+        "--context-parallel-impl",
+        choices=["megatron", "burst"],
+        default="megatron",
+        help="burst: BurstAttention over nested rings instead of Megatron's own",
+    )
     group.add_argument(
         "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"
     )
