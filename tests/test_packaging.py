@@ -6,6 +6,7 @@ the names, versions and requirements of the real ones and nothing in them.
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,21 @@ def test_a_vendors_torch_is_within_the_range_and_numpy_has_none():
     (torch,), (numpy,) = requirements()["torch"], requirements()["numpy"]
     assert torch.specifier.contains(CONTAINERS_TORCH, prereleases=True)
     assert not torch.specifier.contains("2.8.1") and not str(numpy.specifier)
+
+
+def test_nobody_is_told_to_install_what_no_index_has():
+    """The package is installed from a checkout, its extras too."""
+    folders = [ROOT / name for name in ("megatron_burst", "docs", "examples", "scripts", "patches")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    texts = {
+        path: path.read_text() for path in files if path.suffix not in (".png", ".pyc", ".csv")
+    }
+    assert len(texts) > 100
+    named = r"install\W+megatron[-_]burst|megatron[-_]burst\[(te|flash-attn|plots|dev)\]"
+    assert [str(path) for path, text in texts.items() if re.search(named, text)] == []
+    extras = importlib.metadata.metadata("megatron-burst").get_all("Provides-Extra")
+    told = {extra for text in texts.values() for extra in re.findall(r"'\.\[([\w-]+)\]'", text)}
+    assert told and told <= set(extras)
 
 
 UV = """#!/usr/bin/env bash
