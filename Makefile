@@ -6,7 +6,14 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint format clean
+.PHONY: help demo test test-fast gpu-test lint format clean
+
+# Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
+# Megatron, the command line and most real processes, which take most of the time.
+FAST := tests/plan tests/kernels tests/attention tests/recompute tests/loss tests/test_config.py \
+  tests/test_docs.py tests/test_environment.py tests/test_layers.py \
+  --ignore-glob='*/test_processes.py' --ignore=tests/attention/test_refusals.py \
+  --ignore=tests/loss/test_linear.py --ignore=tests/loss/test_memory.py
 
 help: ## print this list
 	@echo "make TARGET [ARGS='...' for the program that it runs] [PYTHON=/path/to/python]"
@@ -19,19 +26,23 @@ demo: ## train a small GPT without and with burst, and compare
 test: ## run the tests, e.g. make test ARGS="-k layout"
 	@$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 
+test-fast: ## run a part of the tests, under 3 minutes
+	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
+
 gpu-test: ## run only the tests that need CUDA GPUs
 	@$(RUN) -m pytest -m gpu $(ARGS)
 
-lint: ## check style and formatting
+lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)
 	@$(RUN) -m ruff format --check $(ARGS)
+	@$(RUN) -m mypy
 
-format: ## mend what lint can mend by itself
+format: ## fix what lint can fix by itself
 	@$(RUN) -m ruff check --fix $(ARGS)
 	@$(RUN) -m ruff format $(ARGS)
 
 clean: ## remove build files and test caches (to start over: rm -rf .venv .cache)
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	@rm -rf .cache/tmp .cache/pytest .cache/ruff .cache/hypothesis
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .cache/tmp .cache/pytest .cache/ruff .cache/mypy .cache/hypothesis
 	@find . \( -name .git -o -name .venv -o -name .cache \) -prune -o \
 	  -name __pycache__ -type d -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """megatron_burst: BurstAttention as the context parallelism of Megatron-LM, without a fork.
 
 Importing the package loads neither torch nor megatron; the names below load what they need.
+`__init__.pyi` has the same names for type checkers.
 """
 
 from megatron_burst.version import __version__

@@ -192,6 +192,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             f"{_WHO}: the calling rank must belong to the group, because each rank passes its own "
             f"rows; got global rank {dist.get_rank()} outside of it; call on its members only"
         )
+    assert group is not None
     return group
 
 

@@ -112,7 +112,7 @@ class BurstConfig:
 
     def _check_ways(self) -> None:
         """Refuse ways inside and between hosts that exclude each other."""
-        fits = {"a2a": ("auto", "a2a"), "flat": ("auto", "ring")}
+        fits: dict[str, tuple[str, ...]] = {"a2a": ("auto", "a2a"), "flat": ("auto", "ring")}
         allowed = fits.get(self.inter, (self.intra,))
         if self.intra not in allowed:
             raise BurstError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with what pyproject.toml asks for, then runs the given command in the checkout:
+# Sets up .venv with what pyproject.toml asks for, in the versions of constraints.txt, then runs the given command in the checkout:
 #
 #     scripts/bootstrap.sh [command [argument...]]
 #
@@ -28,6 +28,7 @@ keep_caches_in_checkout() {
     export PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip}
     export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$cache}
     export MPLCONFIGDIR=${MPLCONFIGDIR:-$cache/matplotlib}
+    export MYPY_CACHE_DIR=${MYPY_CACHE_DIR:-$cache/mypy}
     export RUFF_CACHE_DIR=${RUFF_CACHE_DIR:-$cache/ruff}
     export HYPOTHESIS_STORAGE_DIRECTORY=${HYPOTHESIS_STORAGE_DIRECTORY:-$cache/hypothesis}
     export PYTEST_DEBUG_TEMPROOT=${PYTEST_DEBUG_TEMPROOT:-$cache/pytest}
@@ -135,7 +136,7 @@ find_uv() {
     PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore RUSTUP_HOME=$TMPDIR/rustup \
         "$pip_python" -m pip install "${options[@]}" "uv==$uv_version" >&2 ||
         fail "uv $uv_version must be installable, because it installs everything else; pip could" \
-            "not install it, for the reason above. Put uv on PATH or mend pip's network settings."
+            "not install it, for the reason above. Put uv on PATH or fix pip's network settings."
 }
 
 # Sets pip_python to any Python that has pip: uv's wheel runs with all of them.
@@ -180,7 +181,7 @@ hand_pip_settings_to_uv() {
 
 # What the installed state depends on, as one line.
 fingerprint() {
-    { echo "$root"; cat pyproject.toml setup.py scripts/bootstrap.sh; } | sha256sum
+    { echo "$root"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
 }
 
 is_current() {
@@ -202,10 +203,11 @@ install_packages() {
     [ ! -t 2 ] || quiet= # a terminal gets uv's progress bars
     hand_pip_settings_to_uv
     say "uv installs what pyproject.toml asks for into .venv (several GB the first time)"
-    "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/python -e '.[dev]' >&2 ||
-        fail "the packages that pyproject.toml pins must install into .venv; uv could not install" \
-            "them, for the reason above. Mend that (the network, a full disk, pip's or uv's" \
-            "settings) and run this again."
+    "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/python --constraints constraints.txt \
+        --build-constraints constraints.txt -e '.[dev]' >&2 ||
+        fail "the packages that pyproject.toml and constraints.txt name must install into .venv;" \
+            "uv could not install them, for the reason above. Fix that (the network, a full disk," \
+            "pip's or uv's settings) and run this again."
     fingerprint >"$stamp"
     say "done in $SECONDS s"
 }

@@ -86,14 +86,25 @@ def test_flags_of_the_launchers_exist():
 
 
 def test_the_image_has_the_versions_of_the_project():
+    """Its base is the torch of constraints.txt, and needs no --build-arg."""
+    pins = set((ROOT / "constraints.txt").read_text().splitlines())
+    text = code_of(EXAMPLES / "docker" / "Dockerfile")
+    (torch,) = re.findall(r"^ARG BASE_IMAGE=[\w/]+:([\d.]+)-cuda", text, re.MULTILINE)
+    assert "FROM ${BASE_IMAGE}" in text and f"torch=={torch}" in pins
+    named = set(re.findall(r"[\w-]+==[\w.]+", text))
+    assert named and named <= pins
+
+
+def test_the_image_gets_the_files_that_its_commands_name():
+    text = code_of(EXAMPLES / "docker" / "Dockerfile")
+    copied = {
+        name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()
+    }
+    assert all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {*project["dependencies"], *project["optional-dependencies"]["flash-attn"]}
-    text = (EXAMPLES / "docker" / "Dockerfile").read_text()
-    named = set(
-        re.findall(r"[\w\[\]-]+==[\w.]+", "\n".join(x for x in text.splitlines() if x[:1] != "#"))
-    )
-    assert len(named) > 5 and named <= pins
-    assert re.search(r"^ARG BASE_IMAGE\nFROM \$\{BASE_IMAGE\}$", text, re.MULTILINE)
+    assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} <= copied
+    ran = set(re.findall(r"\b(scripts)/(\w+\.sh)", text))
+    assert ran and all((ROOT / folder / name).exists() and folder in copied for folder, name in ran)
 
 
 def test_files_that_scripts_name_are_there():

@@ -243,7 +243,7 @@ def plot(csvs: Csvs) -> None:
         except ModuleNotFoundError as error:
             raise BurstError(
                 "bench plot: Matplotlib must be installed, because it draws the pictures; got "
-                f"{error}; pip install 'megatron-burst[plots]'"
+                f"{error}; pip install matplotlib"
             ) from None
         for path in draw(rows, csvs[0].with_suffix("")):
             typer.echo(path)

@@ -199,8 +199,8 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
         )
     if picture and find_spec("matplotlib") is None:
         raise BurstError(
-            "plan: --picture needs matplotlib, because it draws; got none installed; install "
-            "megatron-burst[plots], or leave --picture out"
+            "plan: --picture needs matplotlib, because it draws; got none installed; pip "
+            "install matplotlib, or leave --picture out"
         )
 
 

@@ -33,7 +33,10 @@ class TransformerEngine(Autograd):
     @property
     def _missing(self) -> str | None:
         if find_spec("transformer_engine") is None:
-            return "TransformerEngine is not installed; pip install 'megatron-burst[te]'"
+            return (
+                "TransformerEngine is not installed; pip install --no-build-isolation -e '.[te]' "
+                "in megatron_burst's checkout"
+            )
         if self.world.device.type != "cuda":
             return "TransformerEngine runs on CUDA only"
         return None

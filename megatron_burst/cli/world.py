@@ -58,6 +58,9 @@ class World:
 
         Args:
             check: of what concerns rank 0 alone, such as the file that it writes.
+
+        Raises:
+            BurstError: rank 0's, on all ranks.
         """
         refusal = None
         if self.rank == 0:

@@ -10,7 +10,7 @@ import torch
 from megatron_burst.environment import share_kernel_cache
 from megatron_burst.kernels.backends import Capability, QuerySide
 
-_INSTALL = "fa4 comes with: pip install 'megatron-burst[flash-attn]'"
+_INSTALL = "fa4 comes with: pip install -e '.[flash-attn]' in megatron_burst's checkout"
 
 
 class FlashAttention4:

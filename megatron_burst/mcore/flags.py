@@ -50,7 +50,11 @@ _METAVARS = {"gib": "GIB", "s": "S"}  # of units at the end of a name
 
 def add_flags(parser: ArgumentParser) -> None:
     """Add all of burst's flags to a parser."""
-    group = parser.add_argument_group("burst", "context parallelism by BurstAttention")
+    group = parser.add_argument_group(
+        "burst",
+        "context parallelism by BurstAttention",
+        conflict_handler="resolve",  # a Megatron with our diff has the first one itself
+    )
     group.add_argument(
         "--context-parallel-impl",
         choices=["megatron", "burst"],

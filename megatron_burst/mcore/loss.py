@@ -8,6 +8,7 @@ take the same way, in GPTModel and HybridModel alike. Without labels nothing cha
 
 import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -139,6 +140,7 @@ class FusedHead:
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others wait for backward beside it
         )  # fmt: skip
+        assert isinstance(loss, Tensor)  # a pair comes with return_lse only
         return loss.t().contiguous()
 
     def _without_unknown(self, labels: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class FusedHead:
         return torch.where(known, labels, self.options.ignore_index)
 
 
-def fuse_loss(model, config: FusedLossConfig | None = None):
+def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     """Have a model compute its losses without logits; a second time changes nothing.
 
     Args:
@@ -198,16 +200,18 @@ def log_probs_and_entropy(
         loss_mask=None if loss_mask is None else loss_mask.t(),
         options=LossOptions(logit_scale=scale),
     )  # fmt: skip
+    assert found.entropy is not None  # it is computed unless told otherwise
     return TokenLogProbs(found.log_probs.t(), found.entropy.t())
 
 
-def check_model(model) -> None:
+def check_model(model: Any) -> None:
     """Refuse a head that does something else than `hidden @ weight.T`.
 
     Raises:
         BurstError: naming what the model has and what to change.
     """
-    layer, config = getattr(model, "output_layer", None), model.config
+    layer: Any = getattr(model, "output_layer", None)
+    config = model.config
     if type(layer) is not ColumnParallelLinear:
         raise _refusal("the output layer must be Megatron's ColumnParallelLinear, because any "
                        "other computes other logits", type(layer).__name__)  # fmt: skip

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -10,7 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.core_attention import burst_replacements
 
 
-def layer_spec(config, vp_stage: int | None = None):
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """The layer spec that Megatron would use, with burst attention in it.
 
     For `--spec megatron_burst.spec layer_spec --cp-comm-type burst` (Megatron-Core 0.19 or newer).
@@ -60,7 +60,9 @@ def _copy(node: Any, memo: dict[int, Any], replaced: list[type]) -> Any:
         dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
     ):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-        made = dataclasses.replace(node, **{name: copy(value) for name, value in values.items()})
+        made = dataclasses.replace(
+            cast(Any, node), **{name: copy(value) for name, value in values.items()}
+        )
     elif isinstance(node, functools.partial):
         keywords = {name: copy(value) for name, value in node.keywords.items()}
         made = functools.partial(copy(node.func), *map(copy, node.args), **keywords)

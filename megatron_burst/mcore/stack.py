@@ -46,7 +46,7 @@ class Stack:
             raise BurstError(
                 "bench recompute: Megatron's own context parallelism needs TransformerEngine, "
                 "because its local attention holds whole sequences; got none installed; pip "
-                "install 'megatron-burst[te]'"
+                "install --no-build-isolation -e '.[te]' in megatron_burst's checkout"
             )
         self.burst = burst and cp_size > 1
         self._config = _config(widths, cp_size, "burst" if burst else comm_type)

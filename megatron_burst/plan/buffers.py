@@ -57,7 +57,9 @@ def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
     tiles = max(_step_bytes(one, step, in_place) for step in steps)
     came = 0
     if schedule.recalls:  # what they came through in forward stays for the next call
-        came = call.schedule(0, Direction.FORWARD).relay.read_slots
+        forward = call.schedule(0, Direction.FORWARD)
+        assert isinstance(forward, GatherSchedule)
+        came = forward.relay.read_slots
     return slots + _relay_bytes(shape, schedule, came) + tiles
 
 

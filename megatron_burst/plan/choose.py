@@ -54,7 +54,7 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
     )
     if asked != "auto":
         return Choice(Circulate(asked), f"asked for; {figures}")
-    return Choice(min(cost, key=cost.get), figures)
+    return Choice(min(cost, key=cost.__getitem__), figures)
 
 
 def choose_intra(
@@ -160,6 +160,7 @@ def choose_transfer(
     """
     if asked == "send":
         return Choice("send", "asked for")
+    cannot: str | None
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
     elif topology.spans_hosts:

@@ -131,7 +131,8 @@ def _share(how: str, cp_size: int) -> float:
 
 def rows_between_hosts(moves: Sequence[Move], topology: Topology) -> int:
     """Rows that the busiest rank sends to other hosts, or receives from there."""
-    sent, received = Counter(), Counter()
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for move in moves:
         if topology.host_of[move.source] != topology.host_of[move.dest]:
             sent[move.source] += len(move.rows)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_burst.plan.mask import Mask, Tile
 from megatron_burst.plan.schedule import Cargo, Hop, Schedule, Step
@@ -87,10 +88,10 @@ def save_picture(panels: Sequence[Sequence[Schedule]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_panel(ax, schedules: Sequence[Schedule], columns: int, with_legend: bool) -> None:
+def _draw_panel(ax: Any, schedules: Sequence[Schedule], columns: int, with_legend: bool) -> None:
     topology = schedules[0].topology
     order = [rank for row in topology.grid for rank in row]
-    height = {rank: -place for place, rank in enumerate(order)}
+    height: dict[int, float] = {rank: -place for place, rank in enumerate(order)}
     for schedule in schedules:
         for index, step in enumerate(schedule.steps):
             _draw_step(ax, step, schedule, index, height[schedule.cp_rank])
@@ -117,7 +118,7 @@ def _draw_panel(ax, schedules: Sequence[Schedule], columns: int, with_legend: bo
         )
 
 
-_STYLES = {
+_STYLES: dict[tuple[Link, Cargo], dict[str, Any]] = {
     (Link.INTRA, Cargo.READ): {"color": "#1f5fa8", "lw": 1.1, "ls": "-"},
     (Link.INTER, Cargo.READ): {"color": "#c2410c", "lw": 2.0, "ls": "-"},
     (Link.INTRA, Cargo.GRAD): {"color": "#1f5fa8", "lw": 1.1, "ls": (0, (3, 2))},
@@ -125,12 +126,13 @@ _STYLES = {
 }
 
 
-def _draw_step(ax, step: Step, schedule: Schedule, index: int, y: float) -> None:
+def _draw_step(ax: Any, step: Step, schedule: Schedule, index: int, y: float) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    size, home = schedule.topology.cp_size, step.owner is None
-    color = "0.93" if home else colormaps["turbo"](0.1 + 0.8 * step.owner / max(size - 1, 1))
+    size, owner = schedule.topology.cp_size, step.owner
+    home = owner is None
+    color = "0.93" if owner is None else colormaps["turbo"](0.1 + 0.8 * owner / max(size - 1, 1))
     box = FancyBboxPatch(
         (index - 0.3, y - 0.22), 0.6, 0.44, boxstyle="round,pad=0.02", fc=color, ec="none",
         alpha=1 if home else 0.4, zorder=2,
@@ -145,7 +147,7 @@ def _draw_step(ax, step: Step, schedule: Schedule, index: int, y: float) -> None
     ax.text(index, y, label, ha="center", va="center", fontsize=7.5, zorder=4, bbox=paper)
 
 
-def _draw_hop(ax, hop: Hop, schedule: Schedule, index: int, height: dict[int, float]) -> None:
+def _draw_hop(ax: Any, hop: Hop, schedule: Schedule, index: int, height: dict[int, float]) -> None:
     style = _STYLES[_link(hop, schedule), hop.cargo]
     read = hop.cargo is Cargo.READ  # used in the step after it lands; a gradient in that step
     lift, shift = (0.1, 0) if read else (-0.1, -1)

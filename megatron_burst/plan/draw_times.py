@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_burst.plan.simulate import Span, Timeline
 from megatron_burst.plan.topology import Topology
@@ -70,7 +72,7 @@ def save_timelines(panels: Sequence[Panel], topology: Topology, path: Path) -> N
     figure.savefig(path, dpi=100)
 
 
-def _draw_panel(ax, panel: Panel, ranks: Sequence[int], topology: Topology) -> None:
+def _draw_panel(ax: Any, panel: Panel, ranks: Sequence[int], topology: Topology) -> None:
     import numpy
     from matplotlib.collections import PolyCollection
 
@@ -82,9 +84,10 @@ def _draw_panel(ax, panel: Panel, ranks: Sequence[int], topology: Topology) -> N
         bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
         colours.append(_COLOURS[_kind(span)][span.round % 2])
     # one artist: there are tens of thousands of spans
-    every = PolyCollection(numpy.array(bars), facecolors=colours, linewidth=0)
+    corners: Any = numpy.array(bars)  # its types name sequences only
+    every = PolyCollection(corners, facecolors=colours, linewidth=0)
     ax.add_collection(every, autolim=False)
-    for before, after in zip(ranks, ranks[1:], strict=False):
+    for before, after in pairwise(ranks):
         if topology.host_of[before] != topology.host_of[after]:
             ax.axhline(place[before], color="0.3", lw=1, ls=":")
     ax.set(

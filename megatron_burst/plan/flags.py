@@ -19,7 +19,7 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> dict[s
         strategy: how it is dealt out.
         host_bytes: pinned memory of a host, of `Memory.host`.
     """
-    flags = {
+    flags: dict[str, int | str] = {
         "--seq-length": job.seq,
         "--max-position-embeddings": job.seq,
         "--micro-batch-size": 1,
@@ -56,7 +56,10 @@ def _recompute_flags(job: Job, strategy: Strategy) -> dict[str, int | str]:
     if strategy.recompute == "selective":
         modules = "mlp moe" if job.model.experts else "mlp"  # "mlp" leaves layers of experts alone
         return {"--recompute-granularity": "selective", "--recompute-modules": modules}
-    flags = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
+    flags: dict[str, int | str] = {
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+    }
     flags["--recompute-num-layers"] = 1
     if strategy.keep != "none":
         flags["--burst-keep"] = strategy.keep

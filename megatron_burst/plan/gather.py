@@ -169,7 +169,9 @@ def _reads(
     users: list[set[Meeting]] = [set() for _ in range(gathers[-1] + 1)]
     for gather, met in zip(gathers, meetings, strict=True):
         users[gather].add(met)
-    alike = {frozenset(some): {} for some in users}
+    alike: dict[frozenset[Meeting], dict[int, tuple[Piece, ...]]] = {
+        frozenset(some): {} for some in users
+    }
     for some, reads in alike.items():
         for rank in ranks:
             pieces = {piece for met in some for piece in met.needed[rank]}

@@ -37,7 +37,7 @@ class Meeting:
     """
 
     keys: tuple[Piece, ...]
-    tiles: tuple[tuple[Tile, ...], ...]
+    tiles: tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]
     needed: Mapping[int, tuple[Piece, ...]]
     leaves: Mapping[int, tuple[Leaf, ...]]
     share_rows: int
@@ -81,7 +81,7 @@ class Tiling:
     def _meeting(self, visit: Visit, first: bool, last: bool) -> Meeting:
         here = self.visits[0]
         queries, keys = sides(here, visit, self.circulate)
-        tiles = {}
+        tiles: dict[int, tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]] = {}
         for rank in self.ranks:
             of_rank = [(piece, before) for piece, before in queries if piece.holder == rank]
             if visit is here:
@@ -103,7 +103,7 @@ class Tiling:
 
     def _own_tiles(
         self, queries: Sequence[Piece], alone: bool, first: bool, last: bool
-    ) -> tuple[tuple[Tile, ...], ...]:
+    ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
         """Tiles of a rank with its own host's keys: before they are there, over and after them."""
         if self.mask is Mask.FULL or alone:
             every = Span(0, queries[-1].rows.stop), Span(0, self.visits[0].pieces[-1].whole.stop)

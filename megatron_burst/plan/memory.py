@@ -91,7 +91,7 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
     """
     model, layers = job.model, stage_layers(job.model, strategy)
     moe = min(layers, model.moe_layers)
-    dense = layers * model.attention_params + (layers - moe) * model.dense_params
+    dense: float = layers * model.attention_params + (layers - moe) * model.dense_params
     dense += moe * model.shared_params
     dense += model.embedding_params * (2 if strategy.pp == 1 and not model.tied else 1)
     dense /= strategy.tp

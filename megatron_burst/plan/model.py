@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megatron_burst.errors import BurstError
 
@@ -163,8 +164,8 @@ class Model:
 
 
 def _llama(
-    name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more
-):
+    name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more: Any
+) -> Model:
     return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
 
 

@@ -84,7 +84,7 @@ class _Sizes:
         if value is None and default is not None:
             return default
         try:
-            number = int(value)
+            number = -1 if value is None else int(value)
         except (TypeError, ValueError):
             number = -1
         if value is None or number < 0 or isinstance(value, bool):
@@ -145,8 +145,9 @@ def megatron_arguments(text: str) -> dict[str, Any]:
         line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
         words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
         for word, after in pairwise([*words, ""]):
-            flag, equals, value = word.lstrip("(").partition("=")
+            flag, equals, text = word.lstrip("(").partition("=")
             if flag.startswith("--"):
+                value: str | bool = text
                 if not equals:
                     value = True if after.startswith("--") or not after else after
                 arguments[_key(flag.lstrip("-").rstrip(")"))] = value

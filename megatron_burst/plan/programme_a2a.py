@@ -32,7 +32,8 @@ class _Exchange:
     run: Callable
 
     def operations(self) -> list[Op]:
-        relay, sent = self.schedule.relay, []
+        relay = self.schedule.relay
+        sent: list[int] = []  # the round whose results are under way, if one is
         ops = self._post("there", 0)
         for index, leg in enumerate(relay.legs):
             if relay.is_first(index):
@@ -74,7 +75,7 @@ class _Exchange:
         if round_ >= len(self.schedule.rounds):
             return []
         num_bytes = self._num_bytes(what, round_)
-        posts = [
+        posts: list[Op] = [
             carried((what, round_, link), link, share * num_bytes, self.schedule.ranks, self.pulled)
             for link, share in exchange_shares(self.schedule).items()
         ]

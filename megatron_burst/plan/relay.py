@@ -126,7 +126,7 @@ class _Programme:
         self.at = {step: index for index, step in enumerate(order)}
         self.reads: dict[int, list[Hop]] = defaultdict(list)
         self.grads: dict[int, list[Hop]] = defaultdict(list)
-        self.homecomings: dict[int, list[Homecoming]] = defaultdict(list)
+        self.homecomings: dict[int, list[Homecoming]] = {}
         self.slot: dict[tuple[int, int], int] = {}
         self.grad_slot: dict[tuple[int, int], int] = {}
         self.read_pool, self.grad_pool = SlotPool(), SlotPool()
@@ -175,7 +175,8 @@ class _Programme:
         return self.at[round_ - 1, self.hosts - 1] if round_ else 0
 
     def lay_grads(self) -> None:
-        waiting = {}
+        waiting: dict[int, int] = {}
+        coming: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (round, buffer) by turn
         for index, step in enumerate(self.order):
             round_, away = step
             if away <= 1 and self.hosts > 1:
@@ -191,13 +192,13 @@ class _Programme:
                     self.grad_slot[round_, away + 1] = target
                 else:
                     self.grad_pool.free_after(target, lands)
-                    self.homecomings[lands].append((round_, target))
-            for round_home, _ in self.homecomings[index]:
+                    coming[lands].append((round_, target))
+            for round_home, _ in coming[index]:
                 self.grad_pool.free_after(waiting[round_home], index)
             self.grad_pool.end_of(index)
         self.homecomings = {
-            index: [Homecoming(round_, waiting[round_], target) for round_, target in coming]
-            for index, coming in self.homecomings.items()
+            index: [Homecoming(round_, waiting[round_], target) for round_, target in some]
+            for index, some in coming.items()
         }
 
     def _arrives(self, round_: int, away: int, index: int) -> int:

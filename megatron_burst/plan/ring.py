@@ -116,7 +116,7 @@ class _Programme:
             owner=owner,
             slot=self.slot.get(number, HOME),
             hops=tuple(self.hops[number]),
-            tiles=live(owner) if visited else (),
+            tiles=() if owner is None else live(owner),
             grad_slot=self.grad_slot.get(number),
             fresh=number in self.fresh,
             joins=tuple(self.joins[number]),
@@ -153,9 +153,10 @@ class _Programme:
         )
 
     def lay_read_ring(self) -> None:
-        held = HOME
+        held: int | None = HOME
         for round_ in range(self.topology.inter_size):
             first, last = self.span_of(round_)
+            assert held is not None  # the row before took it for this one
             next_round = None
             if round_ < self.topology.inter_size - 1:
                 next_round = self.read_pool.take()
@@ -183,7 +184,7 @@ class _Programme:
                 self.grad_pool.free_after(older, last)
                 row_sum = older
             slot = self._lay_grad_row(max(first, 1), last)
-            if row_sum is not None:
+            if row_sum is not None and slot is not None:
                 self.joins[last].append(Join(slot, row_sum))
             if round_ == 0:
                 waiting = slot
@@ -211,11 +212,11 @@ class _Programme:
         if row_sum is not None:
             total = self.grad_pool.take()
             self.post(step, Link.INTER, Cargo.GRAD, step - 1, (row_sum, total), step)
-            self.joins[step].append(Join(HOME, total) if places == 1 else Join(total, waiting))
+            self.joins[step].append(Join(HOME, total) if waiting is None else Join(total, waiting))
             self.grad_pool.free_after(row_sum, step)
             self.grad_pool.end_of(step)
             step += 1
-        if places > 1:
+        if total is not None and places > 1:
             own = self.grad_pool.take()
             self.post(step, Link.INTRA, Cargo.GRAD, places - 1, (total, own), step)
             self.joins[step].append(Join(HOME, own))

@@ -5,21 +5,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
-from megatron_burst.plan.strategy import Job, Strategy, least_multiple, misfit, misfit_of
+from megatron_burst.plan.strategy import Job, Keep, Strategy, least_multiple, misfit, misfit_of
 from megatron_burst.plan.units import nearest_multiples
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
+_KEEPS: tuple[Keep, ...] = ("none", "half", "all")
 _POLICIES = (
     Strategy(recompute="none"),
     Strategy(recompute="selective"),
     *(
         Strategy(recompute="full", keep=keep, offload=offload, offload_inputs=inputs)
-        for keep, offload, inputs in product(("none", "half", "all"), (False, True), (False, True))
+        for keep, offload, inputs in product(_KEEPS, (False, True), (False, True))
         if offload <= (keep != "none")
     ),
 )
@@ -75,7 +77,7 @@ def _look_at(job: Job, strategy: Strategy) -> Candidate:
 
 
 @lru_cache(maxsize=8)
-def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candidate, ...]:
+def search(job: Job, fixed: tuple[tuple[str, Any], ...] = ()) -> tuple[Candidate, ...]:
     """All candidates, the fastest first, then what does not fit, the nearest to fitting first.
 
     Args:
@@ -89,14 +91,15 @@ def search(job: Job, fixed: tuple[tuple[str, object], ...] = ()) -> tuple[Candid
     asked = {name: value for name, value in fixed if name not in SIZES}
     wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in asked.items())]
     for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
-        policies = [replace(policy, **_sizes(layout)) for policy in wanted]
+        sizes: dict[str, Any] = _sizes(layout)
+        policies = [replace(policy, **sizes) for policy in wanted]
         found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]
     if not found:
         raise BurstError(_nothing(job, dict(fixed)))
     return tuple(sorted(found, key=_rank))
 
 
-def _nothing(job: Job, fixed: dict[str, object]) -> str:
+def _nothing(job: Job, fixed: dict[str, Any]) -> str:
     """Why nothing makes up a job; a length alone that is in the way is named."""
     sizes = {name: value for name, value in fixed.items() if name in SIZES}
     if why := _uneven(job, sizes):
@@ -184,7 +187,7 @@ def loses(one: Candidate, best: Candidate) -> str:
         return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
     if one.host_over_gib:
         return f"out of host memory by {one.host_over_gib:.0f} GiB a host"
-    if one is best or not best.time:
+    if one is best or not one.time or not best.time:
         return "the best"
     theirs, ours = dict(one.time.parts), dict(best.time.parts)
     extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.operations import Compute, Op, Post, Wait
@@ -114,15 +115,15 @@ class _World:
         """The next operation of every rank; all are of one kind."""
         first = next(iter(ops.values()))
         if isinstance(first, Post):
-            self._transfer(ops)
+            self._transfer(cast("Mapping[int, Post]", ops))
             return
         for rank, op in ops.items():
             if isinstance(op, Wait):
                 self._wait(rank, op)
-            else:
+            elif isinstance(op, Compute):
                 self._compute(rank, op)
 
-    def _write(self, *span) -> None:
+    def _write(self, *span: Any) -> None:
         if self._with_spans:
             self.spans.append(Span(*span))
 
@@ -157,6 +158,7 @@ class _World:
 
     def _transfer(self, ops: Mapping[int, Post]) -> None:
         ready = {rank: self._ready(rank, op) for rank, op in ops.items()}
+        came: dict[int | None, tuple[float, float]]
         came = {rank: self._receive(rank, op, ready) for rank, op in ops.items()}
         for rank, op in ops.items():
             start, stop = came[rank]
@@ -175,8 +177,8 @@ class _World:
     def _receive(self, rank: int, op: Post, ready: Mapping[int, float]) -> tuple[float, float]:
         """When a transfer to a rank starts and stops; who is not simulated is ready with it."""
         sources = (op.ranks or ready) if op.source is None else (op.source,)
-        ports = [(rank, op.link, "in")]
-        if op.source in ready:
+        ports: list[tuple[int, Link, str]] = [(rank, op.link, "in")]
+        if op.source is not None and op.source in ready:
             ports.append((op.source, op.link, "out"))
         free = [self._port[port] for port in ports]
         start = max([ready[rank], *(ready[one] for one in sources if one in ready), *free])

@@ -1,6 +1,6 @@
 """Time of a training step: attention simulated, the rest counted, pipeline bubbles included."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -63,14 +63,14 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
     micro_batches = job.batch // strategy.dp
     layers = stage_layers(job.model, strategy)
-    one: Counter[str] = Counter()
+    one: dict[str, float] = defaultdict(float)
     for part, seconds in layer_parts:
         one[part] = seconds * layers
     one[HEAD] = _head_seconds(job, strategy)
     if strategy.pp > 1:
         one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
     stage = sum(one.values())
-    parts = Counter({part: seconds * micro_batches for part, seconds in one.items()})
+    parts = defaultdict(float, {part: each * micro_batches for part, each in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
     parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
     seconds = sum(parts.values())
@@ -116,9 +116,9 @@ class _Layer:
     def _matmul(self, params: float) -> float:
         return self._timer.matmul(2 * params * self._tokens / self._strategy.tp)
 
-    def parts(self) -> Counter[str]:
+    def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        parts: Counter[str] = Counter()
+        parts: dict[str, float] = defaultdict(float)
         replay = self._replay()
         for direction, timeline in self._passes.items():
             times = 1 + (replay if direction is Direction.FORWARD else 0)

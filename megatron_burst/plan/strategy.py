@@ -183,10 +183,11 @@ def _dp_misfit(job: Job, dp: int) -> str | None:
 
 
 def _ep_misfit(job: Job, ep: int) -> str | None:
-    if ep > 1 and not job.model.experts:
+    experts = job.model.experts
+    if ep > 1 and not experts:
         return f"EP {ep} needs experts, and {job.model.name} has none"
-    if ep > 1 and job.model.experts.count % ep:
-        return f"EP {ep} does not divide {job.model.experts.count} experts"
+    if experts and experts.count % ep:
+        return f"EP {ep} does not divide {experts.count} experts"
     return None
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,7 +23,7 @@ def as_tables(value: object) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _write(value: object, title: str, lines: list[str]) -> None:
+def _write(value: Any, title: str, lines: list[str]) -> None:
     """Lines of a dataclass or of a mapping of texts, and of the tables in it."""
     pairs = value if isinstance(value, Mapping) else {
         f.name: getattr(value, f.name) for f in fields(value)
@@ -41,7 +41,7 @@ def _write(value: object, title: str, lines: list[str]) -> None:
             _write(one, name, lines)
 
 
-def _values(table: object) -> list[object]:
+def _values(table: Any) -> list[object]:
     return [getattr(table, f.name) for f in fields(table)]
 
 
@@ -62,7 +62,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def nearest(word: str, names: object) -> str:
+def nearest(word: str, names: Iterable[str]) -> str:
     """ ", did you mean ...?" or nothing."""
     close = get_close_matches(word, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
@@ -132,7 +132,7 @@ class TomlFile:
     def _value(self, kind: Any, value: Any, where: str) -> Any:
         if kind is Curve:
             return self._curve(value, where)
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             return self._read(kind, value, where)
         if get_origin(kind) is tuple:
             if not isinstance(value, list) or not value:

@@ -126,7 +126,7 @@ def in_frames(forward):
 def _with_contexts(generator):
     def generate(fn, preserve_rng_state, context_fn, *args, **options):
         def contexts():
-            frame = Frame()
+            frame: Frame[Any] = Frame()
             return tuple(_Both(context, frame) for context in context_fn())
 
         return generator(fn, preserve_rng_state, contexts, *args, **options)

@@ -20,7 +20,7 @@ class Saved:
             its place in memory, as it reaches beyond it (q, k and v in one buffer).
     """
 
-    __slots__ = ("tensor", "role", "index", "needs", "_view")
+    __slots__ = ("_view", "index", "needs", "role", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()
@@ -31,7 +31,7 @@ class Saved:
         shape, stride, offset = geometry(self.tensor)
         same = shape == tuple(base.shape) and stride == base.stride()
         first = offset - base.storage_offset()
-        inside = 0 <= first and first + extent(self.tensor) <= extent(base)
+        inside = first >= 0 and first + extent(self.tensor) <= extent(base)
         self.needs = 1 if same and not first else 2 if inside else 3
         self._view = None if self.needs == 1 else (shape, stride, first)
         self.tensor = None

@@ -68,7 +68,7 @@ def h200(**changes: str) -> str:
         "gpus": "\n".join(gpu_line(i) for i in range(8)),
         "processes": "",
         "topology": matrix(18, H200_NICS, on_h200),
-        "nvlink": nvlink({i: 18 for i in range(8)}),
+        "nvlink": nvlink(dict.fromkeys(range(8), 18)),
         "hcas": "\n".join(
             [
                 *(hca_line(name) for name in H200_NICS[:-1]),

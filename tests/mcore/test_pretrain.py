@@ -1,4 +1,4 @@
-"""A pretrain script of Megatron's kind under torchrun, by each of the three doors, from end to end.
+"""A pretrain script of Megatron's kind under torchrun, by each of the four doors, from end to end.
 
 Catches what no part shows alone: flags that do not reach the layers, patches that come too late,
 ranks that build other models. The truth is the same script at CP=1 without burst.
@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.mcore.patched import patch_megatron
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 FLAGS = """
@@ -51,6 +53,7 @@ RUNS = {  # ranks, what torchrun starts, its flags
     ),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
     "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-plan plan.json"),
+    "diff": (2, [str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-circulate kv"),
 }
 
 
@@ -60,12 +63,14 @@ def started(name: str, folder: Path) -> subprocess.Popen:
     folder.mkdir()
     (folder / "own_script.py").write_text(OWN_SCRIPT)
     (folder / "plan.json").write_text(json.dumps({"flags": PLAN}))
+    path = [str(patch_megatron(folder))] if name == "diff" else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={ranks}", *program, *FLAGS, *flags.split()]
     with (folder / "output.txt").open("w") as output:
         return subprocess.Popen(
             [*command, "--step-log", "steps.jsonl"], cwd=folder, stdout=output, stderr=output,
-            start_new_session=True, env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])},
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(SCRIPT.parents[1])])},
         )  # fmt: skip
 
 
@@ -104,6 +109,7 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
         ("launcher", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
         ("spec", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
         ("import", "gained by fewer kernel calls); circulate q (asked for"),
+        ("diff", "gained by fewer kernel calls); circulate kv (asked for"),
     ],
 )
 def test_every_step_has_the_loss_and_gradient_norm_of_the_run_without_burst(runs, name, said):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +104,7 @@ def test_a_pass_is_at_least_its_kernels_and_each_of_its_links(call, direction):
         lanes.setdefault((span.rank, span.lane), []).append(span)
     for spans in lanes.values():  # a lane does one thing at a time
         spans.sort(key=lambda span: span.start)
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in pairwise(spans):
             assert after.start >= before.stop - 1e-9
 
 

@@ -222,10 +222,11 @@ def test_predictions_of_lengths_that_were_not_fitted_are_near():
 
 def test_published_set_ups_are_planned_near_what_was_published():
     published = _module("published")
-    errors = []
-    for row in published.PUBLISHED:
-        if row.tokens:
-            errors.append(abs(published.predicted(row).time.tokens_per_gpu / row.tokens - 1))
+    errors = [
+        abs(published.predicted(row).time.tokens_per_gpu / row.tokens - 1)
+        for row in published.PUBLISHED
+        if row.tokens
+    ]
     assert median(errors) < 0.1 and max(errors) < 0.25
 
 

@@ -142,10 +142,10 @@ def test_each_gradient_comes_home_once_with_every_hosts_share(case):
         for rank, one in enumerate(every):
             for hop in one.legs[index].grads if index < steps else ():
                 buffers[rank].fill(hop.to_slot, None, index, hop.lands)
-    everyone = Counter({host: 1 for host in range(topology.inter_size)})
+    everyone = Counter(dict.fromkeys(range(topology.inter_size), 1))
     assert not under_way
     for found in home:
-        assert found == {i: everyone for i in range(rounds)}
+        assert found == dict.fromkeys(range(rounds), everyone)
 
 
 def came_home(one, round_):

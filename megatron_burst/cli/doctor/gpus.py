@@ -84,9 +84,7 @@ def check_state(survey: Survey) -> list[Check]:
     mixed = Status.WARN if len(kinds) > 1 else Status.OK
     change = "give a job GPUs of one kind: the slowest sets the pace" if len(kinds) > 1 else ""
     found = [Check("gpus", mixed, what, change)]
-    for check in (_ecc, _clocks, _modes, _memory):
-        found.append(check(gpus, survey))
-    return found
+    return found + [check(gpus, survey) for check in (_ecc, _clocks, _modes, _memory)]
 
 
 def _ecc(gpus: list[Gpu], survey: Survey) -> Check:

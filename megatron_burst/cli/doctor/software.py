@@ -69,7 +69,7 @@ def check_backends() -> Check:
     if not live:
         return Check("backends", Status.FAIL, what, "install a torch with attention kernels")
     if problem.arch in _FOR_FA4 and "fa4" not in live:
-        change = "pip install 'megatron-burst[flash-attn]': the fastest kernel on this GPU"
+        change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
         return Check("backends", Status.WARN, what, change)
     return Check("backends", Status.OK, what)
 

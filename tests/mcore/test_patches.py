@@ -1,0 +1,108 @@
+"""The diff for people who keep a Megatron-LM of their own. It trains in test_pretrain.py.
+
+Catches a diff that no longer applies, that touches more than Megatron's parser, and doors that
+collide: a patched Megatron may be started by `python -m megatron_burst` too.
+"""
+
+import difflib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.errors import BurstError
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore.patched import DIFF, patch_megatron
+from tests.ranks import run_ranks
+
+MODULE = "megatron.training.arguments"
+FLAGS = "--context-parallel-impl burst --burst-circulate q --burst-keep all --burst-fused-loss"
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    return patch_megatron(tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.fixture(scope="module")
+def module(patched):
+    return patched / "megatron" / "training" / "arguments.py"
+
+
+def replaced_by(path):
+    """The patched module, in place of the installed one."""
+    import megatron.training
+
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = megatron.training.arguments = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def parsed(rank, path, flags, other_door=False, package=True, validate=False):
+    """What the patched Megatron makes of flags: some of its arguments, or the error's kind."""
+    arguments = replaced_by(path)
+    if other_door:
+        from megatron_burst.mcore import launch
+
+        launch.prepare(sys.argv)
+    if not package:
+        for name in [name for name in sys.modules if name.split(".")[0] == "megatron_burst"]:
+            del sys.modules[name]
+        importlib.util.find_spec = lambda name: None
+    sys.argv = ["pretrain_gpt.py", *flags.split()]
+    try:
+        args = arguments.parse_args()
+        if validate:
+            arguments.validate_args(args)
+    except (AssertionError, SystemExit, ValueError) as error:
+        return type(error).__name__, str(error)
+    return args.context_parallel_impl, getattr(args, "burst_keep", None)
+
+
+def outcome(*arguments, **options):
+    ((kind, what),) = run_ranks(parsed, 1, *arguments, *options.values())
+    return kind, what
+
+
+def test_the_diff_touches_megatrons_parser_only_and_adds_what_it_shows(module):
+    from megatron.training import arguments
+
+    assert [line for line in DIFF.read_text().splitlines() if line.startswith("+++ ")] == [
+        "+++ b/megatron/training/arguments.py"
+    ]
+    before = Path(arguments.__file__).read_text().splitlines()
+    after = module.read_text().splitlines()
+    changes = list(difflib.unified_diff(before, after, n=0))[2:]
+    changes = [line for line in changes if not line.startswith("@@")]
+    assert all(line[0] == "+" for line in changes) and 10 < len(changes) < 25
+
+
+def test_it_can_be_taken_out_again(patched):
+    command = ["git", "apply", "--reverse", "--check", str(DIFF)]
+    assert subprocess.run(command, cwd=patched, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("other_door", [False, True])
+def test_megatrons_own_parser_takes_all_of_bursts_flags(module, other_door):
+    """Also where another door has added them before."""
+    assert outcome(module, FLAGS, other_door=other_door) == ("burst", "all")
+
+
+def test_what_burst_cannot_do_is_refused_as_by_every_door(module):
+    flags = f"{FLAGS} --context-parallel-size 2 --attention-dropout 0.1"
+    kind, what = outcome(module, flags, other_door=False, package=True, validate=True)
+    assert kind == BurstError.__name__ and "attention_dropout=0.1" in what
+
+
+def test_without_the_package_burst_is_refused_and_nothing_else(module):
+    alone = {"other_door": False, "package": False}
+    assert outcome(module, "", **alone) == ("megatron", None)
+    kind, what = outcome(module, "--context-parallel-impl burst", **alone, validate=True)
+    assert kind == "AssertionError" and "needs the package megatron_burst" in what
+    kind, what = outcome(module, "", **alone, validate=True)
+    assert kind == "AssertionError" and "megatron_burst" not in what  # it wants the model's sizes
+    assert outcome(module, "--burst-keep all", **alone) == ("SystemExit", "2")

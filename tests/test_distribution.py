@@ -1,0 +1,151 @@
+"""What is built from a checkout: an sdist whose tests run, a wheel with its types and its data.
+
+Catches a file that the checkout has and users have not.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+import megatron_burst
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist", "demo")
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A function that builds the sdist or the wheel from a copy of the checkout."""
+    folder = tmp_path_factory.mktemp("built") / "checkout"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copy(ROOT / ".pre-commit-config.yaml", folder)
+
+    def build(what):
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD, what], cwd=folder, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return folder / "dist" / done.stdout.split()[-1]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def sdist(built, tmp_path_factory):
+    """The folder in the sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(built("build_sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    with zipfile.ZipFile(built("build_wheel")) as archive:
+        yield archive
+
+
+def test_the_tests_of_the_sdist_run(sdist):
+    """From its own files: the installed checkout is not on the way."""
+    chosen = ["tests/plan/test_layout_and_mask.py", "tests/test_layers.py", "tests/test_docs.py"]
+    code = "import megatron_burst, pytest, sys; print(megatron_burst.__file__, flush=True);"
+    code += "sys.exit(pytest.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *chosen], cwd=sdist,
+        env=os.environ | {"PYTHONPATH": str(sdist)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and int(re.findall(r"(\d+) passed", done.stdout)[0]) > 100, (
+        done.stdout + done.stderr
+    )
+    assert done.stdout.startswith(f"{sdist}/megatron_burst/__init__.py")
+
+
+def test_the_sdist_has_what_make_and_contributors_need(sdist):
+    def files(folder):
+        found = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+        return {str(p) for p in found if "__pycache__" not in p.parts}
+
+    there = files(sdist)
+    for name in ("benchmarks", "docs", "examples", "patches", "scripts", "tests", "megatron_burst"):
+        assert files(ROOT / name) <= {p.partition("/")[2] for p in there if p.startswith(name)}, (
+            name
+        )
+    files_of_root = {p.name for p in ROOT.iterdir() if p.is_file() and p.name[0] != "."}
+    assert files_of_root | {".pre-commit-config.yaml"} <= there
+
+
+def test_the_wheel_has_the_package_its_types_and_its_data_and_nothing_else(wheel):
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = ROOT / "megatron_burst"
+    kinds = ("*.py", "*.pyi", "*.toml", "*.md", "py.typed")
+    there = {str(p.relative_to(ROOT)) for kind in kinds for p in package.rglob(kind)}
+    assert names == there and {"megatron_burst/py.typed", "megatron_burst/__init__.pyi"} <= names
+
+
+def test_what_an_index_would_show(wheel):
+    """Nothing in it is relative, as an index has no files beside it."""
+    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    shown = message_from_bytes(wheel.read(name))
+    text = shown.get_payload()
+    assert shown["Author"] == "The megatron_burst authors" and shown["Keywords"].count(",") > 3
+    assert shown["License-Expression"] == "Apache-2.0" and len(shown.get_all("Project-URL")) > 1
+    assert shown["Description-Content-Type"] == "text/markdown" and "# megatron_burst" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
+
+
+def test_with_a_repository_the_description_points_there():
+    source = ast.parse((ROOT / "setup.py").read_text())
+    source.body = [node for node in source.body if not isinstance(node, ast.If)]
+    names = {"__file__": str(ROOT / "setup.py")}
+    exec(compile(source, "setup.py", "exec"), names)
+    readme = "![A](docs/a.png) [b](docs/b.md#c) [d](https://d.org) ![e](https://e.org/e.png)"
+    assert names["description"](readme, "https://r.org/x") == (
+        "![A](https://r.org/x/raw/HEAD/docs/a.png) [b](https://r.org/x/blob/HEAD/docs/b.md#c) "
+        "[d](https://d.org) ![e](https://e.org/e.png)"
+    )
+    assert names["description"](readme, None) == "b [d](https://d.org) ![e](https://e.org/e.png)"
+
+
+def test_pictures_of_the_readme_exist():
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(pictures) > 3 and all((ROOT / name).is_file() for name in pictures)
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [megatron_burst.__version__]
+    assert all(url in citation for url in project["urls"].values())
+
+
+def test_public_names_have_types(tmp_path):
+    """Catches names that checkers do not see: loaded on use, they would all be Any."""
+    names = [name for name in megatron_burst.__all__ if name != "__version__"]
+    stub = ast.parse((ROOT / "megatron_burst" / "__init__.pyi").read_text())
+    aliases = [alias for node in stub.body for alias in node.names]
+    assert {alias.name for alias in aliases} == set(megatron_burst.__all__)
+    code = ["import megatron_burst", *(f"reveal_type(megatron_burst.{name})" for name in names)]
+    (tmp_path / "user.py").write_text("\n".join([*code, "megatron_burst.BurstConfig(hosts='2')"]))
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--follow-imports", "silent"]
+    output, errors, _ = api.run([*options, str(tmp_path / "user.py")])
+    kinds = re.findall(r'Revealed type is "(.*)"', output)
+    assert len(kinds) == len(names) and not errors, output + errors
+    assert not any(kind in ("Any", "builtins.object") for kind in kinds), output
+    assert re.findall(r"user\.py:\d+: error: (.*)", output) == [
+        'Argument "hosts" to "BurstConfig" has incompatible type "str"; expected "int | None"  '
+        "[arg-type]"
+    ]

@@ -1,0 +1,238 @@
+"""Installing: a container's torch stays, what is missing comes, and what is built is complete.
+
+Everything is installed for real, by pip without a network, from wheels made here: stand-ins with
+the names, versions and requirements of the real ones and nothing in them.
+"""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+CONTAINERS_TORCH = "2.11.0a0+abc123.nv25"
+BUILDS = ["pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"]
+# A newer torch and NumPy are at hand, which nothing may take.
+INDEX = {
+    "torch": ("2.13.0", []),
+    "numpy": ("2.9.0", []),
+    "megatron-core": ("0.19.7", ["torch>=2.6.0", "numpy"]),
+    "einops": ("0.8.9", []),
+    "rich": ("15.1.0", []),
+    "typer": ("0.30.0", ["rich>=13.8"]),
+}
+
+
+def write_wheel(folder, name, version, requires=()):
+    """A wheel with metadata only."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {other}\n" for other in requires)
+    tag = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{stem}.dist-info/WHEEL", tag)
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    return folder / f"{stem}-py3-none-any.whl"
+
+
+def site_packages(python):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return python.parents[1] / "lib" / version / "site-packages"
+
+
+def give_setuptools(python):
+    """What builds the package is there, as in an image; no network is asked for it."""
+    files = importlib.metadata.files("setuptools")
+    for name in {file.parts[0] for file in files if file.parts[0] != ".."}:
+        source = Path(files[0].locate().parents[1] / name)
+        target = site_packages(python) / name
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index")
+    for name, (version, requires) in INDEX.items():
+        write_wheel(folder, name, version, requires)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what an installation reads: builds leave files beside it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in BUILDS:
+        shutil.copy(ROOT / name, folder)
+    for name in ("megatron_burst", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+class Image:
+    """A virtual environment that stands for a container, and pip in it."""
+
+    def __init__(self, folder, index, installed):
+        made = [sys.executable, "-m", "venv", str(folder)]
+        done = subprocess.run(made, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this Python makes no environment with pip: {done.stdout[-200:]}")
+        self.python, self.index = folder / "bin" / "python", index
+        give_setuptools(self.python)
+        wheels = folder / "brought"
+        wheels.mkdir()
+        if installed:
+            paths = [str(write_wheel(wheels, *each)) for each in installed.items()]
+            assert self.run("-m", "pip", "install", "--no-index", "--no-deps", *paths)[0] == 0
+
+    def run(self, *command):
+        """Exit status and output of Python, or of a script with it."""
+        kept = ("HOME", "LANG", "PATH", "TMPDIR")
+        environment = {key: os.environ[key] for key in kept if key in os.environ}
+        environment |= {"PYTHON": str(self.python), "PIP_CONFIG_FILE": os.devnull}
+        if not command[0].endswith(".sh"):
+            command = (str(self.python), *command)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    @property
+    def offline(self):
+        return ["--no-index", "--find-links", str(self.index), "--no-build-isolation"]
+
+    def installed(self):
+        _, listed = self.run("-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+        return dict(line.split("==") for line in listed.splitlines() if "==" in line)
+
+
+@pytest.fixture
+def image(tmp_path, index):
+    return lambda **installed: Image(tmp_path / "image", index, installed)
+
+
+NEW = {"megatron-core": "0.19.7", "rich": "15.1.0", "typer": "0.30.0", "einops": "0.8.9"}
+
+
+@pytest.mark.parametrize("by_script", [True, False], ids=["script", "pip"])
+def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, by_script):
+    there = image(torch=CONTAINERS_TORCH, numpy="1.26.4")
+    before = there.installed()
+    if by_script:
+        command = [str(checkout / "scripts" / "install_in_container.sh"), *there.offline]
+    else:
+        command = ["-m", "pip", "install", *there.offline, "--editable", str(checkout)]
+    status, output = there.run(*command)
+    assert status == 0, output
+    after = there.installed()
+    assert before["torch"] == CONTAINERS_TORCH and before["numpy"] == "1.26.4"
+    version = importlib.metadata.version("megatron-burst")
+    assert after == before | NEW | {"megatron-burst": version}
+    # a second time, as after a pull, changes nothing
+    assert there.run(*command)[0] == 0 and there.installed() == after
+
+
+def test_what_a_container_has_is_kept_where_pip_alone_would_upgrade_it(image, checkout):
+    """An older rich than ours asks for: a sentence of pip's, and nothing has changed."""
+    there = image(torch=CONTAINERS_TORCH, numpy="1.26.4", rich="12.0")
+    before = there.installed()
+    status, output = there.run(
+        str(checkout / "scripts" / "install_in_container.sh"), *there.offline
+    )
+    assert status != 0 and "rich==12.0" in output and there.installed() == before
+
+
+@pytest.mark.parametrize(
+    "installed, told",
+    [({}, "torch must be installed already"), ({"torch": "2.8.0a0+nv"}, "2.8.0a0")],
+)
+def test_a_container_without_a_fit_torch_gets_none(image, checkout, installed, told):
+    there = image(**installed)
+    before = there.installed()
+    status, output = there.run(
+        str(checkout / "scripts" / "install_in_container.sh"), *there.offline
+    )
+    assert status != 0 and told in output and there.installed() == before
+
+
+def requirements():
+    project = {}
+    for text in importlib.metadata.requires("megatron-burst"):
+        requirement = Requirement(text)
+        project.setdefault(requirement.name, []).append(requirement)
+    return project
+
+
+def pins():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
+    found = [Requirement(line) for line in lines if line[0] != "#"]
+    return {each.name: str(each.specifier).removeprefix("==") for each in found}
+
+
+def test_the_tested_set_is_within_the_ranges_and_is_what_runs_here():
+    """Catches a pin that pyproject.toml forbids, and tests that ran with another version."""
+    ranges = requirements()
+    bare = {name for name, found in ranges.items() for each in found if each.marker is None}
+    assert bare >= {"torch", "megatron-core", "numpy", "einops", "rich", "typer"}
+    assert bare <= set(pins())
+    for name, version in pins().items():
+        for requirement in ranges.get(name, []):
+            assert requirement.specifier.contains(version), (name, version)
+    for name in bare:
+        assert importlib.metadata.version(name) == pins()[name], name
+
+
+def test_a_vendors_torch_is_within_the_range_and_numpy_has_none():
+    (torch,), (numpy,) = requirements()["torch"], requirements()["numpy"]
+    assert torch.specifier.contains(CONTAINERS_TORCH, prereleases=True)
+    assert not torch.specifier.contains("2.8.1") and not str(numpy.specifier)
+
+
+def test_nobody_is_told_to_install_what_no_index_has():
+    """The package is installed from a checkout, its extras too."""
+    folders = [ROOT / name for name in ("megatron_burst", "docs", "examples", "scripts", "patches")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    texts = {
+        path: path.read_text() for path in files if path.suffix not in (".png", ".pyc", ".csv")
+    }
+    assert len(texts) > 100
+    named = r"install\W+megatron[-_]burst|megatron[-_]burst\[(te|flash-attn|plots|dev)\]"
+    assert [str(path) for path, text in texts.items() if re.search(named, text)] == []
+    extras = importlib.metadata.metadata("megatron-burst").get_all("Provides-Extra")
+    told = {extra for text in texts.values() for extra in re.findall(r"'\.\[([\w-]+)\]'", text)}
+    assert told and told <= set(extras)
+
+
+UV = """#!/usr/bin/env bash
+[ "$1" = --version ] || echo "$*" >> "$(dirname "$0")/calls"
+"""
+
+
+def test_make_installs_the_tested_set_again_when_it_changes(tmp_path):
+    """With an uv that only writes down what it was called with."""
+    for name in ("pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in ("scripts", "tools", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "bootstrap.sh", tmp_path / "scripts")
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "tools" / "uv").write_text(UV)
+    (tmp_path / "tools" / "uv").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/tools:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def calls():
+        command = [str(tmp_path / "scripts" / "bootstrap.sh")]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        return (tmp_path / "tools" / "calls").read_text().splitlines()
+
+    (first,) = calls()
+    assert "--constraints constraints.txt" in first and first.endswith("-e .[dev]")
+    assert calls() == [first]
+    with (tmp_path / "constraints.txt").open("a") as file:
+        file.write("packaging==26.3\n")
+    assert calls() == [first, first] == calls()
