@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.comm.groups import board_of, communicator_of
+from megatron_burst.comm.groups import GroupState, communicator_of, state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.passes import passes_of
-from megatron_burst.engine.planned import planned, rates
+from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked
@@ -24,6 +26,7 @@ from megatron_burst.plan.mask import Mask
 from megatron_burst.recompute.frames import recording
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
+from megatron_burst.say import say
 from megatron_burst.terms import Terms, check, terms_of
 
 _WHO = "burst attention"
@@ -84,13 +87,14 @@ def burst_attention(
     """
     config = config or BurstConfig()
     group = _group(group)
-    board = board_of(group, config.timeout_s)
+    state = state_of(group, config.timeout_s)
     scale = softmax_scale if softmax_scale is not None else _default_scale(q)
     terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
-    key = terms, tuple(hcp_groups or ())
-    if key not in board.settled:
-        board.settled[key] = _settle(q, k, v, terms, group, board, hcp_groups)
-    call, keeping = board.settled[key]
+    key = terms, tuple(map(ref, hcp_groups or ()))
+    call, keeping = state.settled.recent(key) or (None, None)
+    if call is None:
+        call, keeping = _settle(q, k, v, terms, group, state, hcp_groups)
+        state.settled[key] = call, keeping
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     run = partial(_attend, call=call)
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
@@ -98,24 +102,39 @@ def burst_attention(
     return (out, lse) if return_lse else out
 
 
-def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
+def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
     """(call, keeping) of a call with new terms, once all ranks agree and nothing speaks against it.
 
     The ranks agree before anything is checked: what is wrong on one of them only is then a
-    disagreement that all of them see.
+    disagreement that all of them see. New sizes of a configuration that they have agreed upon are
+    nothing to ask about: all follow from them alike.
     """
-    is_new = board.agree(terms.in_words(), _WHO)
-    check(terms, group.size())
+    configuration = terms.configuration()
+    is_new = state.board.agree(terms.in_words(), _WHO, configuration)
+    try:
+        check(terms, group.size())
+        call, keeping, choices = _choose(q, k, v, terms, group, state.board, hcp_groups)
+    except BurstError as error:
+        if not is_new:  # the others may be in the call
+            state.board.tell(f"there it was refused: {error}")
+        raise
+    told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
+    if told not in state.said and dist.get_rank() == 0:
+        say(f"{_WHO}: {'; '.join(map(str, choices))}")
+    state.said[told] = None
+    return call, keeping
+
+
+def _choose(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
+    """(call, keeping, choices): how a call that fits runs."""
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
+    board.agree(facts_of(q, k, v, terms.config), _WHO, ("facts", terms.configuration()))
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
     shape = attention_shape(q, k, v)
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
     config, plan = planned(way, terms.config)
-    if is_new and plan:
-        said = f"{config}, {rates(config)}"
-        board.agree({"the way that its hardware file leads to": said}, _WHO)
     way = way_of(shape, q.device, carrier.topology, pattern, config)
     check_asked(way)
     config, between = settle_inter(way, config)
@@ -125,11 +144,7 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     any_two = replace(terms.config, transfer="auto")  # which asks for one host if it pulls
     over_all = partial(communicator_of, group, any_two, flat=True)
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all)
-    if is_new:
-        rounds = {"rounds (by heads_per_round, or the GPU's multiprocessors)": f"{call.num_rounds}"}
-        board.agree({"backend": call.backend.capability.name, **rounds}, _WHO)
-        board.say_once(f"{_WHO}: {plan}{between}{choices}{kept}")
-    return call, keeping
+    return call, keeping, [*plan, *between, *choices, *kept]
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:

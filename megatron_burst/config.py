@@ -60,7 +60,8 @@ class BurstConfig:
             by the ranks of the host.
         keep_budget_gib: device memory of a rank that "auto" may fill.
         keep_debug: compare a replay's inputs with the first pass's, bit by bit.
-        timeout_s: seconds a rank waits for the others before it names who is missing.
+        timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
+            as operations of the process group may take (--distributed-timeout-minutes).
     """
 
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
@@ -84,7 +85,7 @@ class BurstConfig:
     keep_host_gib: float | None = None
     keep_budget_gib: float | None = None
     keep_debug: bool = False
-    timeout_s: float = 600.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -104,10 +105,10 @@ class BurstConfig:
                 )
         self._check_ways()
         self._check_keep()
-        if self.timeout_s <= 0:
+        if self.timeout_s is not None and self.timeout_s <= 0:
             raise BurstError(
                 "burst attention: timeout_s must be positive, because a rank waits that long for "
-                f"the others; got {self.timeout_s}; pass seconds"
+                f"the others; got {self.timeout_s}; pass seconds, or leave it out"
             )
 
     def _check_ways(self) -> None:

@@ -1,7 +1,9 @@
 """The terms of a call, which all ranks must have in common, and what is refused of them."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import chain
 
 import torch
@@ -41,6 +43,18 @@ class Terms:
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
         return words
+
+    def configuration(self) -> "Terms":
+        """The terms without batch and tokens, which vary from call to call; what ranks agree upon
+        once. All of them where shapes do not fit together."""
+        q, k, v = self.shapes
+        if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
+            return self
+        return replace(self, shapes=tuple((None, None, *shape[2:]) for shape in self.shapes))
+
+    def digest(self) -> bytes:
+        """8 bytes, equal on ranks that have all terms in common, sizes too."""
+        return blake2b(json.dumps(self.in_words()).encode(), digest_size=8).digest()
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Whether a device is a GPU, but not the process's current one."""

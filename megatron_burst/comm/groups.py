@@ -1,8 +1,10 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
+import logging
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,21 +15,22 @@ from torch.distributed import distributed_c10d
 from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
+from megatron_burst.comm.latest import Latest
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
-from megatron_burst.comm.symmetric import SymmetricPool
+from megatron_burst.comm.subgroups import SubGroups
+from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.plan.choose import choose_transfer
+from megatron_burst.plan.choose import Choice, choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
 from megatron_burst.plan.slots import sent_count
 from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.say import say
 
 _WHO = "burst attention"
-# The one cache of the process: communicators and their buffers live as long as their group.
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[object, "Communicator"]] = (
-    WeakKeyDictionary()
-)
-_BOARDS: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
+_CALLS = 128  # whose schedules are kept
+# The one cache of the process: what belongs to a group lives as long as the group.
+_STATES: WeakKeyDictionary[dist.ProcessGroup, "GroupState"] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -49,10 +52,11 @@ class Communicator:
         topology: Topology,
         board: Board,
         config: BurstConfig,
+        sub_groups: SubGroups,
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
-        self._nccl_ctas, self._overlap = config.nccl_ctas, config.overlap
+        self._overlap, self._asked = config.overlap, config.transfer
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
@@ -62,56 +66,34 @@ class Communicator:
             Link.INTRA: topology.grid[row],
             Link.INTER: tuple(ranks[column] for ranks in topology.grid),
         }
+        several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
         bounded = config.nccl_ctas is not None  # what others have made is not
         given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
-        self._backend = dist.get_backend(group)
-        self._level_names()
-        self._groups = {
-            (link, cargo): given.get(link) if cargo is Cargo.READ and given else self._new(ranks)
-            for link, ranks in members.items()
+        wanted = {
+            (link, cargo): ranks
+            for link, ranks in several.items()
             for cargo in Cargo
-            if len(ranks) > 1
+            if not (cargo is Cargo.READ and given)
         }
-        device = "cuda" if self._backend == "nccl" else "cpu"
-        together = self._groups.get((Link.INTRA, Cargo.READ))
-        self._pool = together and SymmetricPool(
-            together,
-            self._cp_ranks_of(together),
-            self.cp_rank,
-            board_of(together, config.timeout_s),
-        )
+        self._groups = {(link, Cargo.READ): given[link] for link in several if given}
+        self._groups |= sub_groups.of(wanted, config.nccl_ctas)
+        self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), sub_groups)
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, board) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, config.transfer, refusal)
 
-    def _new(self, cp_ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A new group of some of the ranks; only its members take part in making it."""
-        options = None
-        if self._backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            if self._nccl_ctas is not None:
-                options.config.max_ctas = options.config.min_ctas = self._nccl_ctas
-        return dist.new_group(
-            [self._ranks[rank] for rank in cp_ranks],
-            timeout=timedelta(seconds=self.board.timeout_s),
-            backend=self._backend,
-            pg_options=options,
-            use_local_synchronization=True,
-        )
-
-    def _cp_ranks_of(self, group: dist.ProcessGroup) -> list[int]:
-        """By rank in a group of some of the ranks; torch sorts them, whatever the topology says."""
-        return [self._ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
-
-    def _level_names(self) -> None:
-        """Let all ranks know of equally many process groups.
-
-        torch counts them into the name under which the members of a locally synchronised group
-        find each other (distributed_c10d.py, _hash_ranks_to_str); with unequal counts they hang.
-        """
-        known = len(distributed_c10d._world.pg_names)
-        most = max(map(int, self.board.share(f"{known}", _WHO)))
-        for _ in range(most - known):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    def _pool_of(
+        self, together: dist.ProcessGroup | None, sub_groups: SubGroups
+    ) -> SymmetricPool | None:
+        """Memory that the ranks of a row may read of each other, one for all communicators."""
+        if together is None:
+            return None
+        pools, name = sub_groups.pools, together.group_name
+        if name not in pools:
+            # by rank in the group; torch sorts them, whatever the topology says
+            ranks = [self._ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
+            pools[name] = SymmetricPool(together, ranks, self.cp_rank, board_of(together, None))
+        return pools[name]
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, device: torch.device) -> list:
         """`count` flat byte buffers, the same ones in every call: allocated once, kept, grown."""
@@ -127,13 +109,6 @@ class Communicator:
     def release_buffers(self) -> None:
         """Give the memory of all buffers back; the next call allocates them again."""
         self._buffers.clear()
-        if self._pool:
-            self._pool.release()
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Device memory that torch's caching allocator knows nothing of."""
-        return self._pool.num_bytes if self._pool else 0
 
     def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
         """Post one hop behind what the current stream has queued; returns at once."""
@@ -162,9 +137,23 @@ class Communicator:
             device: of the buffers.
         """
         pulls = self._pool and self.transfer.value == "pull"
-        make = self._pool.slots if pulls else self._sent_slots
+        make = self._pulled_slots if pulls else self._sent_slots
         slots = make(cargo, rounds, num_bytes, device)
         return slots if self._overlap else SerialSlots(slots)
+
+    def _pulled_slots(
+        self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
+    ) -> Slots:
+        """Slots in symmetric memory. Where a rank has no room for them all ranks of its host send
+        from now on, unless the user asked for pulling."""
+        try:
+            return self._pool.slots(cargo, rounds, num_bytes, device)
+        except SymmetricError as error:
+            if self._asked == "pull":
+                raise
+            self.transfer = Choice("send", error.reason)
+            say(f"{_WHO}: from now on {self.transfer}", logging.WARNING)
+            return self._sent_slots(cargo, rounds, num_bytes, device)
 
     def _sent_slots(
         self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
@@ -192,23 +181,65 @@ class Communicator:
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, _WHO, name))
 
 
+@dataclass(slots=True)
+class GroupState:
+    """What belongs to a context-parallel group on this rank.
+
+    Attributes:
+        board: where its ranks agree out of band.
+        sub_groups: that its communicators share.
+        communicators: by how they carry data.
+        settled: what has come of calls that were agreed upon and accepted, for their repetition.
+        said: the choices that the user was told of.
+    """
+
+    board: Board
+    sub_groups: SubGroups
+    communicators: dict[Hashable, Communicator] = field(default_factory=dict)
+    settled: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
+    said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
+
+
+def state_of(group: dist.ProcessGroup, timeout_s: float | None) -> GroupState:
+    """What belongs to a group; made at first use.
+
+    Args:
+        group: the group.
+        timeout_s: seconds to wait for other ranks from now on; None: as the group's operations do.
+    """
+    if group not in _STATES:
+        _drop_destroyed()
+        board = Board(group, timeout_s)
+        _STATES[group] = GroupState(board, SubGroups(group, board))
+    state = _STATES[group]
+    state.board.given_timeout_s = timeout_s
+    state.sub_groups.follow()
+    return state
+
+
+def _drop_destroyed() -> None:
+    """Let go of what belongs to destroyed groups that somebody still holds."""
+    known = distributed_c10d._world.pg_map
+    for group in [group for group in _STATES if group not in known]:
+        del _STATES[group]
+
+
+def board_of(group: dist.ProcessGroup, timeout_s: float | None) -> Board:
+    """The group's board; made at first use."""
+    return state_of(group, timeout_s).board
+
+
 def release_buffers(group: dist.ProcessGroup) -> None:
     """Give back the memory that a group's communicators keep; all its ranks together."""
-    for communicator in _COMMUNICATORS.get(group, {}).values():
-        communicator.release_buffers()
+    if group in _STATES:
+        for communicator in _STATES[group].communicators.values():
+            communicator.release_buffers()
+        _STATES[group].sub_groups.release()
 
 
 def symmetric_bytes(group: dist.ProcessGroup) -> int:
     """Bytes of a group's symmetric memory on this rank, which no allocator of torch's counts."""
-    return sum(made.symmetric_bytes for made in _COMMUNICATORS.get(group, {}).values())
-
-
-def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
-    """The group's board; made at first use."""
-    if group not in _BOARDS:
-        _BOARDS[group] = Board(group, timeout_s)
-    _BOARDS[group].timeout_s = timeout_s
-    return _BOARDS[group]
+    return _STATES[group].sub_groups.symmetric_bytes if group in _STATES else 0
 
 
 def communicator_of(
@@ -229,17 +260,16 @@ def communicator_of(
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
-    made = _COMMUNICATORS.setdefault(group, {})
+    state = state_of(group, config.timeout_s)
+    made, board = state.communicators, state.board
     carried = (config.hosts, config.transfer, config.nccl_ctas, config.overlap)
-    key = (*carried, flat, tuple(hcp_groups or ()))
+    names = tuple(sub_group.group_name for sub_group in hcp_groups or ())
+    key = (*carried, flat, names)
     if key not in made:
-        board = board_of(group, config.timeout_s)
         board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, _WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board, hcp_groups)
-        made[key] = (
-            Communicator(group, topology.flat(), board, config)
-            if flat
-            else Communicator(group, topology, board, config, hcp_groups)
-        )
+        if flat:
+            topology, hcp_groups = topology.flat(), None
+        made[key] = Communicator(group, topology, board, config, state.sub_groups, hcp_groups)
     return made[key]

@@ -5,14 +5,33 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.comm.slots import PulledSlots
 from megatron_burst.comm.watch import Board
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.slots import pulled_count
 
 _WHO = "burst attention"
+_FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or that version
+
+
+class SymmetricError(BurstError):
+    """A rank has no room for memory that others can read; raised on all ranks of its host.
+
+    Attributes:
+        reason: what was got.
+    """
+
+    def __init__(self, num_bytes: int, reason: str) -> None:
+        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
+        super().__init__(
+            f"{_WHO}: to pull, each rank must have memory that the others of its host can read, "
+            f"because they copy out of it; got {self.reason}; free some, or pass --burst-transfer "
+            "send (transfer='send') or auto"
+        )
 
 
 class SymmetricPool:
@@ -42,7 +61,11 @@ class SymmetricPool:
         return sum(slots.num_bytes for slots in self._slots.values())
 
     def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> PulledSlots:
-        """Slots of at least so many bytes for a call of so many rounds; the same ones if it can."""
+        """Slots of at least so many bytes for a call of so many rounds; the same ones if it can.
+
+        Raises:
+            SymmetricError: on all ranks of the group, if one has no room.
+        """
         key = (cargo, torch.cuda.current_stream(device).cuda_stream)
         count, old = pulled_count(cargo, rounds, num_bytes), self._slots.get(key)
         if old and len(old) >= count and old.slot_bytes >= num_bytes:
@@ -52,21 +75,38 @@ class SymmetricPool:
         self._wait_for_all(device)
         self._slots.pop(key, None)
         del old
-        self._slots[key] = self._make(count, num_bytes, device)
+        own, reason = self._allocate(count, num_bytes, device)
+        # whoever has room would wait in the rendezvous for a rank that has none
+        if reason := next(filter(None, self._board.share(reason, _WHO)), None):
+            raise SymmetricError(count * num_bytes, reason)
+        self._slots[key] = self._meet(own, device)
         return self._slots[key].begin()
 
-    def _make(self, count: int, num_bytes: int, device: torch.device) -> PulledSlots:
-        own = [
-            symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-            for _ in range(count)
-        ]
+    def _allocate(
+        self, count: int, num_bytes: int, device: torch.device
+    ) -> tuple[list[Tensor], str]:
+        """Buffers of this rank, none with the reason if it has no room; without the other ranks."""
+        reason = ""
+        for _ in range(2):
+            try:
+                return [
+                    symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+                    for _ in range(count)
+                ], ""
+            except _FAILURES as error:
+                reason = f"cp rank {self._cp_rank}: {str(error).splitlines()[0]}"
+            torch.cuda.empty_cache()  # what torch's own allocator has and does not use
+        return [], reason
+
+    def _meet(self, own: Sequence[Tensor], device: torch.device) -> PulledSlots:
+        """Slots out of the buffers of all ranks; each must have its own by now."""
         handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
         of_all = [
             {
-                cp_rank: handle.get_buffer(position, (num_bytes,), torch.uint8)
+                cp_rank: handle.get_buffer(position, tuple(buffer.shape), torch.uint8)
                 for position, cp_rank in enumerate(self._cp_ranks)
             }
-            for handle in handles
+            for handle, buffer in zip(handles, own, strict=True)
         ]
         # a rank that waits longer than NCCL would ends with an error, instead of for ever
         patience = int(self._board.timeout_s * 1000)
@@ -90,10 +130,13 @@ class SymmetricPool:
         Args:
             everyone: where the ranks of all hosts agree.
         """
-        try:
-            self._make(1, 1 << 12, torch.device("cuda", torch.cuda.current_device()))
-        except (RuntimeError, AttributeError, ImportError) as error:
-            reason = str(error).splitlines()[0]
-        else:
-            reason = ""
-        return next(filter(None, everyone.share(reason, _WHO)), None)
+        device = torch.device("cuda", torch.cuda.current_device())
+        own, reason = self._allocate(1, 1 << 12, device)
+        found = next(filter(None, everyone.share(reason, _WHO)), None)
+        if found is None:
+            try:
+                self._meet(own, device)
+            except _FAILURES as error:
+                reason = str(error).splitlines()[0]
+            found = next(filter(None, everyone.share(reason, _WHO)), None)
+        return found

@@ -1,41 +1,56 @@
 """Agreement of ranks out of band, through the process group's store.
 
 A collective would hang when one rank alone has something new to agree on; the store can say who
-is missing.
+is missing. Its keys carry a name that no other board had: what a destroyed group left in a store
+that lives on is never read.
 """
 
 import json
+import time
 from collections.abc import Hashable, Mapping
 from datetime import timedelta
-from typing import Any
+from uuid import uuid4
+from weakref import ref
 
 import torch.distributed as dist
 
+from megatron_burst.comm.latest import Latest
 from megatron_burst.errors import BurstError, DisagreementError
 
 _PREFIX = "megatron_burst"
+_POLL_S = 0.005
+_AGREEMENTS = 256  # a model has a few configurations
 
 
 class Board:
     """A board on which each rank of a group posts texts and reads those of the others.
 
+    What all have read is deleted from the store. A board does not keep its group alive.
+
     Args:
         group: the context-parallel group; all its ranks must post the same topics in the same
             order.
-        timeout_s: seconds to wait for the others' posts; may be changed later.
-
-    Attributes:
-        settled: what has come of calls that were agreed upon and accepted, for their repetition.
+        timeout_s: seconds to wait for the others' posts; None: as long as the group's own
+            operations may take. May be changed later.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._store = group.get_group_store()
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
+        self._group, self._store = ref(group), group.get_group_store()
         self._rank, self._size = group.rank(), group.size()
-        self.timeout_s = timeout_s
+        self.given_timeout_s = timeout_s
+        self._name = ""
         self._posts = 0
-        self._agreed: set[str] = set()
-        self.settled: dict[Hashable, Any] = {}
-        self._said: set[str] = set()
+        self._told = ""
+        # the oldest goes first, whatever was used last: so all ranks forget the same
+        self._agreed: Latest[Hashable, None] = Latest(_AGREEMENTS)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that this rank waits for others."""
+        if self.given_timeout_s is not None:
+            return self.given_timeout_s
+        group = self._group()
+        return seconds_of(group) if group is not None else 0.0
 
     def share(self, text: str, who: str) -> list[str]:
         """Post a text; return the texts of all ranks in rank order.
@@ -43,64 +58,142 @@ class Board:
         Raises:
             BurstError: naming the ranks that posted nothing in time.
         """
-        keys = [self._key(rank) for rank in range(self._size)]
-        self._store.set(keys[self._rank], text)
+        if self._size == 1:
+            return [text]
+        if not self._name:
+            self._name = self._join(who, text)
+        topic, keys = self._topic(), [self._key(rank) for rank in range(self._size)]
         self._posts += 1
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:  # what a FileStore raises; a TCPStore a sub-class of it
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise BurstError(
-                f"{who}: all ranks of a context-parallel group must make the same calls, because "
-                f"they exchange shards in every call; got no word from cp ranks {late} within "
-                f"{self.timeout_s:g} s about {text}; check that they run and that "
-                "their batches have the same shape"
-            ) from error
-        return [self._store.get(key).decode() for key in keys]
+        self._store.set(keys[self._rank], text)
+        is_first = self._rank == 0 and self._posts == 1
+        if late := self._admit(keys) if is_first else self._wait(keys):
+            raise self._lost(late, who, text)
+        texts = [found.decode() for found in self._store.multi_get(keys)]
+        if self._store.add(f"{topic}/read", 1) == self._size:
+            for key in (*keys, f"{topic}/read"):
+                self._store.delete_key(key)
+        return texts
 
-    def agree(self, terms: Mapping[str, str], who: str) -> bool:
-        """Make sure that all ranks have the same terms; asks the others only about new terms.
+    def agree(self, terms: Mapping[str, str], who: str, key: Hashable = None) -> bool:
+        """Make sure that all ranks have the same terms; asks the others only about new ones.
+
+        Args:
+            terms: by name.
+            who: begins the sentence of an error.
+            key: what makes terms new, equal on ranks that have equal terms; None: the terms.
 
         Returns:
-            whether the terms were new.
+            whether they were new.
 
         Raises:
             DisagreementError: on all ranks, naming the first term that differs.
         """
-        text = json.dumps(dict(terms))
-        if text in self._agreed:
+        key = tuple(terms.items()) if key is None else key
+        if key in self._agreed:
             return False
+        text = json.dumps(dict(terms))
         for rank, other in enumerate(self.share(text, who)):
             if other != text:
                 raise _disagreement(who, dict(terms), self._rank, json.loads(other), rank)
-        self._agreed.add(text)
+        self._agreed[key] = None
         return True
 
-    def say_once(self, text: str) -> None:
-        """Print a text on global rank 0, the first time only."""
-        if text not in self._said and dist.get_rank() == 0:
-            print(text, flush=True)
-        self._said.add(text)
+    def tell(self, text: str) -> None:
+        """Leave word why this rank takes no part in a call that others may be in."""
+        if self._name:
+            self._told = text
+            self._store.set(self._told_key(self._rank), text)
+
+    def news(self) -> dict[int, str]:
+        """What other ranks have posted on the topic that this rank has not come to, by rank; or
+        why they take no part in a call, where that is not this rank's own reason."""
+        found = {}
+        for rank in range(self._size if self._name else 0):
+            for key in (self._key(rank), self._told_key(rank)):
+                if rank != self._rank and rank not in found and self._store.check([key]):
+                    found[rank] = self._store.get(key).decode()
+        return {rank: text for rank, text in found.items() if text != self._told}
 
     def explain(self, error: Exception, who: str, hop: str) -> BurstError:
         """What a failed hop means: another rank's new terms if it posted any, else a lost rank."""
-        for rank in range(self._size):
-            if rank != self._rank and self._store.check([self._key(rank)]):
-                news = self._store.get(self._key(rank)).decode()
-                return DisagreementError(
-                    f"{who}: all ranks of a context-parallel group must make the same calls, "
-                    f"because they exchange shards in every call; got a call from cp rank {rank} "
-                    f"that this rank (cp rank {self._rank}) did not make: {news}; give all ranks "
-                    "batches of the same shape and the same options"
-                )
+        for rank, news in self.news().items():
+            return DisagreementError(
+                f"{who}: all ranks of a context-parallel group must make the same calls, "
+                f"because they exchange shards in every call; got a call from cp rank {rank} "
+                f"that this rank (cp rank {self._rank}) did not make: {news}; give all ranks "
+                "batches of the same shape and the same options"
+            )
         return BurstError(
             f"{who}: every rank must take part in every hop, because the rings pass shards from "
             f"rank to rank; got a failure in the {hop}: {str(error).splitlines()[0]}; look at the "
             "output of that rank first"
         )
 
+    def _join(self, who: str, text: str) -> str:
+        """The board's name: rank 0 makes it up and tells it to each that asks under a fresh key."""
+        mine = uuid4().hex
+        if self._rank == 0:
+            return f"{_PREFIX}/{mine}"
+        self._store.set(f"{_PREFIX}/hello/{self._rank}", mine)
+        answer = f"{_PREFIX}/welcome/{mine}"
+        if self._wait([answer]):
+            raise self._lost([0], who, text)
+        return self._store.get(answer).decode()
+
+    def _admit(self, keys: list[str]) -> list[int]:
+        """Tell the board's name until all others have made their first post; who has not in time.
+
+        A request may be an old one that a group before has left, so it is looked at until then.
+        """
+        end, answers = time.monotonic() + self.timeout_s, set()
+        requests = [f"{_PREFIX}/hello/{rank}" for rank in range(self._size)]
+        late = list(range(self._size))
+        while late := [rank for rank in late if not self._store.check([keys[rank]])]:
+            asking = [requests[rank] for rank in late if self._store.check([requests[rank]])]
+            fresh = {f"{_PREFIX}/welcome/{self._store.get(key).decode()}" for key in asking}
+            for answer in fresh - answers:
+                self._store.set(answer, self._name)
+            answers |= fresh
+            if time.monotonic() > end:
+                return late
+            time.sleep(_POLL_S)
+        for key in (*requests, *answers):
+            self._store.delete_key(key)
+        return []
+
+    def _wait(self, keys: list[str]) -> list[int]:
+        """Wait for keys; the positions of those that do not come in time."""
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError:  # what a FileStore raises; a TCPStore a sub-class of it
+            return self._missing(keys)
+        return []
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [place for place, key in enumerate(keys) if not self._store.check([key])]
+
+    def _lost(self, late: list[int], who: str, text: str) -> BurstError:
+        return BurstError(
+            f"{who}: all ranks of a context-parallel group must make the same calls, because "
+            f"they exchange shards in every call; got no word from cp ranks {late} within "
+            f"{self.timeout_s:g} s about {text}; check that they run and that "
+            "their batches have the same shape"
+        )
+
+    def _topic(self) -> str:
+        return f"{self._name}/{self._posts}"
+
     def _key(self, rank: int) -> str:
-        return f"{_PREFIX}/{self._posts}/{rank}"
+        return f"{self._topic()}/{rank}"
+
+    def _told_key(self, rank: int) -> str:
+        return f"{self._name}/told/{rank}"
+
+
+def seconds_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a group's own operations fail; of the GPU's where it has two backends."""
+    device = max(group._device_types, key=lambda device: device.type == "cuda")
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def _disagreement(

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import blake2b
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
+from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import HalfCall, Rates
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware_file import hardware
@@ -16,8 +18,8 @@ from megatron_burst.plan.topology import Topology
 _hardware = lru_cache(hardware)  # files are read once
 
 
-def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]:
-    """The configuration with the fastest way by simulation, and why, in words.
+def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list[Choice]]:
+    """The configuration with the fastest way by simulation, and why.
 
     What the user asked for stays. Ranks agree if their files say the same.
 
@@ -29,7 +31,7 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]
         BurstError: if the hardware is unknown, or what was asked for cannot run.
     """
     if config.hardware is None or call.topology.cp_size == 1:
-        return config, ""
+        return config, []
     machine = _hardware(config.hardware)
     chosen = choose_call(call, machine)
     way = chosen.call
@@ -41,7 +43,19 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]
         heads_per_round=way.heads if in_rounds else config.heads_per_round,
         circulate=way.circulate,
     )
-    return settled, f"planned for {machine.name}: {chosen.reason}; "
+    return settled, [Choice(f"planned for {machine.name}", chosen.reason)]
+
+
+def speeds_digest(config: BurstConfig) -> str:
+    """Equal on ranks whose machines are described alike.
+
+    Raises:
+        BurstError: if there is no such hardware, or its file is wrong.
+    """
+    if config.hardware is None:
+        return "None"
+    speeds = repr(_hardware(config.hardware)).encode()
+    return f"{config.hardware}, whose figures are {blake2b(speeds, digest_size=4).hexdigest()}"
 
 
 def rates(config: BurstConfig) -> Rates:

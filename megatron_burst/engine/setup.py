@@ -12,6 +12,7 @@ from megatron_burst.engine.call import Call
 from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.plan.layout import Layout
@@ -50,35 +51,36 @@ def way_of(
         heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
         transfer=config.transfer, overlap=config.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
-        multiprocessors=_multiprocessors(device), grad_wire=config.grad_wire,
+        multiprocessors=multiprocessors(device), grad_wire=config.grad_wire,
         resend=config.resend,
         again=config.keep != "none",
     )  # fmt: skip
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on CPU those of a usual one."""
     if device.type != "cuda":
         return USUAL_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, str]:
-    """The configuration with `inter` decided, and why, in words; the same on all ranks.
+def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list[Choice]]:
+    """The configuration with `inter` decided, and why; the same on all ranks.
 
     Args:
         way: the call, with the group's hosts as rows.
         config: what the user asked for.
     """
     choice = way.between_why
-    several = way.topology.inter_size > 1
-    return replace(config, inter=choice.value), f"between hosts {choice}; " if several else ""
+    said = [_named("between hosts", choice)] if way.topology.inter_size > 1 else []
+    return replace(config, inter=choice.value), said
 
 
 def set_up(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
-) -> tuple[Call, str]:
-    """The call, and what was chosen for it, in words.
+) -> tuple[Call, list[Choice]]:
+    """The call, and what was chosen for it.
 
     Args:
         q: [b, n, h, d_qk].
@@ -114,19 +116,23 @@ def set_up(
         if followed.recalls
         else None,
     )
-    return call, "; ".join([*_words(way, carrier.transfer), f"backend {backend_choice}"])
+    return call, [*_choices(way, carrier.transfer), _named("backend", backend_choice)]
 
 
-def _words(way: AttentionCall, transfer: object) -> list[str]:
+def _choices(way: AttentionCall, transfer: Choice) -> list[Choice]:
     """What was chosen for a call."""
-    words = [f"{way.topology}", f"{way.mode_why}"]
+    choices = [Choice(f"{way.topology}"), way.mode_why]
     if way.mode == "ring" or way.arranged.inter_size > 1:
-        words.append(f"circulate {way.circulate_why}")
+        choices.append(_named("circulate", way.circulate_why))
     if way.mode == "gather":
-        words += [f"{way.heads} of {way.shape.heads_kv} key heads a round", f"{transfer}"]
+        choices += [Choice(f"{way.heads} of {way.shape.heads_kv} key heads a round"), transfer]
     elif way.mode == "a2a":
-        words += [f"{way.heads} key heads of a rank a round", f"{transfer}"]
-    return words
+        choices += [Choice(f"{way.heads} key heads of a rank a round"), transfer]
+    return choices
+
+
+def _named(what: str, choice: Choice) -> Choice:
+    return replace(choice, value=f"{what} {choice.value}")
 
 
 def attention_shape(

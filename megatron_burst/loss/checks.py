@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm.groups import board_of
+from megatron_burst.comm.latest import Latest
 from megatron_burst.errors import BurstError, DisagreementError, unmet
 from megatron_burst.loss.options import WHO, LossOptions
 from megatron_burst.loss.parallel import TensorParallel, processors_of
 from megatron_burst.loss.weight_grad import held_bytes
 
-_TIMEOUT_S = 600.0  # as BurstConfig has it
+_AGREEMENTS = 256  # that are remembered; the oldest go first, so all ranks forget the same
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The one cache here: what the ranks of a group have agreed on already, as long as the group lives.
-_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, Latest[str, None]] = WeakKeyDictionary()
 
 
 def check_call(
@@ -115,10 +116,10 @@ def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
     Raises:
         BurstError: with the first rank's problem; DisagreementError naming a term that differs.
     """
-    text, agreed = json.dumps(terms), _AGREED.setdefault(group, set())
+    text, agreed = json.dumps(terms), _AGREED.setdefault(group, Latest(_AGREEMENTS))
     if text in agreed:
         return
-    board = board_of(group, _TIMEOUT_S)
+    board = board_of(group, None)
     everyones = [json.loads(other) for other in board.share(text, WHO)]
     for rank, theirs in enumerate(everyones):
         if theirs["problem"]:
@@ -127,7 +128,7 @@ def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
         for term, value in terms.items():
             if theirs[term] != value:
                 raise _disagreement(term, terms, group.rank(), theirs, rank)
-    agreed.add(text)
+    agreed[text] = None
 
 
 def _disagreement(term: str, mine: dict, my_rank: int, theirs: dict, their_rank: int):

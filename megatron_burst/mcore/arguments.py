@@ -11,6 +11,7 @@ from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, w
 from megatron_burst.mcore.plan_arguments import apply_plan
 from megatron_burst.mcore.unused_flags import check_unused
 from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.say import say
 
 
 def with_flags(add_megatron_arguments):
@@ -125,7 +126,7 @@ def force_args(args: Namespace) -> None:
         args.create_attention_mask_in_dataloader = False
         forced.append("--no-create-attention-mask-in-dataloader")
     if forced and args.rank == 0:
-        print(f"burst attention: adds {' '.join(forced)}", flush=True)
+        say(f"burst attention: adds {' '.join(forced)}")
 
 
 _OFF = (False, "none")

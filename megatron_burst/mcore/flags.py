@@ -30,7 +30,7 @@ _ATTENTION = {
     "transfer": "gathered inside a host: send by NCCL, or pull by copy engine; auto pulls where it "
     "can",
     "nccl_ctas": "most thread blocks of a transfer",
-    "timeout_s": "seconds a rank waits for others",
+    "timeout_s": "seconds a rank waits for others; not given: --distributed-timeout-minutes",
     "keep": "which of attention's results stay for the replay of a recomputed layer",
     "keep_layers": "of a stage; the others recompute",
     "keep_offload": "put what is kept into pinned host memory",

@@ -16,6 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.host import host_limit_bytes
 from megatron_burst.recompute.keeping import WHO
+from megatron_burst.say import say
 
 
 def settled(
@@ -95,7 +96,7 @@ def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        print(f"{WHO}: pipeline stage {stage}: {choice}", flush=True)
+        say(f"{WHO}: pipeline stage {stage}: {choice}")
     return choice
 
 

@@ -19,6 +19,7 @@ import torch
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.cuda_means_cpu import CudaMeansCpu
 from megatron_burst.mcore.datasets import use_built_dataset_helpers
+from megatron_burst.say import say
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def arguments_that_need_cuda_are_turned_off() -> None:
     def validate_adjusted(args: Namespace, *rest: Any, **options: Any) -> Any:
         changed = adjust_args(args)
         if changed and args.rank == 0:
-            print(f"megatron_burst CPU mode adds: {' '.join(changed)}", flush=True)
+            say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
         return validate_args(args, *rest, **options)
 
     arguments.validate_args = validate_adjusted

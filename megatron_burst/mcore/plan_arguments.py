@@ -10,6 +10,7 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.plan.tables import nearest
+from megatron_burst.say import say
 
 FLAG = "--burst-plan"
 _SIZES = {  # Megatron's names of a planned model's sizes
@@ -45,7 +46,7 @@ def apply_plan(args: Namespace) -> None:
             setattr(args, name, getattr(planned, name))
             taken.append(_in_words(flag, own[flag]))
     if taken and getattr(args, "rank", 0) == 0:
-        print(f"burst attention: {path} adds {' '.join(taken)}", flush=True)
+        say(f"burst attention: {path} adds {' '.join(taken)}")
 
 
 def _is_given(value: Any) -> bool:

@@ -12,13 +12,13 @@ from megatron_burst.plan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, and why, in words for the user."""
+    """What was chosen, and why, in words for the user; "" where it needs no reason."""
 
     value: str
-    reason: str
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.value} ({self.reason})"
+        return f"{self.value} ({self.reason})" if self.reason else self.value
 
 
 @dataclass(frozen=True, slots=True)

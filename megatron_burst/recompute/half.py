@@ -14,6 +14,7 @@ from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.run import run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.half import EarlyHalf, Move
 from megatron_burst.plan.schedule import Cargo
@@ -89,8 +90,8 @@ def keeping_of(
     pattern: Pattern,
     config: BurstConfig,
     over_all: Callable[[], Communicator],
-) -> tuple[Keeping | None, str]:
-    """How a call of burst attention is kept, None if it is not; what is to be said of it.
+) -> tuple[Keeping | None, list[Choice]]:
+    """How a call of burst attention is kept, None if it is not; what was chosen for it.
 
     Args:
         q: [b, n, h, d_qk].
@@ -106,15 +107,15 @@ def keeping_of(
     """
     _check(config)
     if config.keep == "none":
-        return None, ""
+        return None, []
     for patch in torch_patches():
         patch.apply()
-    policy, said = WHOLE, ""
+    policy, said = WHOLE, []
     if config.keep == "half":
         topology, shape = carrier.topology, attention_shape(q, k, v)
         problem = half_call(pattern.layout, pattern.mask, topology, shape, config)
         choice = choose_half(problem)
-        said = f"; keep half: {choice}"
+        said = [replace(choice, value=f"keep half: {choice.value}")]
         if choice.value == "none":
             return None, said
         plan = problem.half(choice.value == "dealt")

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.frames import Frame, running
 from megatron_burst.recompute.keeping import WHO, Resident, Tensors
+from megatron_burst.say import say
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
@@ -34,8 +35,7 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if not dist.is_initialized() or dist.get_rank() == 0:
         how = "half of what is available" if limit_gib is None else "as asked"
-        print(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory a rank ({how})",
-              flush=True)  # fmt: skip
+        say(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory a rank ({how})")
     return memory
 
 
@@ -80,10 +80,9 @@ class HostMemory:
             self._release()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             if not self._has_warned:
-                print(
+                say(
                     f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory a rank are full; "
-                    "what comes more stays on the device",
-                    flush=True,
+                    "what comes more stays on the device"
                 )
             self._has_warned = True
             return None

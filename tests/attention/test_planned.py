@@ -4,8 +4,6 @@ Catches a plan that the engine does not follow, one that overrides what was aske
 whose files lead to different schedules.
 """
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from megatron_burst.plan.topology import pretend_hosts
 from tests.attention.test_processes import inputs, run, truth_of
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
+from tests.said import hearing
 
 LONG = AttentionShape(1, 1 << 16, 32, 8, 128, 128, 2, 4, 4)
 PATTERN = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
@@ -35,7 +34,7 @@ def way(config):
 
 def test_without_hardware_nothing_changes():
     config = BurstConfig(intra="gather")
-    assert planned(way(config), config) == (config, "")
+    assert planned(way(config), config) == (config, [])
 
 
 @pytest.mark.parametrize(
@@ -57,20 +56,21 @@ def attend(rank, tomls):
     tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)
     rows = rows_of(Layout.ZIGZAG, rank, 4, 8)
     config = BurstConfig(hosts=2, hardware=tomls[rank])
-    said = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with hearing() as said:
             got = run(tensors, rows, config=config)
     except BurstError as error:
         return str(error), ""
     pairs = zip(got, truth_of(tensors, True, 8**-0.5), strict=True)
-    return max((a - b[:, rows]).abs().max().item() for a, b in pairs), said.getvalue()
+    return max((a - b[:, rows]).abs().max().item() for a, b in pairs), said
 
 
 def test_a_planned_call_is_exact_and_says_why():
     found = run_ranks(attend, 4, ["h200"] * 4)
     assert max(error for error, _ in found) <= 1e-12
-    assert "planned for h200: " in found[0][1] and " ms, " in found[0][1]
+    (line,) = found[0][1]
+    assert "planned for h200 (" in line and " ms, " in line
+    assert [said for _, said in found[1:]] == [[]] * 3
 
 
 def test_ranks_whose_files_differ_are_told(tmp_path: Path):

@@ -20,6 +20,7 @@ from megatron_burst.mcore.arguments import _UNSUPPORTED
 from megatron_burst.mcore.flags import add_flags
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
+from tests.said import hearing
 
 STOCK = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 3
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2
@@ -29,15 +30,15 @@ BURST = f"{CP4} --context-parallel-impl burst --attention-dropout 0"
 
 
 def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
-    """Megatron's arguments, and what was printed meanwhile."""
+    """Megatron's arguments, and what was printed or said meanwhile."""
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *shlex.split(flags)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, hearing() as lines:
         args = arguments.parse_args()
         if validate:
             arguments.validate_args(args, {})
-    return vars(args), printed.getvalue()
+    return vars(args), "\n".join([printed.getvalue(), *lines])
 
 
 def start(rank: str = "0", patched: bool = True) -> None:

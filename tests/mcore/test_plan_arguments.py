@@ -66,13 +66,13 @@ def plan(tmp_path):
     return write
 
 
-def test_options_of_a_plan_reach_the_configuration(plan, capsys):
+def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     args = run_with(plan())
     assert BurstConfig.from_args(args) == BurstConfig(
         intra="gather", heads_per_round=2, keep="all", keep_offload=True
     )
     assert args.burst_fused_loss is True
-    assert "adds --burst-intra gather --burst-heads-per-round 2" in capsys.readouterr().out
+    assert "adds --burst-intra gather --burst-heads-per-round 2" in caplog.text
 
 
 def test_what_is_given_wins(plan):

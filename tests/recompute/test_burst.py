@@ -5,7 +5,6 @@ Catches modes that give other gradients, that keep what they should not, or that
 
 import contextlib
 import gc
-import io
 from functools import partial
 from unittest import mock
 
@@ -23,6 +22,7 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
+from tests.said import hearing
 
 SIZE, TOKENS = 2, 8
 CASES = {
@@ -82,18 +82,18 @@ def run(rank: int) -> dict:
         hops = []
 
         def attend(q, k, v, config=config, options=options, hops=hops):
-            before, printed = len(hops), io.StringIO()
-            with contextlib.redirect_stdout(printed):
+            before = len(hops)
+            with hearing() as lines:
                 out = burst_attention(q * 1, k * 1, v * 1, config=config, **options)
             if torch.is_grad_enabled():
                 hops.append(("replay", len(hops) - before))
-            return out, printed.getvalue()
+            return out, lines
 
         said = []
 
         def layer(q, k, v, attend=attend, said=said):
-            out, printed = attend(q, k, v)
-            said.append(printed)
+            out, lines = attend(q, k, v)
+            said.extend(lines)
             return out
 
         known = (

@@ -33,7 +33,7 @@ def test_tensors_come_back_with_their_strides():
     assert parcel.get()[0].stride() == strided.stride()
 
 
-def test_buffers_are_used_again_and_never_exceed_the_limit(capsys):
+def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
     memory = HostMemory(CPU, 4096)
     for _ in range(5):
         parcels = [packed(memory, torch.full((256,), float(i))) for i in range(4)]
@@ -44,9 +44,9 @@ def test_buffers_are_used_again_and_never_exceed_the_limit(capsys):
         assert isinstance(full, Resident) and torch.equal(full.get()[0], torch.ones(256))
         del parcels, full
         gc.collect()
-    assert capsys.readouterr().out == (
-        "burst keep: 0.00 GiB of host memory a rank are full; what comes more stays on the device\n"
-    )
+    assert caplog.messages == [
+        "burst keep: 0.00 GiB of host memory a rank are full; what comes more stays on the device"
+    ]
     other = packed(memory, torch.ones(1024))  # free buffers of another size make room
     assert isinstance(other, HostParcel) and memory.taken_bytes == 4096
 
@@ -96,13 +96,11 @@ def test_a_frame_that_is_gone_is_passed_over(three_layers):
     assert fetched(parcels) == []
 
 
-def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(capsys):
+def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(caplog):
     host_memory.cache_clear()
     assert host_memory(CPU, 0.5) is host_memory(CPU, 0.5)
     assert host_memory(CPU, 0.5).limit_bytes == 1 << 29
-    assert capsys.readouterr().out == (
-        "burst keep: at most 0.50 GiB of host memory a rank (as asked)\n"
-    )
+    assert caplog.messages == ["burst keep: at most 0.50 GiB of host memory a rank (as asked)"]
     limit = host_memory(CPU, None).limit_bytes
     assert limit > 0
-    assert f"at most {limit / 2**30:.2f} GiB" in capsys.readouterr().out
+    assert f"at most {limit / 2**30:.2f} GiB" in caplog.messages[1]

@@ -1,0 +1,39 @@
+"""What may differ between the ranks' machines and decides how they run a call."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.planned import speeds_digest
+from megatron_burst.engine.setup import multiprocessors
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import choose_backend, problem_of
+
+
+def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> dict[str, str]:
+    """Facts by name; whatever batch and tokens are, ranks with equal facts choose alike.
+
+    Args:
+        q: [b, n, h, d_qk].
+        k: [b, n, h_kv, d_qk].
+        v: [b, n, h_kv, d_v].
+        config: what the user asked for.
+    """
+    problem = problem_of(q, k, v, config.deterministic)
+    facts = {
+        "backend": _found(lambda: choose_backend(problem, config.backend)[0].capability.name),
+        "hardware": _found(lambda: speeds_digest(config)),
+    }
+    in_rounds = config.intra != "ring" and config.inter != "flat" and config.pieces
+    if in_rounds and config.heads_per_round is None:
+        facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(q.device)}"
+    return facts
+
+
+def _found(find: Callable[[], str]) -> str:
+    """What is found, or the sentence of why nothing is: the other ranks must hear that too."""
+    try:
+        return find()
+    except BurstError as error:
+        return str(error)
