@@ -77,7 +77,7 @@ part() {
             ;;
         loss) # shellcheck disable=SC2046
             bench 60 loss $(sized "--tokens 128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") \
-                --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
+                --impl burst:auto --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
             ;;
         layers) # shellcheck disable=SC2046
             bench 150 recompute $(sized "--seq 1M --layers 1" \

@@ -190,16 +190,19 @@ class FusedLossConfig:
     """How the fused LM head and loss run in Megatron (`--burst-fused-loss`).
 
     Attributes:
-        grads: "recompute" computes logits again in backward and is right for any use of the losses;
-            "forward" computes gradients along with the loss, a quarter less work, and needs losses
-            that are multiplied with the loss mask and one number, as pretrain_gpt.py's are; other
-            uses give NaN gradients.
+        grads: "auto" computes gradients along with the loss and adds the weight's to `main_grad`,
+            under the scale that the last backward pass had; one that finds another scale computes
+            them again, so any use of the losses is right. "recompute" always computes logits again
+            in backward, a third more work, as "auto" does in fp16, with --deterministic-mode and
+            without Megatron's DDP. "forward" needs a second float32 gradient of the weight, and
+            losses that are multiplied with the loss mask and one number, as pretrain_gpt.py's are;
+            other uses give NaN gradients.
         label_smoothing: as Megatron's vocab_parallel_cross_entropy has it.
         z_loss: weight of the squared log-sum-exp.
         softcap: bound of the logits; 0: none.
     """
 
-    grads: Literal["recompute", "forward"] = "recompute"
+    grads: Literal["auto", "recompute", "forward"] = "auto"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0

@@ -163,7 +163,7 @@ def loss(
         Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
     ] = None,
     impl: Annotated[
-        list[str] | None, Option(help="repeatable, e.g. burst:forward, megatron:fused, liger")
+        list[str] | None, Option(help="repeatable, e.g. burst:auto, megatron:fused, liger")
     ] = None,
     dtype: Dtype = None,
     out: Out = Path("loss.csv"),

@@ -1,7 +1,7 @@
 """Ways to compute an LM head's loss and gradients, for `bench loss`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_burst.cli.sentence import pick
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.forecast import Forecast
 from megatron_burst.loss.linear import linear_cross_entropy
 from megatron_burst.plan.units import in_units, whole_numbers
 
@@ -96,12 +97,17 @@ class HeadTensors:
         weight: [vocab / ranks, h]; takes a gradient.
         labels: [tokens] int64.
         group: of the ranks that share the vocabulary.
+        forecast: knows that the mean is asked for, as after the first micro-batch of a training.
     """
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
     group: dist.ProcessGroup
+    forecast: Forecast = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forecast = Forecast(False, torch.ones((), device=self.hidden.device))
 
     def first(self, tokens: int) -> "HeadTensors":
         """The same head with the first tokens only; shares no gradient."""
@@ -128,6 +134,14 @@ Mean = Callable[[HeadTensors], Tensor]  # the mean loss, differentiable
 def burst(grads: str, x: HeadTensors) -> Tensor:
     """Ours; "auto" is what it does for a mean, and without main_grad it returns dW as others do."""
     return linear_cross_entropy(x.hidden, x.weight, x.labels, tp_group=x.group, grads=grads)
+
+
+def burst_in_training(x: HeadTensors) -> Tensor:
+    """Ours as in Megatron, which asks for the losses of tokens and scales them afterwards."""
+    losses = linear_cross_entropy(
+        x.hidden, x.weight, x.labels, tp_group=x.group, reduction="none", forecast=x.forecast
+    )
+    return losses.mean()
 
 
 def megatron(fused: bool, x: HeadTensors) -> Tensor:
@@ -199,6 +213,7 @@ class LossPeer:
         if self.into_main_grad and x.weight.dtype != torch.float64:
             x.weight.main_grad = torch.zeros_like(x.weight, dtype=torch.float32)
             x.weight.grad_added_to_main_grad = False
+            x.forecast.open()
 
     def run(self, x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, dX, dW) of a forward and a backward pass; main_grad has what it had besides."""
@@ -214,6 +229,7 @@ class LossPeer:
 PEERS = {
     peer.name: peer
     for peer in (
+        LossPeer("burst:auto", burst_in_training, None, True, True),
         LossPeer("burst:recompute", partial(burst, "recompute"), None, True, True),
         LossPeer("burst:forward", partial(burst, "forward"), None, True, True),
         LossPeer("burst:plain", partial(burst, "auto"), None, True),

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.forecast import Expected, common_factor
 from megatron_burst.loss.options import WHO
 from megatron_burst.loss.parallel import HiddenGrad
 from megatron_burst.loss.passes import (
@@ -32,11 +33,13 @@ class Recomputed(torch.autograd.Function):
     """Statistics in forward; backward computes the logits again, but for the last tile."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected | None
+    ):
         stats, buffer = statistics_pass(head, hidden, weight, rows)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
-        ctx.rows, ctx.head = rows, head
+        ctx.rows, ctx.head, ctx.expected = rows, head, expected
         # a parameter is not what comes out of saved_tensors after offloading: keep its buffer
         ctx.weight = weight
         entropy = stats[Stat.LSE] - stats[Stat.MEAN]
@@ -51,6 +54,8 @@ class Recomputed(torch.autograd.Function):
         head, rows = ctx.head, ctx.rows
         zeros = stats.new_zeros(rows.labels.shape)
         loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
+        if ctx.expected is not None:
+            ctx.expected.learn(loss)
         factors = loss_factors(head, stats, loss)
         # d entropy / dz = -p (z - mean)
         factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
@@ -66,8 +71,8 @@ class Recomputed(torch.autograd.Function):
         if sums.hidden is not None:
             dhidden = sums.hidden.finish().view(hidden.shape)
         if main_grad is not None:
-            return dhidden, announce_main_grad(ctx.weight), None, None
-        return dhidden, None if total is None else total.to(weight.dtype), None, None
+            return dhidden, announce_main_grad(ctx.weight), None, None, None
+        return dhidden, None if total is None else total.to(weight.dtype), None, None, None
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -79,6 +84,7 @@ class GradientsInForward(torch.autograd.Function):
         sums = Sums(
             HiddenGrad(head.tp, rows, hidden) if wants_hidden else None,
             unwritten_sums(weight) if wants_weight else None,
+            fresh=wants_weight,
         )
         stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
         if sums.hidden is not None:
@@ -95,7 +101,7 @@ class GradientsInForward(torch.autograd.Function):
                 f"{WHO}: backward must run once where gradients were computed in forward, because "
                 "they are scaled in place; got a second backward; pass grads='recompute'"
             )
-        factor = _common_factor(ctx.rows.collect(grad), ctx.row_weight)
+        factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         hidden, total = ctx.sums.hidden, ctx.sums.weight
         dhidden = dweight = ctx.sums = None
         if hidden is not None:
@@ -113,6 +119,53 @@ class GradientsInForward(torch.autograd.Function):
         return dhidden, dweight, None, None, None
 
 
+class GradientsInMainGrad(torch.autograd.Function):
+    """Gradients in forward, the weight's added to `main_grad`, under the scale that is expected.
+
+    Where backward finds another gradient, what was added is taken out again by the same products,
+    and the right gradients are computed as `Recomputed` has it. So any gradient is right.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected):
+        wants_hidden = ctx.needs_input_grad[0]
+        sums = Sums(
+            HiddenGrad(head.tp, rows, hidden) if wants_hidden else None, main_grad_of(weight)
+        )
+        row_weight = expected.count_on_it()
+        stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
+        ctx.dhidden = sums.hidden.finish().view(hidden.shape) if wants_hidden else None
+        ctx.save_for_backward(hidden, weight, stats)
+        ctx.rows, ctx.head, ctx.expected, ctx.weight = rows, head, expected, weight
+        return rows.spread(losses(head, stats))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad = ctx.rows.collect(grad)
+        expected, ctx.expected = ctx.expected, None  # a second backward has nothing to count on
+        dhidden, ctx.dhidden = ctx.dhidden, None
+        if expected is None or not expected.settle(grad, ctx.head.tp.group):
+            del dhidden
+            dhidden = _corrected(ctx, grad, expected)
+        return dhidden, announce_main_grad(ctx.weight), None, None, None
+
+
+def _corrected(ctx, grad: Tensor, expected: Expected | None) -> Tensor | None:
+    """The hidden states' gradient; `main_grad` gets the weight's instead of the expected one.
+
+    Tiles are those of forward, so that products that are taken out have the bits of those added.
+    """
+    hidden, weight, stats = ctx.saved_tensors
+    head, rows, main_grad = ctx.head, ctx.rows, main_grad_of(ctx.weight)
+    if expected is not None and expected.in_main_grad:
+        factors = loss_factors(head, stats, -expected.gradient)
+        gradient_pass(head, hidden, weight, rows, factors, Sums(None, main_grad))
+    sums = Sums(HiddenGrad(head.tp, rows, hidden) if ctx.needs_input_grad[0] else None, main_grad)
+    gradient_pass(head, hidden, weight, rows, loss_factors(head, stats, grad), sums)
+    return None if sums.hidden is None else sums.hidden.finish().view(hidden.shape)
+
+
 def _scale(x: Tensor, factor: Tensor) -> None:
     """x *= factor, rounded once: torch would round a factor without an axis to 16 bit first.
 
@@ -120,15 +173,3 @@ def _scale(x: Tensor, factor: Tensor) -> None:
     """
     for some in x.split(_ROWS_AT_ONCE):
         torch.mul(some, factor.view(1), out=some)
-
-
-def _common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:
-    """The number c of grad = c * row_weight, as a scalar tensor; NaN if there is none."""
-    if grad.numel() == 0:
-        return grad.new_ones(())
-    grad, row_weight = grad.flatten(), row_weight.flatten()
-    largest = row_weight.abs().argmax()  # exact where grad is a product with row_weight
-    weight = row_weight[largest]
-    factor = torch.where(weight != 0, grad[largest] / weight, 0)
-    off = (grad - factor * row_weight).abs() > 1e-3 * (factor * weight).abs()
-    return torch.where(off.any(), torch.nan, factor)

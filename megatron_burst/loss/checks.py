@@ -77,7 +77,7 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
         (settings.get("reduction", "none") in ("none", "sum", "mean"), "reduction must be none, "
          "sum or mean, because a misspelt one would be ignored", repr(settings.get("reduction")),
          "choose one of these"),
-        (settings.get("grads", "forward") in ("forward", "recompute"), "grads must be auto, "
+        (settings.get("grads", "auto") in ("auto", "forward", "recompute"), "grads must be auto, "
          "forward or recompute, because a misspelt one would be ignored",
          repr(settings.get("grads")), "choose one of these"),
         (chunk == "auto" or (type(chunk) is int and chunk > 0), "chunk_tokens must be auto or a "

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.autograd import GradientsInForward, Recomputed
+from megatron_burst.loss.autograd import GradientsInForward, GradientsInMainGrad, Recomputed
 from megatron_burst.loss.checks import check_call
+from megatron_burst.loss.forecast import Expected, Forecast
 from megatron_burst.loss.options import WHO, Grads, LossOptions, Reduction
 from megatron_burst.loss.parallel import TensorParallel, sizes_of
 from megatron_burst.loss.passes import Head
@@ -38,6 +39,7 @@ def linear_cross_entropy(
     grads: Grads = "auto",
     keep_logits: bool = True,
     supervised: SupervisedCount | None = None,
+    forecast: Forecast | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of `hidden @ weight.T`, whose logits exist a tile at a time.
 
@@ -71,11 +73,14 @@ def linear_cross_entropy(
             any gradient. "forward" computes gradients along with the loss: 3 GEMMs, a collective a
             chunk, and only the scalar that they are multiplied with may come later: with "none" the
             losses' gradients must be proportional to loss_mask, else all gradients become NaN.
-            "auto": "forward" for sums and means in bf16, fp32 and fp64 without return_lse.
+            "auto": "forward" for sums and means in bf16, fp32 and fp64 without return_lse; with a
+            forecast gradients in forward too, which may be any.
         keep_logits: where logits are computed again in backward, whether the last tile of them
             waits for it in the memory above; False where several losses wait for backward at once.
         supervised: from `count_supervised`: only tokens that count are computed. On the CPU they
             are counted anyway.
+        forecast: of a head in Megatron's training; with "auto" and "none" its weight's gradient is
+            added to `main_grad` in forward while that is allowed; see `Forecast`.
 
     Returns:
         the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 where
@@ -90,22 +95,27 @@ def linear_cross_entropy(
     """
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = _tensor_parallel(tp_group, sequence_parallel)
-    if grads == "auto":
-        reduced = reduction != "none" and not return_lse and hidden.dtype != torch.float16
-        grads = "forward" if reduced else "recompute"
-    settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
+    mode = grads if grads != "auto" else _mode(hidden, weight, reduction, return_lse, forecast)
+    settings = {"reduction": reduction, "grads": grads, "mode": mode, "return_lse": return_lse}
     check_call(
         hidden, weight, labels, loss_mask, tp, options, settings | {"chunk_tokens": chunk_tokens}
     )
     rows = _rows(hidden, labels, loss_mask, tp, ignore_index, supervised)
     weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
-    in_forward = grads == "forward" and _wants_grad(hidden, weight)
-    head = _head(hidden, weight, options, tp, rows, in_forward, chunk_tokens)
-    if in_forward:
+    if not _wants_grad(hidden, weight):
+        mode = "recompute"
+    held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
+    head = _head(hidden, weight, options, tp, rows, chunk_tokens, mode != "recompute", held)
+    expected = None
+    if forecast is not None and reduction == "none":
+        expected = Expected(forecast, _shares(forecast, rows, labels, loss_mask, hidden.dtype))
+    if mode == "forward":
         loss = GradientsInForward.apply(hidden, weight, rows.collect(weights), rows, head)
+    elif mode == "main_grad":
+        loss = GradientsInMainGrad.apply(hidden, weight, rows, head, expected)
     else:
         head = replace(head, keep=keep_logits)
-        loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
+        loss, lse, _ = Recomputed.apply(hidden, weight, rows, head, expected)
     loss = loss.view(labels.shape) if reduction == "none" else (loss * weights).sum()
     return (loss, lse.view(labels.shape)) if return_lse else loss
 
@@ -132,6 +142,7 @@ def token_log_probs(
     loss_mask: Tensor | None = None,
     options: LossOptions | None = None,
     entropy: bool = True,
+    keep_logits: bool = True,
 ) -> TokenLogProbs:
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
@@ -144,6 +155,8 @@ def token_log_probs(
         loss_mask: tokens to leave out are 0 in it.
         options: `logit_scale` is 1 / temperature; smoothing and z-loss must be left out.
         entropy: whether it is wanted.
+        keep_logits: whether up to 0.9 GiB of logits wait for backward; False where several calls
+            do so at once.
 
     Raises:
         BurstError: as of `linear_cross_entropy`.
@@ -157,9 +170,9 @@ def token_log_probs(
     tp = _tensor_parallel(tp_group, sequence_parallel)
     check_call(hidden, weight, labels, loss_mask, tp, options, {"entropy": entropy})
     rows = _rows(hidden, labels, loss_mask, tp, options.ignore_index, None)
-    head = _head(hidden, weight, options, tp, rows, False, "auto")
-    head = replace(head, entropy=entropy)
-    loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
+    head = _head(hidden, weight, options, tp, rows, "auto", False)
+    head = replace(head, entropy=entropy, keep=keep_logits)
+    loss, _, entropies = Recomputed.apply(hidden, weight, rows, head, None)
     return TokenLogProbs(
         -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None
     )
@@ -169,6 +182,15 @@ def _tensor_parallel(group: dist.ProcessGroup | None, sequence_parallel: bool) -
     if group is None or group.size() == 1:
         return TensorParallel()
     return TensorParallel(group, sequence_parallel)
+
+
+def _mode(hidden, weight, reduction, return_lse: bool, forecast: Forecast | None) -> str:
+    """How gradients come about where the caller does not say."""
+    if hidden.dtype == torch.float16 or return_lse:  # before backward fp16 is not scaled yet
+        return "recompute"
+    if reduction != "none":
+        return "forward"
+    return "main_grad" if forecast is not None and forecast.ready(weight) else "recompute"
 
 
 def _wants_grad(*tensors: Tensor) -> bool:
@@ -206,8 +228,18 @@ def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dty
     return weights / torch.where(total == 0, 1, total)
 
 
-def _head(hidden, weight, options, tp, rows: Rows, whole: bool, chunk_tokens) -> Head:
-    held = held_bytes(weight) if whole and weight.requires_grad else 0
+def _shares(forecast: Forecast, rows: Rows, labels, loss_mask, dtype: torch.dtype) -> Tensor:
+    """What the losses' gradients are multiples of, [blocks, n]."""
+    shares = rows.collect(_row_weights(rows, labels, loss_mask, "sum", dtype))
+    if forecast.per_token:
+        return shares
+    tokens = labels.numel() if loss_mask is None else loss_mask.sum()  # as Megatron counts them
+    return shares / torch.as_tensor(tokens, dtype=shares.dtype, device=shares.device).clamp(min=1)
+
+
+def _head(
+    hidden, weight, options, tp, rows: Rows, chunk_tokens, whole: bool, held: int = 0
+) -> Head:
     chunk = None if chunk_tokens == "auto" else chunk_tokens
     tiles = choose_tiles(sizes_of(rows.labels.numel(), hidden, weight, tp, held), whole, chunk)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

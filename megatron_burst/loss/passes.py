@@ -57,10 +57,12 @@ class Sums:
     Attributes:
         hidden: of this rank's rows.
         weight: [vocab_local, h] in float32 or wider.
+        fresh: whether what is in `weight` so far means nothing.
     """
 
     hidden: HiddenGrad | None
     weight: Tensor | None
+    fresh: bool = False
 
 
 def statistics_pass(
@@ -128,7 +130,7 @@ def forward_gradient_pass(
         weight: [vocab_local, h].
         rows: what is computed.
         row_weight: w, [blocks, n].
-        sums: where gradients go; what they had is written over.
+        sums: where gradients go.
     """
     stats = hidden.new_empty(len(Stat), *rows.labels.shape, dtype=sum_dtype(hidden.dtype))
     buffer = _tile_buffer(head, hidden)
@@ -141,8 +143,8 @@ def forward_gradient_pass(
         if sums.hidden is not None:
             sums.hidden.put(piece, torch.mm(raw, weight))
         if sums.weight is not None:
-            add_product(sums.weight, raw.t(), x, first=piece.start == 0)
-    if sums.weight is not None and rows.count == 0:
+            add_product(sums.weight, raw.t(), x, first=sums.fresh and piece.start == 0)
+    if sums.fresh and rows.count == 0:
         sums.weight.zero_()
     return stats
 

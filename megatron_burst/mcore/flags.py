@@ -40,7 +40,8 @@ _ATTENTION = {
     "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
 }
 _LOSS = {
-    "grads": "recompute: logits again in backward; forward: gradients along with the loss",
+    "grads": "recompute: logits again in backward; forward: gradients along with the loss; auto: "
+    "these too, straight into main_grad, and computed again if the loss is scaled otherwise",
     "label_smoothing": "probability dealt out over other classes",
     "z_loss": "weight of the squared log-sum-exp",
     "softcap": "bound of the logits",

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.forecast import Forecast
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.options import LossOptions
 from megatron_burst.loss.parallel import TensorParallel
 from megatron_burst.loss.predictions import largest_class
 from megatron_burst.loss.rows import SupervisedCount, count_supervised
+from megatron_burst.mcore.loss_window import window_patches
 
 WHO = "--burst-fused-loss"
 
@@ -86,6 +88,9 @@ class FusedHead:
         if self.layer.tp_group.size() > 1:
             self.tp = TensorParallel(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+        self.forecast = None
+        if config.grads == "auto" and not self.model_config.deterministic_mode:
+            self.forecast = Forecast(self.model_config.calculate_per_token_loss)
         self.parameters = inspect.signature(model.forward).parameters
         self.logits_of, self.loss_of = self.layer.forward, model.compute_language_model_loss
         self.active = False
@@ -139,6 +144,7 @@ class FusedHead:
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others wait for backward beside it
+            forecast=self.forecast if is_main else None,
         )  # fmt: skip
         assert isinstance(loss, Tensor)  # a pair comes with return_lse only
         return loss.t().contiguous()
@@ -166,6 +172,8 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
         return model
     head = FusedHead(model, config or FusedLossConfig())
+    for patch in window_patches() if head.forecast is not None else ():
+        patch.apply()
     model.fused_head = head
     head.layer.forward = head.output_layer
     model.compute_language_model_loss = head.loss
@@ -198,7 +206,7 @@ def log_probs_and_entropy(
         hidden_states, output_layer.weight if output_weight is None else output_weight, labels.t(),
         tp_group=tp, sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
         loss_mask=None if loss_mask is None else loss_mask.t(),
-        options=LossOptions(logit_scale=scale),
+        options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
     )  # fmt: skip
     assert found.entropy is not None  # it is computed unless told otherwise
     return TokenLogProbs(found.log_probs.t(), found.entropy.t())

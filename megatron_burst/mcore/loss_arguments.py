@@ -8,6 +8,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.loss.options import LossOptions
 from megatron_burst.mcore.argument_values import OFF, other_value
 from megatron_burst.mcore.flags import LOSS_FLAG
+from megatron_burst.mcore.loss_window import window_patches
 from megatron_burst.patching import Patch
 
 
@@ -41,7 +42,7 @@ def check_loss_args(args: Namespace) -> None:
 
 def loss_patches(config: FusedLossConfig | None = None) -> tuple[Patch, ...]:
     """Models get the fused loss when they are built: Megatron has no hook there for plugins."""
-    return tuple(
+    building = tuple(
         Patch(
             owner=owner,
             name="__init__",
@@ -51,6 +52,7 @@ def loss_patches(config: FusedLossConfig | None = None) -> tuple[Patch, ...]:
         )
         for owner in _PARAMETERS
     )
+    return (*building, *window_patches())
 
 
 def _attach(config: FusedLossConfig | None, build):

@@ -13,7 +13,10 @@ from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.cli.bench_loss")
 CASES = (LossCase(96, 32, 64, "float32"), LossCase(40, 32, 64, "bfloat16"))
-NAMES = ("burst:recompute", "burst:forward", "burst:plain", "megatron:unfused", "torch", "liger")
+NAMES = (
+    "burst:auto", "burst:recompute", "burst:forward", "burst:plain", "megatron:unfused", "torch",
+    "liger",
+)  # fmt: skip
 
 
 def bench(rank, folder):
@@ -68,7 +71,7 @@ def test_speed_and_errors(results):
 
 def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
     for rows, none, bad in results[0]:
-        assert none == [] and len(rows) == 12
+        assert none == [] and len(rows) == 14
         assert bad.status == "failed" and "results are wrong" in bad.note
         assert bad.error_loss == pytest.approx(0.2, rel=1e-3)
 
@@ -84,7 +87,7 @@ def test_table_and_picture(results, tmp_path):
 
 
 def test_unknown_implementations_are_refused():
-    with pytest.raises(BurstError, match="got 'ligre'; choose among burst:recompute"):
+    with pytest.raises(BurstError, match="got 'ligre'; choose among burst:auto, burst:recompute"):
         peers_of(["ligre"])
 
 

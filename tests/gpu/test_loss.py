@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.loss import passes, statistics, tiles
+from megatron_burst.loss.forecast import Forecast
 from megatron_burst.loss.options import LossOptions
 from megatron_burst.loss.rows import count_supervised
 from megatron_burst.loss.weight_grad import add_product
@@ -180,6 +181,68 @@ def test_sums_of_a_small_weight_fit_into_that_gib_too():
     sizes = (32 << 10, 4096, 32 << 10)
     extra = extra_bytes(problem_of("cuda", torch.bfloat16, sizes).leaves(), "forward")
     assert extra <= 1 << 30, extra
+
+
+def in_training(problem, forecast, expected=1.0):
+    """Backward of the mean over all tokens, as in Megatron, whose scale is expected so often.
+
+    Returns:
+        memory beside inputs, weight, main_grad and dX, in bytes.
+    """
+    hidden, weight = problem.hidden, problem.weight
+    if not hasattr(weight, "main_grad"):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
+    weight.main_grad.zero_()
+    forecast.factor = torch.full((), expected, device=hidden.device)
+    forecast.open()
+    cuda = hidden.is_cuda
+    before = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    losses = call(problem, reduction="none", forecast=forecast)
+    assert weight.main_grad.any() and forecast.pending == 1
+    losses.mean().backward()
+    forecast.close()
+    return torch.cuda.max_memory_allocated() - before - hidden.nbytes if cuda else 0
+
+
+def forecast_errors(device, sizes) -> dict:
+    """Errors of dX and main_grad by how many times too large a scale is expected, and of plain."""
+    problem, forecast, found = problem_of(device, torch.bfloat16, sizes), Forecast(False), {}
+    truth, theirs = exact(problem), plain(problem)
+    share = float((problem.labels >= 0).sum()) / problem.labels.numel()
+    for times in (1.0, 1e-3, 30.0):
+        leaves = problem.leaves()
+        in_training(leaves, forecast, times)
+        found[times] = {
+            "hidden": off(leaves.hidden.grad, truth["hidden"] * share),
+            "weight": off(leaves.weight.main_grad, truth["weight"] * share),
+        }
+    assert (forecast.hits, forecast.misses) == (1, 2)
+    found["plain"] = {name: off(theirs[name], truth[name]) for name in ("hidden", "weight")}
+    return found
+
+
+def test_gradients_under_an_expected_scale_and_under_a_wrong_one():
+    """What was added under a wrong one is taken out with the bits that it had."""
+    found = forecast_errors("cuda", HEAD)
+    print(found)
+    for times in (1.0, 1e-3, 30.0):
+        for name, theirs in found["plain"].items():
+            assert found[times][name] <= 1.1 * theirs, (times, name, found)
+
+
+def test_gradients_in_main_grad_take_less_than_one_gib():
+    """Of the scale that is expected, and of another one."""
+    problem = problem_of("cuda", torch.bfloat16, (32 << 10, 4096, 128 << 10)).leaves()
+    forecast = Forecast(False)
+    for times in (1.0, 2.0):
+        problem.hidden.grad = None
+        extra = in_training(problem, forecast, times)
+        print(f"{times}: {extra / 2**30:.3f} GiB")
+        assert extra <= 1 << 30, (times, extra)
+    assert (forecast.hits, forecast.misses) == (1, 1)
 
 
 @pytest.mark.parametrize("grads", GRADS)

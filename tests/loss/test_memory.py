@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst import linear_cross_entropy
+from megatron_burst import linear_cross_entropy, token_log_probs
 from megatron_burst.loss import autograd, tiles
 from megatron_burst.loss.tiles import SCRATCH_BYTES, Sizes, choose_tiles
 from tests.loss.oracle import random_problem
@@ -158,3 +158,22 @@ def test_the_last_tile_of_logits_is_not_computed_again(tiles_of_logits, monkeypa
         problem.hidden.grad = problem.weight.grad = None
     for kept, computed in zip(*grads, strict=True):
         assert torch.equal(kept, computed)
+
+
+def test_calls_that_wait_for_backward_keep_their_logits_only_if_asked_to():
+    """Of reinforcement learning: several micro-batches, and one backward pass of them all."""
+    problem, calls = random_problem(64, 1, WIDTH, VOCAB, torch.float32, mask=False).leaves(), 5
+    problem.labels.clamp_(min=0)
+    tile, found, grads = 64 * VOCAB * 4, {}, {}
+    for keep in (True, False):
+        with Live() as live:
+            waiting = [
+                token_log_probs(problem.hidden, problem.weight, problem.labels, keep_logits=keep)
+                for _ in range(calls)
+            ]
+            found[keep] = sum(size for _, size in live.sizes.values())
+        sum(x.log_probs.sum() + x.entropy.sum() for x in waiting).backward()
+        grads[keep], problem.weight.grad = problem.weight.grad, None
+        del waiting
+    assert found[True] >= calls * tile and found[False] < tile, found
+    assert torch.equal(grads[True], grads[False])

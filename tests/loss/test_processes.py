@@ -183,3 +183,40 @@ def log_probs(rank):
 def test_log_probabilities_and_entropy_over_two_ranks():
     for found in run_ranks(log_probs, 2):
         assert max(found) < 1e-12, found
+
+
+def forecasts(rank):
+    """Errors where the scale is expected and where it is not, and how often it was, by SP."""
+    from megatron_burst import linear_cross_entropy
+    from megatron_burst.loss.forecast import Forecast
+
+    found = {}
+    for sequence_parallel in (False, True):
+        ours = shard(random_problem(s=12), rank, 2, sequence_parallel)
+        ours.weight.main_grad, ours.weight.grad_added_to_main_grad = ours.weight.detach() * 0, False
+        forecast, errors = Forecast(per_token=True), []
+        for scale in (1.5, 1.5, 0.1, 0.1 * (1 + rank)):
+            ours.weight.main_grad.zero_()
+            ours.hidden.grad = None
+            forecast.open()
+            losses = linear_cross_entropy(
+                ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, reduction="none",
+                tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel, forecast=forecast,
+                chunk_tokens=6,
+            )  # fmt: skip
+            (losses * ours.loss_mask).sum().mul(scale).backward()
+            forecast.close()
+            truth = random_problem(s=12).leaves()
+            (oracle(truth, PLAIN, "none")[0] * ours.loss_mask).sum().mul(scale).backward()
+            grad = truth.hidden.grad.chunk(2)[rank] if sequence_parallel else truth.hidden.grad
+            errors.append(relative_error(ours.weight.main_grad, truth.weight.grad.chunk(2)[rank]))
+            errors.append(relative_error(ours.hidden.grad, grad))
+        # at last rank 1 alone is off, and what all ranks compute together must go on
+        found[sequence_parallel] = errors[:-1], (forecast.hits, forecast.misses)
+    return found
+
+
+def test_gradients_in_forward_over_two_ranks():
+    for found in run_ranks(forecasts, 2):
+        for errors, counts in found.values():
+            assert max(errors) < 1e-12 and counts == (1, 2), (errors, counts)

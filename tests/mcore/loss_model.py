@@ -66,11 +66,12 @@ def model_of(case: Case):
 
     from megatron_burst import burst_spec
 
+    single = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32} if case.ddp else {}
     config = config_of(
         Parallel(cp=case.cp, tp=case.tp), Model(groups=4), sequence_parallel=case.sp,
         mtp_num_layers=case.mtp or None,
         pipeline_model_parallel_size=case.pp, variable_seq_lengths=False,
-        **({"params_dtype": torch.float32} if case.ddp else {}), **case.options,
+        **single | case.options,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     mtp = get_gpt_mtp_block_spec(config, spec, False) if case.mtp else None

@@ -47,6 +47,7 @@ def other_uses(rank):
     found["smoothing, z-loss, softcap"] = float((losses - truth).abs().max())
     rl = model(*inputs, labels=batch["labels"], output_processor=log_probs_and_entropy,
                output_processor_context=0.5)  # fmt: skip
+    assert kept_by(rl.log_probs) == [None]  # many micro-batches may wait for backward
     truth = torch.distributions.Categorical(logits=logits / 0.5)
     found["log-probabilities"] = float((rl.log_probs - truth.log_prob(batch["labels"])).abs().max())
     found["entropy"] = float((rl.entropy - truth.entropy()).abs().max())
@@ -59,6 +60,18 @@ def other_uses(rank):
     losses = fuse_loss(model, FusedLossConfig(label_smoothing=0.1))(*inputs, labels=batch["labels"])
     found["smoothing as Megatron's"] = float((losses - truth).abs().max())
     return found
+
+
+def kept_by(x) -> list:
+    """Logits that the losses behind a tensor keep for backward."""
+    nodes, kept = [x.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "RecomputedBackward":
+            kept.append(node.kept)
+        elif node is not None:
+            nodes.extend(before for before, _ in node.next_functions)
+    return kept
 
 
 def gathered(x, group):

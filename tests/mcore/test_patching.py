@@ -110,6 +110,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.datasets.utils.compile_helpers",
     ]
     assert at_first == [] and prepared == flags
+    ddp = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
     assert asked == [
         *flags,
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
@@ -121,6 +122,8 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
         "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
+        f"{ddp}.zero_grad_buffer",
+        f"{ddp}.finish_grad_sync",
     ]
     assert [target for target, _ in listed] == asked and all(why for _, why in listed)
 
