@@ -28,11 +28,13 @@ from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.say import say
 from megatron_burst.terms import Terms, check, terms_of
+from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
 
 
+@uncompiled
 def burst_attention(
     q: Tensor,
     k: Tensor,
@@ -57,7 +59,7 @@ def burst_attention(
     them must run backward through the output if one does: each needs the others' shards. Inside a
     checkpoint (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the
     first pass has computed (from the second checkpoint of the process on: the first call sees to
-    it).
+    it). To torch.compile it is one graph break.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -79,12 +81,14 @@ def burst_attention(
         s_local] in max(float32, input dtype), which carries no gradient.
 
     Raises:
-        BurstError: if the input does not fit; before anything is sent, and on all ranks if they
-            pass the same, or if one differs in a call that the others have not made before. A
-            rank that differs in a later call is found out by its hops, within `timeout_s` on CPU.
+        BurstError: if the input does not fit, or inside of torch.func's transforms, vmap and
+            forward-mode AD; before anything is sent, and on all ranks if they pass the same, or if
+            one differs in a call that the others have not made before. A rank that differs in a
+            later call is found out by its hops, within `timeout_s` on CPU.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
+    refuse_transforms(_WHO, q, k, v)
     config = config or BurstConfig()
     group = _group(group)
     state = state_of(group, config.timeout_s)
@@ -108,6 +112,9 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     The ranks agree before anything is checked: what is wrong on one of them only is then a
     disagreement that all of them see. New sizes of a configuration that they have agreed upon are
     nothing to ask about: all follow from them alike.
+
+    Raises:
+        BurstError: on all ranks, if they differ or the call cannot run.
     """
     configuration = terms.configuration()
     is_new = state.board.agree(terms.in_words(), _WHO, configuration)
@@ -176,6 +183,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse):
+        refuse_transforms(_WHO, dout)
         if dout is None:
             return None, None, None, None
         out, *left = ctx.saved_tensors

@@ -12,7 +12,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors", "say"},
     {"patching"},
     {"plan"},
-    {"config", "environment"},
+    {"config", "environment", "transforms"},
     {"kernels"},
     {"comm"},
     {"engine"},

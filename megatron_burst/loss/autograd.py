@@ -25,6 +25,7 @@ from megatron_burst.loss.weight_grad import (
     new_sums,
     unwritten_sums,
 )
+from megatron_burst.transforms import refuse_transforms
 
 _ROWS_AT_ONCE = 4096
 
@@ -50,6 +51,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
+        refuse_transforms(WHO, *grads)
         hidden, weight, stats = ctx.saved_tensors
         head, rows = ctx.head, ctx.rows
         zeros = stats.new_zeros(rows.labels.shape)
@@ -96,6 +98,7 @@ class GradientsInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        refuse_transforms(WHO, grad)
         if ctx.sums is None:
             raise BurstError(
                 f"{WHO}: backward must run once where gradients were computed in forward, because "

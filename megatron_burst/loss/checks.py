@@ -14,6 +14,7 @@ from megatron_burst.errors import BurstError, DisagreementError, unmet
 from megatron_burst.loss.options import WHO, LossOptions
 from megatron_burst.loss.parallel import TensorParallel, processors_of
 from megatron_burst.loss.weight_grad import held_bytes
+from megatron_burst.transforms import refuse_transforms
 
 _AGREEMENTS = 256  # that are remembered; the oldest go first, so all ranks forget the same
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,8 +37,10 @@ def check_call(
     combination. Labels are looked at on the CPU only: on a GPU that would make it wait.
 
     Raises:
-        BurstError: on all ranks; DisagreementError if they call differently.
+        BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
+            transforms, vmap and forward-mode AD.
     """
+    refuse_transforms(WHO, hidden, weight)
     problem = _problem(hidden, weight, labels, loss_mask, tp, settings)
     if tp.group is not None:
         _agree(tp.group, _terms(hidden, weight, labels, loss_mask, options, settings, problem))

@@ -18,7 +18,7 @@ from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keep import call_kept, in_frames, torch_patches
-from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping
+from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
 _OWN_CHECKPOINT = ("function", "distribute_saved_activations", "args")
@@ -87,15 +87,12 @@ def _inputs_on_host(limit_gib: float | None, checkpoint):
     def checkpoint_on_host(function, *args, **options):
         frame = Frame()
 
-        def pack(x: Tensor):
+        def pack(x: Tensor) -> Parcel:
             if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
-                return x
+                return Resident((x,))
             return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
 
-        def unpack(packed) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.get()[0]
-
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
             return checkpoint(frame.bind(function), *args, **options)
 
     return checkpoint_on_host

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,11 +13,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_burst.comm.groups import board_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.host import host_limit_bytes
 from megatron_burst.recompute.keeping import WHO
 from megatron_burst.say import say
+
+# The one cache here: what the ranks of a group have found free on their hosts, as long as it lives.
+_FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def settled(
@@ -92,12 +97,28 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
     """The choice for a stage; made, and said, once."""
-    host_bytes = host_limit_bytes(burst.keep_host_gib)
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
+    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, _host_bytes(burst))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
         say(f"{WHO}: pipeline stage {stage}: {choice}")
     return choice
+
+
+def _host_bytes(burst: BurstConfig) -> int:
+    """Most host memory of a rank: as asked, or what the one with least has free.
+
+    Ranks that attend to one sequence must choose alike, or some would communicate in a replay and
+    others not. Those that share a layer's weights would wait for the slowest. So both agree, once:
+    they come to their first layer together, which pipeline stages do not.
+    """
+    if burst.keep_host_gib is not None:
+        return host_limit_bytes(burst.keep_host_gib)
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group not in _FREE:
+        mine = f"{host_limit_bytes(None)} bytes of host memory"
+        everyones = board_of(group, burst.timeout_s).share(mine, WHO)
+        _FREE[group] = min(int(free.split()[0]) for free in everyones)
+    return _FREE[group]
 
 
 def stage_layers(config: TransformerConfig) -> list[int]:

@@ -2,7 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.frames import Frame, running
-from megatron_burst.recompute.keeping import WHO, Resident, Tensors
+from megatron_burst.recompute.keeping import WHO, Resident, Tensors, Watch
 from megatron_burst.say import say
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
@@ -23,7 +23,7 @@ def host_limit_bytes(limit_gib: float | None) -> int:
     return available_host_bytes() // 2 if limit_gib is None else int(limit_gib * _GIB)
 
 
-@lru_cache(maxsize=8)
+@cache
 def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     """The host memory of a device: one for each limit, kept as long as the process; its bound is
     said when it is made.
@@ -87,14 +87,13 @@ class HostMemory:
             self._has_warned = True
             return None
         self.taken_bytes += num_bytes
-        return _pinned(num_bytes, self.stream is not None)
+        return _pinned(num_bytes, self.stream)
 
     def _release(self) -> None:
         """Give free buffers of all sizes back to the host."""
         for buffers in self._free.values():
             while buffers:
-                self.taken_bytes -= buffers[-1].numel()
-                _unpin(buffers.pop(), self.stream)
+                self.taken_bytes -= buffers.pop().numel()
 
     def _line_up(self, parcel: "HostParcel", input_of: Frame | None) -> None:
         frame = running()[0].frame if input_of is None else input_of
@@ -154,7 +153,7 @@ class HostParcel:
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
-        self._likes = [_dense_like(x) for x in tensors]
+        self._likes, self._watch = [_dense_like(x) for x in tensors], Watch(tensors)
         self._fetched: Tensors | None = None
         self._event: torch.cuda.Event | None = None
         if memory.stream is not None:
@@ -198,7 +197,12 @@ class HostParcel:
         self._fetched = None
 
     def get(self) -> Tensors:
-        """The tensors on the device; begins to fetch those of the next layer."""
+        """The tensors on the device; begins to fetch those of the next layer.
+
+        Raises:
+            BurstError: if they were written in place since: the copy may have been under way.
+        """
+        self._watch.check()
         self.prefetch()
         if self._event is not None:
             torch.cuda.current_stream(self._memory.stream.device).wait_event(self._event)
@@ -228,17 +232,19 @@ def _on(stream: torch.cuda.Stream | None):
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _pinned(num_bytes: int, pin: bool) -> Tensor:
-    """A byte buffer, page-locked by hand: torch's own allocator rounds up to powers of two."""
+def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
+    """A byte buffer, page-locked by hand: torch's own allocator rounds up to powers of two.
+
+    Its pages are unlocked when nobody holds it any more. Without a stream they are not locked.
+    """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    if pin and num_bytes:
-        torch.cuda.check_error(
-            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
-        )
+    if stream is not None and num_bytes:
+        address = buffer.data_ptr()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        weakref.finalize(buffer, _unpin, address, stream).atexit = False  # CUDA ends before
     return buffer
 
 
-def _unpin(buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
-    if stream is not None and buffer.numel():
-        stream.synchronize()  # copies may be under way
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+def _unpin(address: int, stream: torch.cuda.Stream) -> None:
+    stream.synchronize()  # copies may be under way
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -12,6 +12,7 @@ from megatron_burst.patching import Patch
 from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
 from megatron_burst.recompute.recording import Recording
+from megatron_burst.transforms import uncompiled
 
 
 def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
     is kept, except its inputs; with any flash attention that is (out, lse). The replay gets it
     back: it runs no kernel and sends nothing. Outside of checkpoints nothing changes. What is kept
     serves one backward: after `retain_graph` a reentrant checkpoint computes anew, and torch
-    refuses a second one through another.
+    refuses a second one through another. To torch.compile it is one graph break.
 
         attend = keep(partial(F.scaled_dot_product_attention, is_causal=True))
         checkpoint(lambda x: layer(x, attend), x, use_reentrant=False)
@@ -34,12 +35,14 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
 
     Raises:
         BurstError: when called, if it returns anything else, or if a replay does not call it with
-            tensors of the same shapes in the same order.
+            tensors of the same shapes in the same order; in backward, if what it returned was
+            written in place (`out += x`), because that is what is kept.
     """
     for patch in torch_patches():
         patch.apply()
     keeping = Keeping(WHOLE, debug=debug)
 
+    @uncompiled
     @functools.wraps(attention, updated=())
     def attend(*args, **options):
         return call_kept(attention, args, options, keeping)

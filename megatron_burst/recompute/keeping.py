@@ -1,10 +1,12 @@
 """How calls are kept: how much of the outputs, and where they wait."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+
+from megatron_burst.errors import BurstError
 
 WHO = "burst keep"
 Tensors = tuple[Tensor, ...]
@@ -37,11 +39,53 @@ class Whole:
 WHOLE = Whole()
 
 
+class Watch:
+    """Tells whether tensors have been written in place since it was made, by any of their views.
+
+    Autograd's own check sees neither what is kept nor what a checkpoint that is not reentrant
+    saves. It holds the counters of writes alone, not the tensors' memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._counters = [_counter(x) for x in tensors]
+        self._versions = [x._version for x in self._counters]
+        self._shapes = [tuple(x.shape) for x in tensors]
+
+    def check(self) -> None:
+        """Refuse a write.
+
+        Raises:
+            BurstError: naming the shapes of what was written.
+        """
+        pairs = zip(self._counters, self._versions, strict=True)
+        written = [counter._version != version for counter, version in pairs]
+        if any(written):
+            shapes = [shape for shape, each in zip(self._shapes, written, strict=True) if each]
+            raise BurstError(
+                f"{WHO}: attention's results and inputs that wait on the host must not be written "
+                "in place before their backward, because a replay takes them as they were; got a "
+                f"write to shape {', '.join(map(str, shapes))}; write elsewhere, as in "
+                "out = out + x for out += x, or keep none"
+            )
+
+
+def _counter(x: Tensor) -> Tensor:
+    """A tensor without data that counts the writes to x: one whose data are set keeps sharing the
+    counter of what it was detached from."""
+    counter = x.detach()
+    counter.data = x.new_empty(0)
+    return counter
+
+
 class Parcel(Protocol):
     """Kept tensors, wherever they are."""
 
     def get(self) -> Tensors:
-        """The tensors, on the device of the replay."""
+        """The tensors, on the device of the replay.
+
+        Raises:
+            BurstError: if they were written in place after they were put away.
+        """
         ...
 
 
@@ -50,9 +94,14 @@ class Resident:
     """Kept tensors that stay where they are."""
 
     tensors: Tensors
+    _watch: Watch = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.tensors)
 
     def get(self) -> Tensors:
         """The tensors themselves."""
+        self._watch.check()
         return self.tensors
 
 

@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from megatron_burst.engine.lean import lean
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Hidden
-from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch
 from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
+from megatron_burst.transforms import refuse_transforms
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Recording:
         outs = self._run(function, inputs)
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
         outs = tuple(x.detach() for x in outs)
+        self._reads_outs = [False] * len(outs)
         extras = self._refer(inputs, outs)
         kept = self._policy.trim(outs)
         self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
@@ -114,6 +116,8 @@ class Recording:
             saved.refer(*known)
             if saved.role == "inputs":
                 self._needs[saved.index] = max(self._needs[saved.index], saved.needs)
+            elif saved.role == "outs":
+                self._reads_outs[saved.index] = True
         self._saved.clear()
         return tuple(extras)
 
@@ -126,7 +130,8 @@ class Recording:
 
         Raises:
             BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
-                in memory where that matters; in debug mode if any bit of them differs.
+                in memory where that matters; in debug mode if any bit of them differs; if what is
+                kept was written in place after the first pass.
         """
         self._check(inputs)
         if self._fresh is not None:  # the first pass has all of it at hand
@@ -139,7 +144,9 @@ class Recording:
             outs = self._policy.restore(kept[: self._num_kept], inputs)
             extras = kept[self._num_kept :]
         if torch.is_grad_enabled():
-            outs = _Played.apply(self, self._read(inputs), outs, extras, *inputs)
+            again = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
+            self._handed = Watch([x for x in again if x is not None])
+            outs = _Played.apply(self, (*self._read(inputs), *again, *extras), outs, *inputs)
         return outs if self._is_tuple else outs[0]
 
     def _read(self, inputs: Tensors) -> list[Tensor | None]:
@@ -151,16 +158,24 @@ class Recording:
         return read
 
     def backward(
-        self, inputs: Sequence[Tensor | None], outs: Tensors, extras: Tensors, grads
+        self,
+        inputs: Sequence[Tensor | None],
+        outs: Sequence[Tensor | None],
+        extras: Tensors,
+        grads,
     ) -> list:
         """Gradients of the inputs, None for those that have none; only once.
 
         Args:
             inputs: of the replay, None where backward does not read them.
-            outs: of `play`.
+            outs: of `play`, None where backward does not read them.
             extras: what else the graph saved.
             grads: of the outputs, None where there is none.
+
+        Raises:
+            BurstError: if outputs that backward reads were written in place after `play`.
         """
+        self._handed.check()
         self._parcel = None  # its tensors are the caller's now
         self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
         pairs = zip(self._edges, grads, strict=True)
@@ -215,10 +230,10 @@ class _Played(torch.autograd.Function):
     """The outputs of a recording as if its function had been run on these inputs."""
 
     @staticmethod
-    def forward(ctx, recording, read, outs, extras, *inputs):
+    def forward(ctx, recording, saved, outs, *inputs):
         outs = tuple(x.detach() for x in outs)
         ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
-        ctx.save_for_backward(*read, *outs, *extras)
+        ctx.save_for_backward(*saved)
         pairs = zip(outs, recording.constants, strict=True)
         ctx.mark_non_differentiable(*(x for x, constant in pairs if constant))
         ctx.set_materialize_grads(False)
@@ -227,9 +242,10 @@ class _Played(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
+        refuse_transforms(WHO, *grads)
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
-        return None, None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
+        return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
 
 
 def _random_state(devices: list[int]) -> list[Tensor]:

@@ -18,6 +18,8 @@ SEQ, VOCAB, HEADS = 64, 96, 4
 FULL_RECOMPUTE = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
+BLOCK_RECOMPUTE = FULL_RECOMPUTE | dict(recompute_method="block")
+SELECTIVE_RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A GPT of Megatron's own modules under its own pipeline schedules, and what its attention does."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
@@ -194,3 +195,19 @@ class counted:
     def __exit__(self, *_) -> None:
         for patch in self._patches:
             patch.stop()
+
+
+def relative_error(got: Step, truth: Step) -> float:
+    """Largest difference of any gradient over its largest true value."""
+    assert got.grads.keys() == truth.grads.keys()
+    return max(
+        float((got.grads[name] - true).abs().max() / true.abs().max())
+        for name, true in truth.grads.items()
+    )
+
+
+def kept_recordings() -> int:
+    from megatron_burst.recompute.recording import Recording
+
+    gc.collect()
+    return sum(type(each) is Recording for each in gc.get_objects())

@@ -4,6 +4,7 @@ Catches a buffer given away too early, more memory than allowed, and fetches in 
 """
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,3 +105,85 @@ def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(c
     limit = host_memory(CPU, None).limit_bytes
     assert limit > 0
     assert f"at most {limit / 2**30:.2f} GiB" in caplog.messages[1]
+
+
+class Card:
+    """The calls of CUDA's that pin memory and order copies, without a GPU."""
+
+    device = CPU
+
+    def __init__(self):
+        self.pinned, self.copying, self.wrong = {}, False, []
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        if self.copying or address not in self.pinned:
+            self.wrong.append(address)
+        self.pinned.pop(address, None)
+        return 0
+
+    def wait_stream(self, stream):
+        self.copying = True
+
+    def synchronize(self):
+        self.copying = False
+
+    def record_event(self):
+        return None
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: card)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: card)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    yield card
+    assert card.wrong == []
+
+
+def on_card(limit_bytes):
+    memory = HostMemory(CPU, limit_bytes)
+    memory.stream = torch.cuda.Stream(CPU)
+    return memory
+
+
+def test_pages_that_make_room_for_others_are_unpinned_once_copies_are_over(card):
+    memory = on_card(4096)
+    parcels = [packed(memory, torch.ones(256)) for _ in range(4)]
+    assert sorted(card.pinned.values()) == [1024] * 4
+    del parcels
+    assert len(card.pinned) == 4  # to be used again
+    parcel = packed(memory, torch.ones(512))
+    assert list(card.pinned.values()) == [2048] and memory.taken_bytes == 2048
+    assert torch.equal(parcel.get()[0], torch.ones(512))
+
+
+@pytest.mark.parametrize("last", ["memory", "parcel"])
+def test_pages_of_a_memory_that_is_gone_are_unpinned(card, last):
+    """A further limit or device once drove one out of a cache, and its pages went back pinned."""
+    memory = on_card(4096)
+    parcels = [packed(memory, torch.ones(256)) for _ in range(2)]
+    parcels.pop()
+    if last == "memory":
+        del parcels, memory
+    else:
+        del memory
+        assert len(card.pinned) == 2
+        del parcels
+    gc.collect()
+    assert card.pinned == {}
+
+
+def test_no_memory_is_driven_out_by_others():
+    host_memory.cache_clear()
+    first = host_memory(CPU, 0.25)
+    for limit in range(1, 20):
+        host_memory(CPU, limit)
+    assert host_memory(CPU, 0.25) is first

@@ -1,0 +1,47 @@
+"""What torch does to whole functions, and attention and loss cannot take part in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from megatron_burst.errors import BurstError
+
+
+def uncompiled[F: Callable[..., Any]](function: F) -> F:
+    """The function as one graph break of torch.compile, instead of one at each thing inside that
+    it cannot trace."""
+    why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
+    return torch.compiler.disable(function, reason=why)
+
+
+def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
+    """Refuse a call, or a backward pass, that torch transforms. Costs about a microsecond.
+
+    Args:
+        who: refuses.
+        tensors: inputs of the call, or gradients that come to the pass.
+
+    Raises:
+        BurstError: inside of torch.func's transforms and vmap, and if a tensor is a batch of them
+            or has a forward-mode tangent.
+    """
+    if torch._C._are_functorch_transforms_active():
+        kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
+        _refuse(who, f"a call inside of torch.func's {kind}", "call it outside of torch.func")
+    given = [x for x in tensors if x is not None]
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
+        _refuse(who, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
+    inside = forward_ad._current_level >= 0
+    if inside and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+        _refuse(who, "an input with a tangent", "leave out torch.autograd.forward_ad")
+
+
+def _refuse(who: str, got: str, change: str) -> None:
+    raise BurstError(
+        f"{who}: gradients must be torch.autograd's, of one backward pass at a time, because "
+        f"kernels and messages have no rules for batches of them or for forward mode; got {got}; "
+        f"{change}, and differentiate by backward() or torch.autograd.grad"
+    )

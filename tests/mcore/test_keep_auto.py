@@ -1,0 +1,102 @@
+"""Which layers keep: by their number, or by a budget.
+
+Catches layers that keep though nothing recomputes them, stages that exceed the budget, and ranks
+of one sequence that choose otherwise than each other.
+"""
+
+import torch
+
+from megatron_burst.config import BurstConfig
+from tests.mcore import pipeline
+from tests.mcore.gpt import (
+    BLOCK_RECOMPUTE,
+    FULL_RECOMPUTE,
+    HEADS,
+    SELECTIVE_RECOMPUTE,
+    SEQ,
+    Parallel,
+    config_of,
+    start,
+)
+from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
+from tests.ranks import run_ranks
+
+ALL = BurstConfig(keep="all")
+TWO, VPP = Setting(pp=2, cp=2), Setting(pp=2, vp=2, cp=2)
+
+
+def layers_and_replays(rank: int) -> tuple:
+    """By how a stage is recomputed its layers, and which keep if two shall; attention calls
+    of replays within budgets."""
+    from megatron_burst.mcore import keep
+    from megatron_burst.mcore.keep_layers import settled, stage_layers
+
+    numbers, keeping = [], []
+    for setting in (TWO, VPP):
+        pipeline.start(setting)
+        for options in (FULL_RECOMPUTE, BLOCK_RECOMPUTE, SELECTIVE_RECOMPUTE):
+            config = config_for(setting, num_layers=8, **options)
+            numbers.append(stage_layers(config))
+            two = BurstConfig(keep="all", keep_layers=2)
+            of_layer = (settled(two, config, number, None, None, 0.75) for number in range(1, 9))
+            keeping.append([number for number, got in enumerate(of_layer, 1) if got.keep == "all"])
+    setting, replays = Setting(mtp=True, micro_batches=1), []
+    pipeline.start(setting)
+    plain = run_step(setting, build(setting, config_for(setting)))
+    keep.switch_on(ALL)
+    layer_gib = SEQ * HEADS * (16 + 1) * 8 / 2**30  # out and lse
+    for layers in range(1, LAYERS + 2):
+        burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
+        chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
+        replays.append(run_step(setting, chunks).kernels - plain.kernels)
+    return numbers, keeping, replays
+
+
+def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
+    (first, first_keep, replays), *_, (second, second_keep, _) = run_ranks(layers_and_replays, 4)
+    assert first == [[1, 2, 3, 4], [1], [1, 2, 3, 4], [1, 2, 5, 6], [1, 5], [1, 2, 5, 6]]
+    assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
+    assert first_keep == [layers[:2] for layers in first]
+    assert second_keep == [layers[:2] for layers in second]
+    assert replays == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
+
+
+def free_memory_differs(rank: int) -> tuple:
+    """Of a step on two stages, whose second context-parallel rank has no host memory: error, kernel
+    calls and hops of replays. Of layers on 2 x 2 ranks: their options, and how often they asked."""
+    from megatron_burst.comm.watch import Board
+    from megatron_burst.mcore.keep_layers import settled
+    from megatron_burst.plan import keep
+    from megatron_burst.recompute import host
+
+    keep.hides_copy = lambda tokens: True
+    host.available_host_bytes = lambda: (rank % 2 == 0) << 30
+    pipeline.start(TWO)
+    plain = run_step(TWO, build(TWO, config_for(TWO)))
+    layer_gib = SEQ // 2 * HEADS * (16 + 1) * 8 / 2**30
+    burst = BurstConfig(keep="auto", keep_budget_gib=2 * layer_gib)
+    got = run_step(TWO, build(TWO, config_for(TWO, burst, **FULL_RECOMPUTE)))
+    step = relative_error(got, plain), got.kernels - plain.kernels, got.hops - plain.hops
+
+    start(Parallel(cp=2, tp=2))
+    config = config_of(Parallel(cp=2, tp=2), num_layers=4, **FULL_RECOMPUTE)
+    host.available_host_bytes, kept, asked = lambda: (rank + 1) << 30, [], []
+    share = Board.share
+    Board.share = lambda *args: asked.append(1) or share(*args)
+    for tokens in (1 << 8, 1 << 22, 1 << 23):  # 5 KiB, 80 and 160 MiB a layer of out and lse
+        heads = torch.empty(tokens, 1, 1, 8, dtype=torch.bfloat16, device="meta")
+        layer_gib = tokens * (8 * 2 + 4) / 2**30
+        burst = BurstConfig(keep="auto", keep_budget_gib=2 * layer_gib)
+        found = settled(burst, config, 1, heads, heads, 0.0)
+        kept.append((found.keep, found.keep_offload))
+    return step, kept, len(asked)
+
+
+def test_ranks_with_unlike_free_memory_choose_alike():
+    found = run_ranks(free_memory_differs, 4)
+    for first, last in (found[:2], found[2:]):
+        assert first[0][1:] == last[0][1:] and max(first[0][0], last[0][0]) <= 1e-12
+    assert found[0][0][1] > 0  # what does not fit on the host is computed again
+    for _, kept, asked in found:  # the first rank has 512 MiB for four layers
+        assert kept == [("all", True), ("all", True), ("all", False)]
+        assert asked == 1

@@ -1,0 +1,111 @@
+"""Keeping around what is not burst's: Megatron's own attention, TransformerEngine's checkpoint.
+
+Catches replays that compute though they need not, and what would not be kept without a word.
+"""
+
+import torch
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from tests.mcore import pipeline
+from tests.mcore.gpt import FULL_RECOMPUTE
+from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
+from tests.ranks import run_ranks
+
+ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
+AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
+
+
+def own_attention(rank: int) -> dict:
+    """Megatron's own attention without context parallelism: errors, kernel calls, refusals."""
+    from megatron_burst.mcore import keep
+
+    setting, found = Setting(micro_batches=2), {}
+    pipeline.start(setting)
+    truth = run_step(setting, build(setting, config_for(setting)))
+    keep.switch_on(ALL)
+    for name, burst in {
+        "none": None,
+        "all": ALL,
+        "three": BurstConfig(keep="all", keep_layers=3),
+        "auto": BurstConfig(**AUTO),
+    }.items():
+        got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
+        found[name] = relative_error(got, truth), got.kernels - truth.kernels
+    for burst, overrides in ((HALF, {}), (ALL, dict(attention_dropout=0.1))):
+        config = config_for(setting, burst, **FULL_RECOMPUTE | overrides)
+        try:
+            run_step(setting, build(setting, config))
+        except BurstError as error:
+            found[str(error)] = None
+    return found
+
+
+def test_megatrons_own_attention_is_kept_too():
+    (found,) = run_ranks(own_attention, 1)
+    refusals = [text for text, value in found.items() if value is None]
+    values = {name: value for name, value in found.items() if value is not None}
+    replays = 2 * LAYERS
+    assert values == {
+        "none": (0, replays), "all": (0, 0), "three": (0, 2), "auto": (0, 0)
+    }  # fmt: skip
+    assert refusals[0].startswith("burst keep: half must be kept of burst attention only, because")
+    assert "got Megatron's own attention in layer 1; pass --burst-keep all" in refusals[0]
+    assert refusals[1].startswith("burst keep: attention must not drop weights, because")
+    assert refusals[1].endswith("got attention_dropout=0.1; pass --attention-dropout 0")
+
+
+class TheirCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint such as TransformerEngine's, which runs its function itself."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+def transformer_engines_checkpoint(rank: int) -> list:
+    """Attention calls, bytes on the host and gradients without and with patches of its
+    checkpoint."""
+    from megatron_burst import keep
+    from megatron_burst.mcore.keep import _inputs_on_host, _te_in_frames
+    from megatron_burst.recompute.host import host_memory
+
+    def checkpoint(function, *args, **options):
+        assert options == dict(tp_group=3)
+        return TheirCheckpoint.apply(function, *args)
+
+    found, calls = [], []
+
+    def square(x):
+        calls.append(1)
+        return x * x
+
+    attend = keep(square)
+    for function in (checkpoint, framed := _te_in_frames(checkpoint), _inputs_on_host(1.0, framed)):
+        x = torch.linspace(0, 1, 2000).requires_grad_()
+        calls.clear()
+        y = function(lambda x: attend(x + 1), x, tp_group=3)
+        function(lambda x: attend(x).sum(), y, tp_group=3).backward()
+        on_host = host_memory(torch.device("cpu"), 1.0).taken_bytes
+        found.append((len(calls), on_host, x.grad.tolist()))
+    return found
+
+
+def test_transformer_engines_checkpoint_runs_in_frames_too():
+    """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
+    (found,) = run_ranks(transformer_engines_checkpoint, 1)
+    assert [(calls, on_host) for calls, on_host, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
+    true = 4 * (1 + torch.linspace(0, 1, 2000)) ** 3
+    for *_, grad in found:
+        torch.testing.assert_close(torch.tensor(grad), true)
