@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.comm.groups import board_of, communicator_of
+from megatron_burst.comm.groups import board_of, communicator_of, pass_log_of
+from megatron_burst.comm.stamp import Kind, Marks
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
@@ -43,6 +44,7 @@ def burst_attention(
     return_lse: bool = False,
     config: BurstConfig | None = None,
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+    layer: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
 
@@ -70,6 +72,8 @@ def burst_attention(
         config: how it runs.
         hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
             `config.nccl_ctas` own ones of the same ranks.
+        layer: a number of the caller's, so that a rank that skips one of several calls alike is
+            found out at its next one.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
@@ -77,8 +81,8 @@ def burst_attention(
 
     Raises:
         BurstError: if the input does not fit; before anything is sent, and on all ranks if they
-            pass the same, or if one differs in a call that the others have not made before. A
-            rank that differs in a later call is found out by its hops, within `timeout_s` on CPU.
+            pass the same. Where ranks make different calls, or not equally many, all of them
+            raise it: on CPU in that very pass, before anything is sent; on GPUs in the next one.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
@@ -90,21 +94,25 @@ def burst_attention(
     key = terms, tuple(hcp_groups or ())
     if key not in board.settled:
         board.settled[key] = _settle(q, k, v, terms, group, board, hcp_groups)
-    call, keeping = board.settled[key]
+    call, keeping, marks = board.settled[key]
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    run = partial(_attend, call=call)
+    run = partial(_attend, call=call, marks=marks, layer=layer)
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
     (out,) = _to_bshd(qkv_format, out)
     return (out, lse) if return_lse else out
 
 
 def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
-    """(call, keeping) of a call with new terms, once all ranks agree and nothing speaks against it.
+    """(call, keeping, marks) of a call with new terms, once all ranks agree and nothing speaks
+    against it.
 
     The ranks agree before anything is checked: what is wrong on one of them only is then a
     disagreement that all of them see.
     """
-    is_new = board.agree(terms.in_words(), _WHO)
+    words = terms.in_words()
+    # others may be in a call that is not new to them
+    Marks(pass_log_of(group), words).begin(Kind.AGREEMENT)
+    is_new = board.agree(words, _WHO)
     check(terms, group.size())
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
@@ -124,12 +132,13 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     call, choices = set_up(q, k, v, carrier, pattern, config)
     any_two = replace(terms.config, transfer="auto")  # which asks for one host if it pulls
     over_all = partial(communicator_of, group, any_two, flat=True)
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all)
+    marks = Marks.of(pass_log_of(group), words)
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)
     if is_new:
         rounds = {"rounds (by heads_per_round, or the GPU's multiprocessors)": f"{call.num_rounds}"}
         board.agree({"backend": call.backend.capability.name, **rounds}, _WHO)
         board.say_once(f"{_WHO}: {plan}{between}{choices}{kept}")
-    return call, keeping
+    return call, keeping, marks
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -137,23 +146,27 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, marks: Marks, layer: int
+) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
     passes = passes_of(call, (q.shape, k.shape, v.shape), followed)
-    return BurstAttentionFunction.apply(q, k, v, passes)
+    return BurstAttentionFunction.apply(q, k, v, passes, marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and what forward leaves."""
 
     @staticmethod
-    def forward(ctx, q, k, v, passes):
+    def forward(ctx, q, k, v, passes, marks, layer):
+        number = marks.begin(Kind.FORWARD, layer=layer)
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
             out, lse, left = passes.forward(q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
         ctx.passes = passes
+        ctx.begin_backward = partial(marks.begin, Kind.BACKWARD, number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -162,12 +175,13 @@ class BurstAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _dlse):
         if dout is None:
-            return None, None, None, None
+            return (None,) * 6
+        ctx.begin_backward()
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
         with torch.autocast(out.device.type, enabled=False):
             grads = ctx.passes.backward(left, out, dout)
-        return *(grad.to(out.dtype) for grad in grads), None
+        return *(grad.to(out.dtype) for grad in grads), None, None, None
 
 
 def _readable(x: Tensor) -> Tensor:

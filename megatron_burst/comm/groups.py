@@ -14,9 +14,11 @@ from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
+from megatron_burst.comm.stamp import PassLog
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
 from megatron_burst.plan.slots import sent_count
@@ -28,6 +30,7 @@ _COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[object, "Communicator"
     WeakKeyDictionary()
 )
 _BOARDS: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
+_LOGS: WeakKeyDictionary[dist.ProcessGroup, PassLog] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -66,6 +69,8 @@ class Communicator:
         given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
         self._backend = dist.get_backend(group)
         self._level_names()
+        if group not in _LOGS and group.size() > 1:
+            _LOGS[group] = self._make_log(group)
         self._groups = {
             (link, cargo): given.get(link) if cargo is Cargo.READ and given else self._new(ranks)
             for link, ranks in members.items()
@@ -97,6 +102,22 @@ class Communicator:
             pg_options=options,
             use_local_synchronization=True,
         )
+
+    def _make_log(self, group: dist.ProcessGroup) -> PassLog:
+        """Over a gloo group of all ranks, on GPUs too."""
+        # its own time-out is the later one: what it ends with names no ranks
+        patience = timedelta(seconds=2 * self.board.timeout_s)
+        try:
+            over = dist.new_group(
+                self._ranks, timeout=patience, backend="gloo", use_local_synchronization=True
+            )
+            return PassLog(over, group.get_group_store(), self.board, self._backend == "gloo")
+        except RuntimeError as error:
+            raise BurstError(
+                f"{_WHO}: ranks must reach each other over gloo, because they tell each other what "
+                f"they begin, whatever carries the data; got {str(error).splitlines()[0]}; set "
+                "GLOO_SOCKET_IFNAME to a network interface that leads to all hosts"
+            ) from error
 
     def _cp_ranks_of(self, group: dist.ProcessGroup) -> list[int]:
         """By rank in a group of some of the ranks; torch sorts them, whatever the topology says."""
@@ -209,6 +230,14 @@ def board_of(group: dist.ProcessGroup, timeout_s: float) -> Board:
         _BOARDS[group] = Board(group, timeout_s)
     _BOARDS[group].timeout_s = timeout_s
     return _BOARDS[group]
+
+
+def pass_log_of(group: dist.ProcessGroup) -> PassLog | None:
+    """Where the group's ranks compare their passes; made with its first communicator.
+
+    None before, and for a single rank.
+    """
+    return _LOGS.get(group)
 
 
 def communicator_of(

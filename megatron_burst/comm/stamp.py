@@ -1,0 +1,281 @@
+"""Ranks in step: what each rank begins is told to all others in 16 bytes, and compared.
+
+Ranks that are out of step would exchange shards of different calls and compute wrong numbers. So
+every pass begins with a stamp, which goes to all ranks of the group over gloo: beside the data,
+whatever carries these, so that no GPU has a part in it and that a rank is found out even where
+the transfers of its GPU hang. On CPU ranks wait for each other's stamps before anything is sent,
+because a gloo receive of another size ends the process. On a GPU nobody waits: the stamps of a
+pass are looked at when a later one begins.
+"""
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from hashlib import blake2b
+from itertools import chain
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.comm.watch import Board
+from megatron_burst.errors import BurstError, DisagreementError
+
+_WHO = "burst attention"
+_LOOK_S = 0.5  # how often who waits looks whether others have given up
+_TELL_S = 5.0  # how long who has given up waits for what others have to say
+
+
+class Kind(IntEnum):
+    """What a stamp stands at the beginning of."""
+
+    AGREEMENT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    LATER_ROWS = 3
+    EARLY_HALF = 4
+    END = 5
+
+
+_IN_WORDS = {
+    Kind.AGREEMENT: "a call that is new to it",
+    Kind.FORWARD: "a forward",
+    Kind.BACKWARD: "the backward of",
+    Kind.LATER_ROWS: "the passing on of later rows",
+    Kind.EARLY_HALF: "the recomputation of an early half",
+    Kind.END: "the end of a step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a rank begins.
+
+    Attributes:
+        kind: forward, backward ...
+        call: number of the forward that a backward belongs to; of anything else its own number.
+        layer: a number of the caller's; 0 if it gave none.
+        digest: of the call's terms.
+    """
+
+    kind: Kind
+    call: int
+    layer: int
+    digest: int
+
+    def packed(self) -> tuple[int, int]:
+        """As two 64-bit integers."""
+        return self.call << 24 | (self.layer & 0xFFFFF) << 4 | self.kind, self.digest
+
+    @classmethod
+    def of(cls, what: int, digest: int) -> "Stamp":
+        """From what was packed."""
+        return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
+
+    def __str__(self) -> str:
+        words = _IN_WORDS[self.kind]
+        if self.kind is Kind.BACKWARD:
+            words += f" pass {self.call}"
+        return words + (f" in layer {self.layer}" if self.layer else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A pass that has begun, and the stamps that come from all ranks."""
+
+    number: int
+    stamp: Stamp
+    terms: Mapping[str, str]
+    stamps: Tensor  # [ranks * 2]
+    work: dist.Work
+
+    def stamps_of_all(self) -> list[Stamp]:
+        """By rank; once they are there."""
+        return [Stamp.of(*pair) for pair in self.stamps.view(-1, 2).tolist()]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks have begun the same."""
+        packed = self.stamps.tolist()
+        return packed == packed[:2] * (len(packed) // 2)
+
+
+class PassLog:
+    """Numbers the passes of a group's rank and compares them with those of the others.
+
+    Args:
+        group: a gloo group of all its ranks, for stamps alone; made by all of them together.
+        store: that all of them reach; holds nothing as long as they are in step.
+        board: of the group; its time-out is how long a rank waits for others.
+        waits: whether stamps are waited for where a pass begins.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool
+    ) -> None:
+        self._group, self._store, self._waits = group, store, waits
+        self._rank, self._size = group.rank(), group.size()
+        self._board = board
+        self._number = 0
+        self._pending: deque[_Entry] = deque()
+        self._broken: str | None = None
+        self._lock = threading.Lock()
+        # a name of its own: keys of a group that was destroyed may still be in the store
+        names = torch.empty(self._size, dtype=torch.int64)
+        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)])
+        dist.all_gather_into_tensor(names, mine, group=group)
+        self._name = f"megatron_burst/passes/{names[0].item()}"
+
+    def begin(
+        self, kind: Kind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
+    ) -> int:
+        """Begin a pass.
+
+        Args:
+            kind: forward, backward ...
+            digest: of the terms.
+            terms: of the call, in words.
+            call: number of the forward that a backward belongs to.
+            layer: a number of the caller's.
+
+        Returns:
+            its number, from 1.
+
+        Raises:
+            DisagreementError: if ranks have begun different passes: this one where stamps are
+                waited for, else any before it.
+            BurstError: if a rank has not come to it within the time-out, or is lost.
+        """
+        with self._lock:
+            self._look()
+            self._number += 1
+            stamp = Stamp(kind, call or self._number, layer, digest)
+            entry = self._post(stamp, terms)
+            if self._waits or kind in (Kind.AGREEMENT, Kind.END):
+                self._await(entry)
+                self._look()
+        return self._number
+
+    def look(self) -> None:
+        """Compare the stamps that have come; waits for none.
+
+        Raises:
+            BurstError: as `begin`.
+        """
+        with self._lock:
+            self._look()
+
+    def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> _Entry:
+        stamps = torch.empty(2 * self._size, dtype=torch.int64)
+        mine = torch.tensor(stamp.packed())
+        work = dist.all_gather_into_tensor(stamps, mine, group=self._group, async_op=True)
+        self._pending.append(_Entry(self._number, stamp, terms, stamps, work))
+        return self._pending[-1]
+
+    def _look(self) -> None:
+        if self._broken:
+            raise BurstError(self._broken)
+        while self._pending and self._pending[0].work.is_completed():
+            entry = self._pending.popleft()
+            try:
+                entry.work.wait()
+            except RuntimeError as error:
+                raise self._lost(entry, str(error).splitlines()[0]) from error
+            if not entry.agrees:
+                raise self._disagreement(entry)
+
+    def _await(self, entry: _Entry) -> None:
+        until = monotonic() + self._board.timeout_s
+        while not entry.work.is_completed():
+            with suppress(RuntimeError):  # not yet; what has failed for good is told by `_look`
+                entry.work.wait(timedelta(seconds=_LOOK_S))
+            if entry.work.is_completed():
+                return
+            if self._store.check([self._alarm(entry)]):
+                raise self._lost(entry, "another rank has given up")
+            if monotonic() > until:
+                raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
+
+    def _alarm(self, entry: _Entry) -> str:
+        return f"{self._name}/{entry.number}/alarm"
+
+    def _tell(self, entry: _Entry) -> list[dict[str, str] | None]:
+        """Tell the others this rank's terms; theirs, by rank, of those who tell them soon."""
+        keys = [f"{self._name}/{entry.number}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(dict(entry.terms)))
+        self._store.set(self._alarm(entry), "")
+        with suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=_TELL_S))
+        here = [self._store.check([key]) for key in keys]
+        return [
+            json.loads(self._store.get(key)) if is_here else None
+            for key, is_here in zip(keys, here, strict=True)
+        ]
+
+    def _disagreement(self, entry: _Entry) -> DisagreementError:
+        got = _differences(entry.stamps_of_all(), self._tell(entry))
+        sentence = (
+            f"{_WHO}: all ranks of a context-parallel group must make the same calls in the same "
+            "order, with the same shapes and options, because they exchange shards in every call; "
+            f"got, as pass {entry.number} of the group, {got}; give all ranks the same, and let "
+            "all of them run every forward and every backward"
+        )
+        self._broken = None if self._waits else sentence  # else some may be ahead, or hang
+        return DisagreementError(sentence)
+
+    def _lost(self, entry: _Entry, why: str) -> BurstError:
+        missing = [rank for rank, terms in enumerate(self._tell(entry)) if terms is None]
+        self._broken = (
+            f"{_WHO}: every rank must take part in every pass, because ranks pass shards on; got "
+            f"no word from cp ranks {missing} in pass {entry.number} of the group, {entry.stamp}: "
+            f"{why}; look at the output of these ranks first"
+        )
+        return BurstError(self._broken)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Says when passes of a call begin.
+
+    Attributes:
+        log: of the call's group; None: nobody is to be told.
+        terms: of the call, in words.
+        digest: of the terms.
+    """
+
+    log: PassLog | None = None
+    terms: Mapping[str, str] = field(default_factory=dict)
+    digest: int = 0
+
+    @classmethod
+    def of(cls, log: PassLog | None, terms: Mapping[str, str]) -> "Marks":
+        """Of a call with these terms."""
+        text = json.dumps(dict(terms)).encode()
+        return cls(log, terms, int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True))
+
+    def begin(self, kind: Kind, call: int = 0, layer: int = 0) -> int:
+        """Begin a pass; its number. See `PassLog.begin`."""
+        return self.log.begin(kind, self.digest, self.terms, call, layer) if self.log else 0
+
+
+def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]) -> str:
+    """What ranks have begun, in words: what all have in common is left out."""
+    known = [terms for terms in told if terms is not None]
+    names = dict.fromkeys(chain.from_iterable(known))
+    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
+    ranks: dict[str, list[int]] = {}
+    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
+        words = f"{stamp}"
+        if terms is None:
+            words += " whose terms it has not told yet"
+        elif differing:
+            words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
+        ranks.setdefault(words, []).append(rank)
+    return " and ".join(f"{words} on cp ranks {of}" for words, of in ranks.items())
