@@ -14,7 +14,7 @@ from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
-from megatron_burst.comm.stamp import PassLog
+from megatron_burst.comm.stamp import Kind, Marks, PassLog
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
@@ -238,6 +238,18 @@ def pass_log_of(group: dist.ProcessGroup) -> PassLog | None:
     None before, and for a single rank.
     """
     return _LOGS.get(group)
+
+
+def check_in_step(group: dist.ProcessGroup) -> None:
+    """Make sure that all ranks of a context-parallel group have made the same calls so far.
+
+    Each call makes sure of those before it; this does of the last ones, at the end of a step or of
+    an evaluation. All ranks call it together; it waits for their CPUs, not for GPUs.
+
+    Raises:
+        BurstError: on all ranks, naming those that have begun something else.
+    """
+    Marks(pass_log_of(group)).begin(Kind.END)
 
 
 def communicator_of(

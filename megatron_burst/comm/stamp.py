@@ -157,9 +157,10 @@ class PassLog:
             self._look()
             self._number += 1
             stamp = Stamp(kind, call or self._number, layer, digest)
-            entry = self._post(stamp, terms)
+            self._post(stamp, terms)
             if self._waits or kind in (Kind.AGREEMENT, Kind.END):
-                self._await(entry)
+                for entry in self._pending:
+                    self._await(entry)
                 self._look()
         return self._number
 
@@ -172,12 +173,11 @@ class PassLog:
         with self._lock:
             self._look()
 
-    def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> _Entry:
+    def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
         stamps = torch.empty(2 * self._size, dtype=torch.int64)
         mine = torch.tensor(stamp.packed())
         work = dist.all_gather_into_tensor(stamps, mine, group=self._group, async_op=True)
         self._pending.append(_Entry(self._number, stamp, terms, stamps, work))
-        return self._pending[-1]
 
     def _look(self) -> None:
         if self._broken:
@@ -267,7 +267,7 @@ class Marks:
 
 def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]) -> str:
     """What ranks have begun, in words: what all have in common is left out."""
-    known = [terms for terms in told if terms is not None]
+    known = [terms for terms in told if terms]
     names = dict.fromkeys(chain.from_iterable(known))
     differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
     ranks: dict[str, list[int]] = {}
@@ -275,7 +275,7 @@ def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | Non
         words = f"{stamp}"
         if terms is None:
             words += " whose terms it has not told yet"
-        elif differing:
+        elif terms and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
         ranks.setdefault(words, []).append(rank)
     return " and ".join(f"{words} on cp ranks {of}" for words, of in ranks.items())
