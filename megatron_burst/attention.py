@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import board_of, communicator_of, pass_log_of
-from megatron_burst.comm.stamp import Kind, Marks
+from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call

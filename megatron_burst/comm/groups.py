@@ -13,12 +13,12 @@ from torch.distributed import distributed_c10d
 from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
+from megatron_burst.comm.pass_log import Marks, PassLog
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
-from megatron_burst.comm.stamp import Kind, Marks, PassLog
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_transfer
 from megatron_burst.plan.schedule import Cargo, Hop
 from megatron_burst.plan.slots import sent_count
@@ -70,7 +70,7 @@ class Communicator:
         self._backend = dist.get_backend(group)
         self._level_names()
         if group not in _LOGS and group.size() > 1:
-            _LOGS[group] = self._make_log(group)
+            _LOGS[group] = PassLog.over(group, board)
         self._groups = {
             (link, cargo): given.get(link) if cargo is Cargo.READ and given else self._new(ranks)
             for link, ranks in members.items()
@@ -102,22 +102,6 @@ class Communicator:
             pg_options=options,
             use_local_synchronization=True,
         )
-
-    def _make_log(self, group: dist.ProcessGroup) -> PassLog:
-        """Over a gloo group of all ranks, on GPUs too."""
-        # its own time-out is the later one: what it ends with names no ranks
-        patience = timedelta(seconds=2 * self.board.timeout_s)
-        try:
-            over = dist.new_group(
-                self._ranks, timeout=patience, backend="gloo", use_local_synchronization=True
-            )
-            return PassLog(over, group.get_group_store(), self.board, self._backend == "gloo")
-        except RuntimeError as error:
-            raise BurstError(
-                f"{_WHO}: ranks must reach each other over gloo, because they tell each other what "
-                f"they begin, whatever carries the data; got {str(error).splitlines()[0]}; set "
-                "GLOO_SOCKET_IFNAME to a network interface that leads to all hosts"
-            ) from error
 
     def _cp_ranks_of(self, group: dist.ProcessGroup) -> list[int]:
         """By rank in a group of some of the ranks; torch sorts them, whatever the topology says."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
-from megatron_burst.comm.stamp import Kind, Marks
+from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
