@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import GroupState, communicator_of, state_of
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.facts import facts_of
@@ -48,6 +49,7 @@ def burst_attention(
     return_lse: bool = False,
     config: BurstConfig | None = None,
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
+    layer: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
 
@@ -75,6 +77,8 @@ def burst_attention(
         config: how it runs.
         hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
             `config.nccl_ctas` own ones of the same ranks.
+        layer: a number of the caller's, so that a rank that skips one of several calls alike is
+            found out at its next one.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
@@ -82,9 +86,9 @@ def burst_attention(
 
     Raises:
         BurstError: if the input does not fit, or inside of torch.func's transforms, vmap and
-            forward-mode AD; before anything is sent, and on all ranks if they pass the same, or if
-            one differs in a call that the others have not made before. A rank that differs in a
-            later call is found out by its hops, within `timeout_s` on CPU.
+            forward-mode AD; before anything is sent, and on all ranks if they pass the same. Where
+            ranks make different calls, or not equally many, all of them raise it: on CPU in that
+            very pass, before anything is sent; on GPUs in the next one.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
@@ -95,19 +99,20 @@ def burst_attention(
     scale = softmax_scale if softmax_scale is not None else _default_scale(q)
     terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
-    call, keeping = state.settled.recent(key) or (None, None)
+    call, keeping, marks = state.settled.recent(key) or (None, None, None)
     if call is None:
-        call, keeping = _settle(q, k, v, terms, group, state, hcp_groups)
-        state.settled[key] = call, keeping
+        call, keeping, marks = _settle(q, k, v, terms, group, state, hcp_groups)
+        state.settled[key] = call, keeping, marks
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    run = partial(_attend, call=call)
+    run = partial(_attend, call=call, marks=marks, layer=layer)
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
     (out,) = _to_bshd(qkv_format, out)
     return (out, lse) if return_lse else out
 
 
 def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
-    """(call, keeping) of a call with new terms, once all ranks agree and nothing speaks against it.
+    """(call, keeping, marks) of a call with new terms, once all ranks agree and nothing speaks
+    against it.
 
     The ranks agree before anything is checked: what is wrong on one of them only is then a
     disagreement that all of them see. New sizes of a configuration that they have agreed upon are
@@ -116,11 +121,13 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     Raises:
         BurstError: on all ranks, if they differ or the call cannot run.
     """
-    configuration = terms.configuration()
-    is_new = state.board.agree(terms.in_words(), _WHO, configuration)
+    configuration, words = terms.configuration(), terms.in_words()
+    if not state.board.knows(configuration):  # others may be in a call that is not new to them
+        Marks(state.log, words).begin(Kind.AGREEMENT)
+    is_new = state.board.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
-        call, keeping, choices = _choose(q, k, v, terms, group, state.board, hcp_groups)
+        call, keeping, choices = _choose(q, k, v, terms, group, state, hcp_groups)
     except BurstError as error:
         if not is_new:  # the others may be in the call
             state.board.tell(f"there it was refused: {error}")
@@ -129,11 +136,12 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if told not in state.said and dist.get_rank() == 0:
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
-    return call, keeping
+    return call, keeping, Marks.of(state.log, words)
 
 
-def _choose(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
+def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
     """(call, keeping, choices): how a call that fits runs."""
+    board = state.board
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
     board.agree(facts_of(q, k, v, terms.config), _WHO, ("facts", terms.configuration()))
@@ -150,7 +158,8 @@ def _choose(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     call, choices = set_up(q, k, v, carrier, pattern, config)
     any_two = replace(terms.config, transfer="auto")  # which asks for one host if it pulls
     over_all = partial(communicator_of, group, any_two, flat=True)
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all)
+    marks = Marks.of(state.log, terms.in_words())
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)
     return call, keeping, [*plan, *between, *choices, *kept]
 
 
@@ -159,23 +168,27 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, marks: Marks, layer: int
+) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
     passes = passes_of(call, (q.shape, k.shape, v.shape), followed)
-    return BurstAttentionFunction.apply(q, k, v, passes)
+    return BurstAttentionFunction.apply(q, k, v, passes, marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and what forward leaves."""
 
     @staticmethod
-    def forward(ctx, q, k, v, passes):
+    def forward(ctx, q, k, v, passes, marks, layer):
+        number = marks.begin(Kind.FORWARD, layer=layer)
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
             out, lse, left = passes.forward(q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
         ctx.passes = passes
+        ctx.begin_backward = partial(marks.begin, Kind.BACKWARD, number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -185,12 +198,13 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         refuse_transforms(_WHO, dout)
         if dout is None:
-            return None, None, None, None
+            return (None,) * 6
+        ctx.begin_backward()
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
         with torch.autocast(out.device.type, enabled=False):
             grads = ctx.passes.backward(left, out, dout)
-        return *(grad.to(out.dtype) for grad in grads), None
+        return *(grad.to(out.dtype) for grad in grads), None, None, None
 
 
 def _readable(x: Tensor) -> Tensor:

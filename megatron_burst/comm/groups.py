@@ -16,7 +16,9 @@ from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.latest import Latest
+from megatron_burst.comm.pass_log import Marks, PassLog
 from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.comm.subgroups import SubGroups
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import Board
@@ -191,6 +193,8 @@ class GroupState:
         communicators: by how they carry data.
         settled: what has come of calls that were agreed upon and accepted, for their repetition.
         said: the choices that the user was told of.
+        log: where its ranks compare their passes; made with the first communicator, and None
+            before and for a single rank.
     """
 
     board: Board
@@ -198,6 +202,7 @@ class GroupState:
     communicators: dict[Hashable, Communicator] = field(default_factory=dict)
     settled: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
     said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
+    log: PassLog | None = None
 
 
 def state_of(group: dist.ProcessGroup, timeout_s: float | None) -> GroupState:
@@ -242,6 +247,19 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return _STATES[group].sub_groups.symmetric_bytes if group in _STATES else 0
 
 
+def check_in_step(group: dist.ProcessGroup) -> None:
+    """Make sure that all ranks of a context-parallel group have made the same calls so far.
+
+    Each call makes sure of those before it; this does of the last ones, at the end of a step or of
+    an evaluation. All ranks call it together; it waits for their CPUs, not for GPUs.
+
+    Raises:
+        BurstError: on all ranks, naming those that have begun something else.
+    """
+    if group in _STATES:
+        Marks(_STATES[group].log).begin(Kind.END)
+
+
 def communicator_of(
     group: dist.ProcessGroup,
     config: BurstConfig,
@@ -271,5 +289,7 @@ def communicator_of(
         topology = find_topology(group, config, board, hcp_groups)
         if flat:
             topology, hcp_groups = topology.flat(), None
+        if state.log is None and group.size() > 1:
+            state.log = PassLog.over(group, board, state.sub_groups)
         made[key] = Communicator(group, topology, board, config, state.sub_groups, hcp_groups)
     return made[key]

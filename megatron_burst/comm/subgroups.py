@@ -53,6 +53,19 @@ class SubGroups:
             self._made[keys[names[place]]] = self._new(wanted[names[place]], ctas)
         return {name: self._made[key] for name, key in keys.items()}
 
+    def beside(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks, for what passes by the GPUs; all ranks together.
+
+        It waits twice as long as others: what gloo says of it names no ranks.
+        """
+        self._level([0])
+        return dist.new_group(
+            self._ranks,
+            timeout=timedelta(seconds=2 * self._board.timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+
     def _level(self, lacking: Sequence[int]) -> list[int]:
         """Let all ranks know of equally many process groups; what any of them lacks.
 

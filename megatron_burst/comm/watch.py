@@ -89,7 +89,7 @@ class Board:
             DisagreementError: on all ranks, naming the first term that differs.
         """
         key = tuple(terms.items()) if key is None else key
-        if key in self._agreed:
+        if self.knows(key):
             return False
         text = json.dumps(dict(terms))
         for rank, other in enumerate(self.share(text, who)):
@@ -97,6 +97,10 @@ class Board:
                 raise _disagreement(who, dict(terms), self._rank, json.loads(other), rank)
         self._agreed[key] = None
         return True
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether ranks have agreed on terms with this key."""
+        return key in self._agreed
 
     def tell(self, text: str) -> None:
         """Leave word why this rank takes no part in a call that others may be in."""

@@ -206,6 +206,7 @@ class BurstForward:
             qkv_format="sbhd",
             config=config,
             hcp_groups=self.hcp_groups,
+            layer=self.layer_number,
         )
         return out.flatten(2)
 

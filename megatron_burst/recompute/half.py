@@ -1,13 +1,15 @@
 """Keeps the later half of the sequence's rows; computes the early half again, evenly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.hop import Carrier
+from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.stamp import Kind
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
@@ -32,11 +34,13 @@ class LaterHalf:
         plan: which rows are computed again, and by whom; who keeps the others.
         call: how: a call over the early half as a sequence of its own.
         dealer: passes rows between any two ranks of the group.
+        marks: of the whole call.
     """
 
     plan: EarlyHalf
     call: Call
     dealer: Carrier
+    marks: Marks = field(default_factory=Marks)
 
     @property
     def _early(self) -> slice:
@@ -48,6 +52,7 @@ class LaterHalf:
         if not self.plan.kept:
             late = slice(self._early.stop, None)
             return out[:, late].clone(), lse[:, :, late].clone()
+        self.marks.begin(Kind.LATER_ROWS)
         with torch.no_grad():
             half = out.shape[1] // 2
             kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
@@ -59,6 +64,7 @@ class LaterHalf:
         tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
         out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
         whole = _rows_first(out, lse)
+        self.marks.begin(Kind.EARLY_HALF)
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             if self.plan.kept:
                 home = [move.home for move in self.plan.kept]
@@ -90,6 +96,7 @@ def keeping_of(
     pattern: Pattern,
     config: BurstConfig,
     over_all: Callable[[], Communicator],
+    marks: Marks,
 ) -> tuple[Keeping | None, list[Choice]]:
     """How a call of burst attention is kept, None if it is not; what was chosen for it.
 
@@ -101,6 +108,7 @@ def keeping_of(
         pattern: mask, layout, scale.
         config: what the user asked for.
         over_all: makes a communicator in which any two ranks exchange; all ranks together.
+        marks: of the call.
 
     Raises:
         BurstError: if it was asked for what only Megatron's layers can have.
@@ -124,7 +132,7 @@ def keeping_of(
             _meet(dealer, topology.cp_size, q.device)
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
-        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer)
+        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer, marks)
     return Keeping(policy, packer(q.device, config), config.keep_debug), said
 
 

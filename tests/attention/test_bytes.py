@@ -50,6 +50,18 @@ def count_sends(topology, rank):
     return sent
 
 
+def count_stamps():
+    """Wrap what stamps go by; the bytes of each, of which every other rank gets a copy."""
+    stamps, gather = [], dist.all_gather_into_tensor
+
+    def counted(gathered, mine, **options):
+        stamps.append(mine.nbytes)
+        return gather(gathered, mine, **options)
+
+    dist.all_gather_into_tensor = counted
+    return stamps
+
+
 def counted_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
@@ -58,7 +70,8 @@ def counted_and_planned(rank, world):
         config = BurstConfig(hosts=hosts, circulate=circulate.value, grad_wire=grad_wire)
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        sent = count_sends(topology, rank)
+        burst_attention(q, k, v, config=config).sum().backward()
+        sent, stamps = count_sends(topology, rank), count_stamps()
         burst_attention(q, k, v, config=config).sum().backward()
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
@@ -72,16 +85,17 @@ def counted_and_planned(rank, world):
                 circulate=circulate if backward else Circulate.KV, **options,
             )  # fmt: skip
             planned.update(link_bytes(schedule, shape))
-        found.append((dict(+sent), dict(+planned)))
+        found.append((dict(+sent), dict(+planned), stamps))
     return found
 
 
 @pytest.mark.parametrize("world", [4])
-def test_bytes_on_each_link_are_exactly_the_plans(world):
+def test_bytes_on_each_link_are_exactly_the_plans_and_a_stamp_a_pass(world):
     for found in run_ranks(counted_and_planned, world, world):
         assert len(found) == len(PASSES)
-        for sent, planned in found:
+        for sent, planned, stamps in found:
             assert sent == planned and sum(sent.values()) > 0
+            assert stamps == [16, 16]  # of forward and of backward
 
 
 GATHERS = [

@@ -1,0 +1,250 @@
+"""Ranks in step: what each rank begins is told to all others in 16 bytes, and compared.
+
+Ranks that are out of step would exchange shards of different calls and compute wrong numbers. So
+every pass begins with a stamp, which goes to all ranks of the group over gloo: beside the data,
+whatever carries these, so that no GPU has a part in it and that a rank is found out even where
+the transfers of its GPU hang. On CPU ranks wait for each other's stamps before anything is sent,
+because a gloo receive of another size ends the process. On a GPU nobody waits: the stamps of a
+pass are looked at when a later one begins, and once a second by a thread, which logs what it finds,
+as this process may be waiting for a GPU that hangs.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import blake2b
+from time import monotonic, sleep
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.comm.stamp import Kind, Stamp, differences
+from megatron_burst.comm.subgroups import SubGroups
+from megatron_burst.comm.watch import Board
+from megatron_burst.errors import BurstError, DisagreementError
+
+_WHO = "burst attention"
+_LOOK_S = 0.5  # how often who waits looks whether others have given up
+_WATCH_S = 1.0  # how often stamps are looked at beside a GPU's calls
+_TELL_S = 5.0  # how long who has given up waits for what others have to say
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A pass that has begun, and the stamps that come from all ranks."""
+
+    number: int
+    stamp: Stamp
+    terms: Mapping[str, str]
+    stamps: Tensor  # [ranks * 2]
+    work: dist.Work
+
+    def stamps_of_all(self) -> list[Stamp]:
+        """By rank; once they are there."""
+        return [Stamp.of(*pair) for pair in self.stamps.view(-1, 2).tolist()]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks have begun the same."""
+        packed = self.stamps.tolist()
+        return packed == packed[:2] * (len(packed) // 2)
+
+
+class PassLog:
+    """Numbers the passes of a group's rank and compares them with those of the others.
+
+    Args:
+        group: a gloo group of all its ranks, for stamps alone; made by all of them together.
+        store: that all of them reach; holds nothing as long as they are in step.
+        board: of the group; its time-out is how long a rank waits for others.
+        waits: whether stamps are waited for where a pass begins.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool
+    ) -> None:
+        self._group, self._store, self._waits = group, store, waits
+        self._rank, self._size = group.rank(), group.size()
+        self._board = board
+        self._number = 0
+        self._pending: deque[_Entry] = deque()
+        self._broken: BurstError | None = None
+        self._lock = threading.Lock()
+        # a name of its own: keys of a group that was destroyed may still be in the store
+        names = torch.empty(self._size, dtype=torch.int64)
+        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)])
+        dist.all_gather_into_tensor(names, mine, group=group)
+        self._name = f"megatron_burst/passes/{names[0].item()}"
+        if not waits:
+            threading.Thread(target=_watch, args=(ref(self),), daemon=True).start()
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, board: Board, sub_groups: SubGroups) -> "PassLog":
+        """Of a context-parallel group; made by all its ranks together.
+
+        Raises:
+            BurstError: if they do not reach each other.
+        """
+        try:
+            on_cpu = dist.get_backend(group) == "gloo"
+            return cls(sub_groups.beside(), group.get_group_store(), board, waits=on_cpu)
+        except RuntimeError as error:
+            raise BurstError(
+                f"{_WHO}: ranks must reach each other over gloo, because they tell each other what "
+                f"they begin, whatever carries the data; got {str(error).splitlines()[0]}; set "
+                "GLOO_SOCKET_IFNAME to a network interface that leads to all nodes"
+            ) from error
+
+    def begin(
+        self, kind: Kind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
+    ) -> int:
+        """Begin a pass.
+
+        Args:
+            kind: forward, backward ...
+            digest: of the terms.
+            terms: of the call, in words.
+            call: number of the forward that a backward belongs to.
+            layer: a number of the caller's.
+
+        Returns:
+            its number, from 1.
+
+        Raises:
+            DisagreementError: if ranks have begun different passes: this one where stamps are
+                waited for, else any before it.
+            BurstError: if a rank has not come to it within the time-out, or is lost.
+        """
+        with self._lock:
+            self._look()
+            self._number += 1
+            stamp = Stamp(kind, call or self._number, layer, digest)
+            self._post(stamp, terms)
+            if self._waits or kind in (Kind.AGREEMENT, Kind.END):
+                while self._pending:
+                    self._await(self._pending[0])
+                    self._look()
+        return self._number
+
+    def look(self) -> None:
+        """Compare the stamps that have come; waits for none.
+
+        Raises:
+            BurstError: as `begin`.
+        """
+        with self._lock:
+            self._look()
+
+    def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
+        stamps = torch.empty(2 * self._size, dtype=torch.int64)
+        mine = torch.tensor(stamp.packed())
+        work = dist.all_gather_into_tensor(stamps, mine, group=self._group, async_op=True)
+        self._pending.append(_Entry(self._number, stamp, terms, stamps, work))
+
+    def _look(self) -> None:
+        if self._broken:
+            raise type(self._broken)(*self._broken.args)
+        while self._pending and self._pending[0].work.is_completed():
+            entry = self._pending.popleft()
+            try:
+                entry.work.wait()
+            except RuntimeError as error:
+                raise self._lost(entry, str(error).splitlines()[0]) from error
+            if not entry.agrees:
+                raise self._disagreement(entry)
+
+    def _await(self, entry: _Entry) -> None:
+        until = monotonic() + self._board.timeout_s
+        alarmed = False
+        while not entry.work.is_completed():
+            with suppress(RuntimeError):  # not yet; what has failed for good is told by `_look`
+                entry.work.wait(timedelta(seconds=_LOOK_S))
+            if entry.work.is_completed():
+                return
+            if alarmed:  # and nothing has come since
+                raise self._lost(entry, "another rank has given up")
+            if monotonic() > until:
+                raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
+            alarmed = self._store.check([self._alarm(entry)])
+
+    def _alarm(self, entry: _Entry) -> str:
+        return f"{self._name}/{entry.number}/alarm"
+
+    def _tell(self, entry: _Entry) -> list[dict[str, str] | None]:
+        """Tell the others this rank's terms; theirs, by rank, of those who tell them soon."""
+        keys = [f"{self._name}/{entry.number}/{rank}" for rank in range(self._size)]
+        told = [None] * self._size
+        with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+            self._store.set(keys[self._rank], json.dumps(dict(entry.terms)))
+            self._store.set(self._alarm(entry), "")
+            with suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=_TELL_S))
+            for rank, key in enumerate(keys):
+                told[rank] = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return told
+
+    def _disagreement(self, entry: _Entry) -> DisagreementError:
+        got = differences(entry.stamps_of_all(), self._tell(entry))
+        error = DisagreementError(
+            f"{_WHO}: all ranks of a context-parallel group must make the same calls in the same "
+            "order, with the same shapes and options, because they exchange shards in every call; "
+            f"got, as pass {entry.number} of the group, {got}; give all ranks the same, and let "
+            "all of them run every forward and every backward"
+        )
+        self._broken = None if self._waits else error  # on GPUs some are ahead by now, or hang
+        return error
+
+    def _lost(self, entry: _Entry, why: str) -> BurstError:
+        missing = [rank for rank, terms in enumerate(self._tell(entry)) if terms is None]
+        whom = f"no word from cp ranks {missing}" if missing else "a broken connection"
+        self._broken = BurstError(
+            f"{_WHO}: every rank must take part in every pass, because ranks pass shards on; got "
+            f"{whom} in pass {entry.number} of the group, {entry.stamp}: {why}; look at the output "
+            "of these ranks first"
+        )
+        return self._broken
+
+
+def _watch(log: ReferenceType[PassLog]) -> None:
+    """Look at a log as long as it lives; what is found is logged, once."""
+    while living := log():
+        try:
+            living.look()
+        except BurstError as error:
+            logging.getLogger(__name__).error("%s", error)
+            return
+        del living
+        sleep(_WATCH_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Says when passes of a call begin.
+
+    Attributes:
+        log: of the call's group; None: nobody is to be told.
+        terms: of the call, in words.
+        digest: of the terms.
+    """
+
+    log: PassLog | None = None
+    terms: Mapping[str, str] = field(default_factory=dict)
+    digest: int = 0
+
+    @classmethod
+    def of(cls, log: PassLog | None, terms: Mapping[str, str]) -> "Marks":
+        """Of a call with these terms."""
+        text = json.dumps(dict(terms)).encode()
+        return cls(log, terms, int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True))
+
+    def begin(self, kind: Kind, call: int = 0, layer: int = 0) -> int:
+        """Begin a pass; its number. See `PassLog.begin`."""
+        return self.log.begin(kind, self.digest, self.terms, call, layer) if self.log else 0

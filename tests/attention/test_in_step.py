@@ -1,0 +1,162 @@
+"""Ranks that are out of step: all of them say so, with ranks and terms, and none computes on."""
+
+import re
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import check_in_step
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import DisagreementError
+from tests.ranks import run_ranks
+
+WAYS = {
+    "ring": {},
+    "gather": {"intra": "gather", "heads_per_round": 1},
+    "a2a": {"intra": "a2a"},
+    "two nodes, rings": {"hosts": 2},
+    "two nodes, gather": {"hosts": 2, "intra": "gather"},
+    "two nodes, a2a": {"hosts": 2, "intra": "a2a"},
+}
+ODD = 2  # the rank that is out of step
+A = {"shape": (2, 8), "causal": True}
+# what the odd rank calls in place of A, and what the sentence says of it and of the others
+INSTEAD = {
+    "causal": ({"causal": False}, "causal=False", "causal=True"),
+    "layout": ({"layout": "contiguous"}, "layout=contiguous", "layout=zigzag"),
+    "batch x length": ({"shape": (4, 4)}, r"q=\(4, 4, 8, 8\)", r"q=\(2, 8, 8, 8\)"),
+    "size": ({"shape": (2, 12)}, r"q=\(2, 12, 8, 8\)", r"q=\(2, 8, 8, 8\)"),
+}
+
+
+def forward(config, shape, **options):
+    q, k, v = (torch.randn(*shape, h, 8, requires_grad=True) for h in (8, 4, 4))
+    return burst_attention(q, k, v, config=config, **options)
+
+
+def once(config, shape, **options):
+    forward(config, shape, **options).sum().backward()
+
+
+def called(config, group, **options):
+    return forward(config, **A | options, group=group)
+
+
+def raised(function) -> str:
+    """The sentence that a function ends in; empty if it does not."""
+    try:
+        function()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def who(sentence, words):
+    """The ranks of which a sentence says this."""
+    return re.search(rf"{words}[^;]*? on cp ranks (\[[\d, ]+\])", sentence)[1]
+
+
+def other_calls(rank):
+    """By way and change: what a rank is told that calls A while the odd one does not, or inversely;
+    then whether the next call is right."""
+    found = {}
+    for name, way in WAYS.items():
+        config = BurstConfig(timeout_s=60, **way)
+        once(config, **A)
+        for change, (options, *_) in INSTEAD.items():
+            other = A | options
+            once(config, **other)  # agreed upon by all
+            mine = other if rank == ODD else A
+            found[name, change] = raised(partial(once, config, **mine))
+        once(config, **A)  # nothing is left broken
+    return found
+
+
+def test_a_rank_that_makes_another_call_is_named_on_all_ranks():
+    for found in run_ranks(other_calls, 4):
+        assert found.keys() == {(name, change) for name in WAYS for change in INSTEAD}
+        for (_, change), sentence in found.items():
+            _, odd, others = INSTEAD[change]
+            assert who(sentence, odd) == "[2]" and who(sentence, others) == "[0, 1, 3]", sentence
+
+
+def backward_twice(rank, attend, end):
+    out = attend()
+    out.sum().backward(retain_graph=rank == ODD)
+    if rank == ODD:
+        out.sum().backward()
+    attend()
+
+
+def no_backward(rank, attend, end):
+    out = attend()
+    if rank != ODD:
+        out.sum().backward()
+    attend()
+
+
+def skipped_between_layers(rank, attend, end):
+    with torch.no_grad():
+        for layer in (1, 2, 3):
+            if (rank, layer) != (ODD, 2):
+                attend(layer=layer)
+
+
+def skipped_before_backward(rank, attend, end):
+    outs = [attend() for call in range(3) if (rank, call) != (ODD, 1)]
+    sum(out.sum() for out in outs).backward()
+
+
+def skipped_before_the_end(rank, attend, end):
+    for call in range(3):
+        if (rank, call) != (ODD, 1):
+            attend().sum().backward()
+    end()
+
+
+def backward_of_another(rank, attend, end):
+    outs = [attend(), attend()]
+    for out in outs[::-1] if rank == ODD else outs:
+        out.sum().backward()
+
+
+def first_of_a_kind(rank, attend, end):
+    attend()
+    attend(causal=rank != ODD)
+
+
+# what the odd rank begins, and what the others do
+ASTRAY = {
+    backward_twice: ("the backward of pass", "a forward"),
+    no_backward: ("a forward", "the backward of pass"),
+    skipped_between_layers: ("a forward in layer 3", "a forward in layer 2"),
+    skipped_before_backward: ("the backward of pass", "a forward"),
+    skipped_before_the_end: ("the end of a step", "a forward"),
+    backward_of_another: ("the backward of pass 2", "the backward of pass 1"),
+    first_of_a_kind: ("a call that is new to it.* causal=False", "a forward.* causal=True"),
+}
+
+
+def calls_astray(rank):
+    """What a rank is told, by way and by how calls go astray."""
+    found = {}
+    for way in ("ring", "gather", "a2a", "two nodes, rings"):
+        for calls in ASTRAY:
+            group = dist.new_group()
+            config = BurstConfig(timeout_s=60, **WAYS[way])
+            attend = partial(called, config, group)
+            function = partial(calls, rank, attend, partial(check_in_step, group))
+            found[way, calls.__name__] = raised(function)
+    return found
+
+
+def test_a_rank_that_makes_a_call_or_a_backward_too_many_or_too_few_is_named_on_all_ranks():
+    for found in run_ranks(calls_astray, 4):
+        assert len(found) == 4 * len(ASTRAY)
+        for calls, (odd, others) in ASTRAY.items():
+            for (_, name), sentence in found.items():
+                if name == calls.__name__:
+                    assert who(sentence, odd) == "[2]", (name, sentence)
+                    assert who(sentence, others) == "[0, 1, 3]", (name, sentence)

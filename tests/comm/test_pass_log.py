@@ -1,0 +1,109 @@
+"""Stamps of passes: when they are waited for, who is missing, and what is left behind."""
+
+import logging
+import os
+import re
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_burst.comm.pass_log import Marks, PassLog
+from megatron_burst.comm.stamp import Kind, Stamp
+from megatron_burst.comm.watch import Board
+from megatron_burst.errors import BurstError, DisagreementError
+from tests.ranks import run_ranks
+
+A, B = {"causal": "True"}, {"causal": "False"}
+
+
+def log_of(timeout_s=20, waits=False):
+    board = Board(dist.group.WORLD, timeout_s)
+    group = dist.new_group(backend="gloo")
+    return PassLog(group, dist.group.WORLD.get_group_store(), board, waits)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_stamp_is_what_was_packed(kind):
+    stamp = Stamp(kind, (1 << 39) - 1, (1 << 20) - 1, -(1 << 63))
+    assert Stamp.of(*stamp.packed()) == stamp
+    assert all(-(1 << 63) <= word < 1 << 63 for word in stamp.packed())
+
+
+def nobody_waits(rank):
+    """Rank 1 begins nothing until the others have begun all that they will."""
+    log, store = log_of(), dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["begun/0", "begun/2"])
+    numbers = [Marks.of(log, A).begin(Kind.FORWARD) for _ in range(3)]
+    store.set(f"begun/{rank}", "")
+    ahead = len(log._pending)
+    log.begin(Kind.END, 0, {})  # waits for all of them
+    return numbers, ahead, len(log._pending)
+
+
+def test_a_rank_may_be_ahead_and_stamps_are_let_go_once_they_were_compared():
+    for rank, (numbers, ahead, pending) in enumerate(run_ranks(nobody_waits, 3)):
+        assert numbers == [1, 2, 3] and pending == 0
+        assert rank == 1 or ahead == 3
+
+
+def difference_without_waiting(rank):
+    """Sentences: of a pass begun later, of the next ones too; and what the thread has logged."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_burst").addHandler(handler)
+    log = log_of()
+    Marks.of(log, B if rank == 1 else A).begin(Kind.FORWARD)
+    for _ in range(100):
+        time.sleep(0.1)
+        if said:
+            break
+    found = []
+    for _ in range(2):
+        with pytest.raises(DisagreementError) as error:
+            Marks.of(log, A).begin(Kind.BACKWARD, 1)
+        found.append(str(error.value))
+    return found, said
+
+
+def test_a_difference_that_nobody_waited_for_is_logged_and_raised_from_then_on():
+    for found, said in run_ranks(difference_without_waiting, 3):
+        assert len(said) == 1 and set(found) == set(said)
+        assert "causal=True on cp ranks [0, 2]" in said[0]
+        assert "causal=False on cp ranks [1]" in said[0]
+
+
+def missing(rank):
+    log = log_of(timeout_s=1, waits=True)
+    if rank == 1:
+        return "", 0
+    begun = time.monotonic()
+    with pytest.raises(BurstError) as error:
+        Marks.of(log, A).begin(Kind.FORWARD)
+    return str(error.value), time.monotonic() - begun
+
+
+def lost(rank):
+    log = log_of(timeout_s=60, waits=True)
+    Marks.of(log, A).begin(Kind.FORWARD)
+    if rank == 1:
+        threading.Timer(0.5, os._exit, (0,)).start()  # this rank has given its result by then
+        return "", 0
+    begun = time.monotonic()
+    with pytest.raises(BurstError) as error:
+        Marks.of(log, A).begin(Kind.BACKWARD, 1)
+    return str(error.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("how", [missing, lost])
+def test_a_rank_that_does_not_come_is_named_on_all_others_long_before_the_last_time_out(how):
+    found = run_ranks(how, 4)
+    for sentence, took in (found[rank] for rank in (0, 2, 3)):
+        assert re.search(r"no word from cp ranks \[1\] in pass \d of the group", sentence)
+        assert took < 20
+
+
+def test_without_a_log_nothing_is_begun():
+    assert Marks().begin(Kind.FORWARD) == 0

@@ -1,0 +1,85 @@
+"""Ranks out of step on GPUs: found out by the next pass, though no CPU waits for a GPU.
+
+Catches stamps that a way of carrying data leaves out, and differences that only hang.
+"""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import check_in_step
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import DisagreementError
+from tests.gpu.test_nccl import GPUS
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+WAYS = {
+    "ring": {"intra": "ring"},
+    "send": {"intra": "gather", "transfer": "send"},
+    "pull": {"intra": "gather", "transfer": "pull"},
+    "a2a": {"intra": "a2a"},
+    "two nodes": {"hosts": 2},
+}
+
+
+def causal(attend, odd):
+    attend(causal=not odd).sum().backward()
+
+
+def size(attend, odd):
+    attend(tokens=1024 if odd else 2048).sum().backward()
+
+
+def skipped(attend, odd):
+    for call in range(3):
+        if not (odd and call == 1):
+            attend()
+    attend().sum().backward()
+
+
+def astray(rank, name, calls):
+    """What a rank is told at its next pass, or at the end of the step. Nothing here waits for a
+    GPU: what was sent may never arrive."""
+    config, group = BurstConfig(timeout_s=60, **WAYS[name]), dist.group.WORLD
+
+    def attend(causal=True, tokens=2048):
+        q, k, v = (
+            torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
+        q.requires_grad_()
+        time.sleep(0.1)  # stamps are there by then
+        return burst_attention(q, k, v, causal=causal, config=config, group=group)
+
+    for options in ({}, {"causal": False}, {"tokens": 1024}):  # agreed upon by all
+        attend(**options).sum().backward()
+    check_in_step(group)
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    with pytest.raises(DisagreementError) as error:
+        calls(attend, odd=rank == 1)
+        check_in_step(group)
+    return str(error.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    "calls, odd, others",
+    [
+        (causal, "causal=False", "causal=True"),
+        (size, "q=(1, 1024, 8, 64)", "q=(1, 2048, 8, 64)"),
+        (skipped, "the backward of pass", "a forward"),
+    ],
+)
+@pytest.mark.parametrize("name", WAYS)
+def test_both_ranks_are_told_who_differs_and_in_what(name, calls, odd, others):
+    for sentence, took in run_ranks(astray, 2, name, calls, backend="nccl"):
+        of = {words: sentence.index(words) for words in (odd, others)}
+        assert " on cp ranks [0]" in sentence[of[others] :].partition(odd)[0]
+        assert " on cp ranks [1]" in sentence[of[odd] :].partition(others)[0]
+        assert took < 20
