@@ -119,6 +119,8 @@ def set_up(
 
 def _words(way: AttentionCall, transfer: object) -> list[str]:
     """What was chosen for a call."""
+    if way.topology.cp_size == 1:
+        return ["one rank: the kernel alone"]
     words = [f"{way.topology}", f"{way.mode_why}"]
     if way.mode == "ring" or way.arranged.inter_size > 1:
         words.append(f"circulate {way.circulate_why}")
