@@ -95,13 +95,8 @@ def compare_all(rank: int) -> dict:
         start(Parallel(tp=tp))
         for model in dict.fromkeys(c.model for c in CASES.values() if c.parallel.tp == tp):
             truths[model, tp] = megatrons_own(model, Parallel(tp=tp))
-    for parallel in (
-        FLAT,
-        NESTED,
-        TP_AND_CP,
-        ALONE,
-    ):  # the third finds the second's groups left behind
-        start(parallel)
+    for parallel in (FLAT, NESTED, TP_AND_CP, ALONE):
+        start(parallel)  # the third finds the second's groups left behind
         for name, case in CASES.items():
             if case.parallel == parallel:
                 truth, (got, *sent) = truths[case.model, parallel.tp], with_burst(case)
