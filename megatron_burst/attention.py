@@ -221,7 +221,8 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise BurstError(
             f"{_WHO}: torch.distributed must be initialised, because the sequence is dealt out "
-            "over a process group; got no default group; call init_process_group, or torchrun's"
+            "over a process group; got no default group; call init_process_group (world_size=1 for "
+            "a whole sequence)"
         )
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:

@@ -28,7 +28,8 @@ class BurstConfig:
             hosts are whole shards, to measure what cutting them brings.
         circulate: what travels round the rings in backward, of which gathering or exchanging on one
             host has none; "auto" takes what has fewer bytes.
-        backend: the attention kernel by name; "auto" takes the fastest that can do the call.
+        backend: the attention kernel by name, or several joined by commas, the first of which that
+            can do the call is taken; "auto" takes the fastest that can.
         hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
             `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
         deterministic: compute bitwise the same gradients every time.

@@ -37,6 +37,11 @@ class Call:
     recalling: GatherSchedule | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the kernel is all of it: a ring of one rank, which has the whole sequence."""
+        return isinstance(self.forward, Schedule) and self.forward.topology.cp_size == 1
+
+    @property
     def num_rounds(self) -> int:
         """In which heads are gathered or exchanged; 0 of a ring."""
         return 0 if isinstance(self.forward, Schedule) else len(self.forward.rounds)

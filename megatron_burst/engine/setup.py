@@ -121,6 +121,8 @@ def set_up(
 
 def _choices(way: AttentionCall, transfer: Choice) -> list[Choice]:
     """What was chosen for a call."""
+    if way.topology.cp_size == 1:
+        return [Choice("one rank: the kernel alone")]
     choices = [Choice(f"{way.topology}"), way.mode_why]
     if way.mode == "ring" or way.arranged.inter_size > 1:
         choices.append(_named("circulate", way.circulate_why))

@@ -1,6 +1,6 @@
 """What a backend must offer, which ones there are, and the choice among them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -198,16 +198,20 @@ def backends() -> dict[str, Backend]:
 
 
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
-    """The fastest backend that can do the problem, or the one asked for, with the reason.
+    """The first backend that can do the problem, with the reason.
+
+    Args:
+        problem: what is asked of it.
+        asked: a name, several joined by commas, or "auto": all of them, the fastest first.
 
     Raises:
-        BurstError: if the one asked for is unknown or cannot do it, or if none can.
+        BurstError: if none of those asked for can do it, or is known.
     """
-    if asked == "auto":
-        chosen = _fastest(problem)
-    else:
-        why = _refusal(backends()[asked], problem) if asked in backends() else _UNKNOWN
-        chosen = Choice(asked, "asked for") if why is None else None
+    names = asked.split(",")
+    chosen = _first(problem, list(backends()) if asked == "auto" else names)
+    if chosen and asked != "auto":
+        among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
+        chosen = replace(chosen, reason=f"asked for{among}")
     if chosen is None:
         raise _nothing_can(problem, asked)
     return backends()[chosen.value], chosen
@@ -216,17 +220,20 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
 _UNKNOWN = "there is no such backend"
 
 
-def _refusal(backend: Backend, problem: Problem) -> str | None:
+def _refusal(name: str, problem: Problem) -> str | None:
+    backend = backends().get(name)
+    if backend is None:
+        return _UNKNOWN
     return backend.capability.refusal(problem) or backend.missing()
 
 
-def _fastest(problem: Problem) -> Choice | None:
-    """The first that can do the problem; slower ones are not asked, since that may import much."""
+def _first(problem: Problem, names: Sequence[str]) -> Choice | None:
+    """The first that can do the problem; later ones are not asked, since that may import much."""
     refusals = {}
-    for name, backend in backends().items():
-        if (why := _refusal(backend, problem)) is None:
+    for name in names:
+        if (why := _refusal(name, problem)) is None:
             skipped = f"; {in_words(refusals)}" if refusals else ""
-            return Choice(name, backend.capability.speed + skipped)
+            return Choice(name, backends()[name].capability.speed + skipped)
         refusals[name] = why
     return None
 
@@ -239,15 +246,20 @@ def in_words(refusals: Mapping[str, str]) -> str:
 
 def _nothing_can(problem: Problem, asked: str) -> BurstError:
     """What to say if the backend that was asked for cannot do the problem, or none can."""
-    refusals = {name: _refusal(backend, problem) for name, backend in backends().items()}
+    refusals = {name: _refusal(name, problem) for name in backends()}
     able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
-    instead = f"choose among {', '.join(able)}, or auto" if able else "choose another dtype"
+    names = list(refusals) if asked == "auto" else asked.split(",")
+    why = {name: refusals.get(name, _UNKNOWN) for name in names}
+    because = "".join(why.values()) if len(why) == 1 else in_words(why)
+    instead = "choose another dtype"
+    if able:
+        instead = f"choose among {', '.join(able)}, or auto (--burst-backend, --attention-backend)"
     uninstalled = [b.missing() for b in backends().values() if not b.capability.refusal(problem)]
     if any(uninstalled):
         instead += f"; {next(filter(None, uninstalled))}"
     return BurstError(
         f"burst attention: the backend {asked} must be able to compute the call, because nothing "
-        f"is converted silently; got {got}, and {refusals.get(asked, _UNKNOWN)}; {instead}"
+        f"is converted silently; got {got}, and {because}; {instead}"
     )

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.attention_backend import say_attention_backend, with_attention_backend
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep_arguments import check_keep_args
 from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
@@ -47,6 +48,7 @@ def validate_flags(validate_args):
 
             for patch in provider_patches():
                 patch.apply()
+            say_attention_backend(args)
         if keeps:
             from megatron_burst.mcore.keep import switch_on
 
@@ -82,13 +84,7 @@ def check_args(args: Namespace) -> None:
         BurstError: on every rank alike, naming the flag to change.
     """
     cp_size, hosts = args.context_parallel_size, args.burst_hosts
-    if cp_size < 2:
-        raise _refusal(
-            "needs --context-parallel-size of at least 2, because a ring of one rank sends nothing",
-            f"--context-parallel-size {cp_size}",
-            "raise it, or leave out --context-parallel-impl burst",
-        )
-    if args.seq_length is not None and args.seq_length % (2 * cp_size):
+    if cp_size > 1 and args.seq_length is not None and args.seq_length % (2 * cp_size):
         raise _refusal(
             "needs a sequence length divisible by twice the context parallel size, because zigzag "
             "gives each rank two chunks",
@@ -108,7 +104,7 @@ def check_args(args: Namespace) -> None:
             f"--cp-comm-type {' '.join(args.cp_comm_type)}",
             "leave it out, or name burst for the layers that shall run it",
         )
-    BurstConfig.from_args(args)
+    with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
     for name, allowed, flag, reason, change in _UNSUPPORTED:
         value = getattr(args, name, allowed)
         value = getattr(value, "name", value)  # an enum of Megatron's
@@ -169,10 +165,6 @@ _UNSUPPORTED = (
         (name, _OFF, f"--{name.replace('_', '-')}", "hops are not captured in CUDA graphs",
          _LEAVE_OUT)
         for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-    ),
-    (
-        "attention_backend", ("auto",), "--attention-backend",
-        "it names a kernel of Megatron's own attention", "leave it out, or pass --burst-backend",
     ),
     (
         "batch_invariant_mode", _OFF, "--batch-invariant-mode",

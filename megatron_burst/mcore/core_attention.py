@@ -17,6 +17,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.attention_backend import with_attention_backend
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
 from megatron_burst.mcore.keep import for_calls, switch_on
 from megatron_burst.mcore.keep_layers import settled
@@ -79,8 +80,8 @@ if HAVE_TE:
     class BurstTECoreAttention(TEDotProductAttention):
         """Core attention of TransformerEngine specs: burst in layers whose cp_comm_type says so.
 
-        Other layers, and models without context parallelism, run TransformerEngine's own. What
-        checkpoints hold of this module is TransformerEngine's too.
+        Other layers run TransformerEngine's own. What checkpoints hold of this module is
+        TransformerEngine's too.
 
         Args: those of `TEDotProductAttention`.
 
@@ -100,7 +101,7 @@ if HAVE_TE:
             pg_collection=None,
             **options,
         ) -> None:
-            runs_burst = cp_comm_type == "burst" and config.context_parallel_size > 1
+            runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(
                 config,
                 layer_number,
@@ -152,6 +153,22 @@ def burst_replacements() -> dict[type, type]:
     if HAVE_TE:
         replacements[TEDotProductAttention] = BurstTECoreAttention
     return replacements
+
+
+def asks_for_burst(
+    config: TransformerConfig, layer_number: int, cp_comm_type: str | None, pg_collection
+) -> bool:
+    """Whether a layer's `cp_comm_type` is burst.
+
+    Megatron passes it on only with context parallelism (core/transformer/transformer_layer.py:361).
+    Without, the configuration tells, unless the layer is one of those that hold whole sequences in
+    a model that has it.
+    """
+    if config.context_parallel_size > 1:
+        return cp_comm_type == "burst"
+    kinds = config.cp_comm_type
+    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
+    return kind == "burst" and cp_group_of(pg_collection).size() == 1
 
 
 @dataclass(frozen=True)
@@ -219,10 +236,15 @@ class BurstForward:
 
 
 def burst_config_of(config: TransformerConfig) -> BurstConfig:
-    """`config.burst` if somebody set it, else what Megatron's command line says, else defaults."""
-    given = getattr(config, "burst", None)
-    if given is not None:
-        return given
+    """`config.burst` if somebody set it, else what Megatron's command line says, else defaults.
+
+    The kernels are those of Megatron's `attention_backend`, unless it is auto.
+    """
+    given = getattr(config, "burst", None) or _burst_config_of_args()
+    return with_attention_backend(given, getattr(config, "attention_backend", None))
+
+
+def _burst_config_of_args() -> BurstConfig:
     global_vars = sys.modules.get("megatron.training.global_vars")  # Megatron-Core goes without
     args = getattr(global_vars, "_GLOBAL_ARGS", None)  # get_args() fails without a command line
     return BurstConfig() if args is None else BurstConfig.from_args(args)

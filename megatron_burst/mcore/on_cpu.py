@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.cpu_arguments import adjust_args
 from megatron_burst.mcore.cuda_means_cpu import CudaMeansCpu
 from megatron_burst.mcore.datasets import use_built_dataset_helpers
 from megatron_burst.say import say
@@ -50,28 +51,6 @@ def install(training: bool = True) -> tuple[str, ...]:
     for adapt in adaptations:
         adapt()
     return tuple(adapt.__name__ for adapt in adaptations)
-
-
-def adjust_args(args: Namespace) -> list[str]:
-    """Turn off in Megatron's arguments what needs CUDA; return the flags that say the same.
-
-    install(training=True) has validate_args do this, so nobody needs to pass these flags.
-    """
-    wanted = {
-        "transformer_impl": ("local", "--transformer-impl local"),
-        "distributed_backend": ("gloo", "--distributed-backend gloo"),
-        # CUDA extensions: core/tensor_parallel/layers.py:51, core/fusions/fused_softmax.py:31
-        "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
-        "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
-        # Transformer Engine's: core/transformer/transformer_config.py:2184
-        "apply_rope_fusion": (False, "--no-rope-fusion"),
-    }
-    changed = []
-    for name, (value, flag) in wanted.items():
-        if getattr(args, name, value) != value:
-            setattr(args, name, value)
-            changed.append(flag)
-    return changed
 
 
 # ---- building a model and running it --------------------------------------------------------
@@ -159,9 +138,37 @@ def _megatron_training(name: str) -> ModuleType:
 @functools.cache
 def streams_are_the_cpus() -> None:
     """DDP is built on a side stream (training/models/dist_utils.py:303), timers wait for the GPU
-    (core/timers.py:152)."""
+    (core/timers.py:152); core/transformer/moe/token_dispatcher.py:946 waits for the event that
+    torch's stream of a CPU does not return."""
+    torch.cpu.Stream.record_event = lambda self, event=None: event or torch.cpu.Event()
     for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
         setattr(torch.cuda, name, getattr(torch.cpu, name))
+
+
+@functools.cache
+def splits_of_an_all_to_all_are_numbers() -> None:
+    """core/transformer/moe/token_dispatcher.py:930 makes NumPy arrays of those that lie on a GPU,
+    and torch takes no tensors."""
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_the_host
+
+
+@functools.cache
+def meshes_are_the_cpus() -> None:
+    """Both FSDPs hard-code the device of their mesh:
+    core/distributed/torch_fully_sharded_data_parallel.py:81, fsdp/mcore_fsdp_adapter.py:418."""
+    from torch.distributed import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+
+    def on_the_cpu(group: Any, device_type: str, *rest: Any, **options: Any) -> DeviceMesh:
+        return from_group(group, "cpu", *rest, **options)
+
+    DeviceMesh.from_group = staticmethod(on_the_cpu)
 
 
 @functools.cache
@@ -216,6 +223,8 @@ _FOR_MODELS = (
 )
 _FOR_TRAINING = (
     streams_are_the_cpus,
+    splits_of_an_all_to_all_are_numbers,
+    meshes_are_the_cpus,
     the_cpu_counts_as_a_device,
     no_gpu_architecture_is_asked_for,
     arguments_that_need_cuda_are_turned_off,

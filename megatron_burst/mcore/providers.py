@@ -6,9 +6,11 @@ import inspect
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.core_attention import burst_replacements
+from megatron_burst.mcore.core_attention import asks_for_burst, burst_replacements
 from megatron_burst.mcore.refusals import WHO
 from megatron_burst.patching import Patch
+
+_OF_LAYER = ("config", "layer_number", "cp_comm_type", "pg_collection")
 
 
 def provider_patches() -> tuple[Patch, ...]:
@@ -42,8 +44,12 @@ def _refuse_in(megatrons_own: type) -> Patch:
 
 
 def _refuse_burst(megatrons_own: type, init):
+    signature = inspect.signature(megatrons_own)
+
     def checked(self, *arguments, **options) -> None:
-        if type(self) is megatrons_own and options.get("cp_comm_type") == "burst":
+        given = signature.bind(*arguments, **options).arguments
+        layer = [given.get(name) for name in _OF_LAYER]
+        if type(self) is megatrons_own and asks_for_burst(*layer):
             raise BurstError(
                 f"{WHO}: the model's spec must name burst's core attention, because Megatron's own "
                 f"has no burst; got {megatrons_own.__name__} with cp_comm_type=burst; put the spec "

@@ -44,7 +44,7 @@ class AttentionCall:
         transfer: of gathered keys inside a host: "send", "pull" by copy engine; "auto" pulls where
             it can.
         overlap: whether transfers are hidden.
-        backend: attention kernel.
+        backend: attention kernel, or several joined by commas, the fastest first.
         layout: of the tokens.
         mask: of the sequence.
         device: torch device type.
@@ -220,7 +220,7 @@ class AttentionCall:
             return a2a_schedule(topology, cp_rank, **options)
         whole = self.rectangular_causal
         if whole is None:
-            whole = self.backend in ("auto", "fa4", "flash")
+            whole = self.backend.partition(",")[0] in ("auto", "fa4", "flash")
         options["recalls"] = self.recalls and direction is Direction.BACKWARD
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 

@@ -72,6 +72,8 @@ def choose_intra(
     Raises:
         BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
     """
+    if topology.cp_size == 1:
+        return Choice("ring", "one rank")
     if inter == "flat":
         return Choice("ring", "one ring over all ranks")
     if inter == "a2a":
@@ -91,8 +93,8 @@ def choose_intra(
         )
     if asked != "auto":
         return Choice(asked, "over all ranks" if inter == "a2a" else "asked for")
-    if cannot or topology.cp_size == 1:
-        return Choice("ring", "one rank" if topology.cp_size == 1 else "gathering cannot do it")
+    if cannot:
+        return Choice("ring", "gathering cannot do it")
     if device == "cpu":
         return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
     return Choice("gather", "few long kernel calls, merged once")
@@ -158,6 +160,8 @@ def choose_transfer(
     Raises:
         BurstError: if pulling was asked for and cannot be done.
     """
+    if topology.cp_size == 1:
+        return Choice("send", "one rank")
     if asked == "send":
         return Choice("send", "asked for")
     cannot: str | None

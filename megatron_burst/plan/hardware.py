@@ -167,10 +167,11 @@ class Hardware:
         Raises:
             KeyError: if there is no such backend.
         """
-        name = self.kernels[0].backend if backend == "auto" else backend
-        known = [kernel for kernel in self.kernels if kernel.backend == name]
-        if not known:
-            raise KeyError(name)
+        asked = backend.split(",")
+        names = [k.backend for k in self.kernels if backend == "auto" or k.backend in asked]
+        if not names:
+            raise KeyError(backend)
+        known = [kernel for kernel in self.kernels if kernel.backend == names[0]]
         return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
 
     def inter_share(self, senders: int) -> float:

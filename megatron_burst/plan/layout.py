@@ -27,6 +27,8 @@ def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[
         BurstError: if the layout cannot hold that many rows.
     """
     check_tokens(layout, cp_size, tokens)
+    if cp_size == 1:
+        return (range(tokens),)
     match layout:
         case Layout.ZIGZAG:
             chunk = tokens // 2
@@ -42,14 +44,15 @@ def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
     """Refuse a number of rows per rank that the layout cannot hold.
 
     Raises:
-        BurstError: if there are no rows, or an odd number of them in zigzag.
+        BurstError: if there are no rows, or an odd number of them on each of several ranks in
+            zigzag.
     """
     if tokens < 1:
         raise BurstError(
             "burst attention: a rank must hold at least one token, because an empty shard has "
             f"nothing to attend to; got {tokens} tokens on a rank; pass a longer sequence"
         )
-    if layout is Layout.ZIGZAG and tokens % 2:
+    if layout is Layout.ZIGZAG and cp_size > 1 and tokens % 2:
         raise BurstError(
             "burst attention: the number of tokens on a rank must be a multiple of 2, because "
             f"zigzag holds two chunks on each; got {tokens} tokens on a rank and context parallel "

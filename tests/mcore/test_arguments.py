@@ -18,7 +18,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import _UNSUPPORTED
 from megatron_burst.mcore.flags import add_flags
-from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore import gpt
 from tests.ranks import run_ranks
 from tests.said import hearing
 
@@ -155,7 +155,6 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
 
 
 REFUSED = {
-    "--context-parallel-size 1": r"needs --context-parallel-size of at least 2.*-size 1; raise",
     "--seq-length 60": r"divisible by twice.*--seq-length 60 and --context.*-size 4; .*56 or 64",
     "--burst-hosts 3": r"hosts that divides.*--burst-hosts 3 and --context-parallel-size 4; choose",
     "--burst-hosts 0": r"hosts that divides.*--burst-hosts 0",
@@ -175,8 +174,6 @@ REFUSED = {
     "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; leave it out",
     "--enable-cuda-graph": r"with --enable-cuda-graph, because hops are not captured",
     "--external-cuda-graph": r"with --external-cuda-graph, because hops are not captured",
-    "--attention-backend local": r"with --attention-backend.*=local; leave.*or pass --burst-back",
-    "--attention-backend flash": r"with --attention-backend, because it names a kernel of Megat",
     "--batch-invariant-mode": r"with --batch-invariant-mode, because its kernels are Megatron's",
     "--transformer-impl inference_optimized": r"with --transformer-impl.*; pass --transformer-im",
 }
@@ -204,6 +201,26 @@ def test_every_flag_that_is_refused_has_a_case():
     assert {flag for _, _, flag, _, _ in _UNSUPPORTED} <= {flags.split()[0] for flags in REFUSED}
 
 
+def one_rank(rank):
+    """What is left of the arguments of a script whose context parallel size is 1, and printed."""
+    start()
+    given = f"{BURST} --context-parallel-size 1 --seq-length 63 --burst-intra gather"
+    values, printed = parse(f"{given} --attention-backend flash")
+    kept = [values[name] for name in ("context_parallel_size", "seq_length", "cp_comm_type")]
+    lines = [line for line in printed.splitlines() if "--attention-backend" in line]
+    with pytest.raises(BurstError, match="among cudnn,te under --attention-backend fused.*flash;"):
+        parse(f"{given} --attention-backend fused --burst-backend flash")
+    with pytest.raises(BurstError, match="--attention-backend.*got local; leave it out"):
+        parse(f"{given} --attention-backend local")
+    return kept, lines
+
+
+def test_a_script_may_pass_a_context_parallel_size_of_one_and_a_kernel():
+    (((*sizes, kind), lines),) = run_ranks(one_rank, 1)
+    assert sizes == [1, 63] and kind == ["burst"]
+    assert len(lines) == 1 and "flash stands for" in lines[0] and "fa4,fa3" in lines[0]
+
+
 def yaml_of(rank):
     """Megatron's --yaml-cfg replaces the parsed flags, burst's with them."""
     from megatron.training import yaml_arguments
@@ -227,8 +244,17 @@ def spec_that_names_megatrons_own(rank):
     parse(BURST)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    with pytest.raises(BurstError, match="got DotProductAttention with.*burst_spec, or train"):
-        DotProductAttention(None, 1, None, "self", cp_comm_type="burst")
+    message = "got DotProductAttention with.*burst_spec, or train"
+    with pytest.raises(BurstError, match=message):
+        DotProductAttention(
+            gpt.config_of(gpt.Parallel(cp=4)), 1, None, "self", cp_comm_type="burst"
+        )
+    gpt.start(gpt.Parallel())
+    with pytest.raises(BurstError, match=message):
+        DotProductAttention(gpt.config_of(cp_comm_type="burst"), 1, None, "self")
+    with pytest.raises(BurstError, match=message):
+        DotProductAttention(gpt.config_of(cp_comm_type=["p2p", "burst"]), 2, None, "self")
+    DotProductAttention(gpt.config_of(cp_comm_type=["p2p", "burst"]), 1, None, "self")
 
 
 def test_refuses_a_spec_that_names_megatrons_own_attention():

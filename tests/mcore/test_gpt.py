@@ -27,7 +27,7 @@ from tests.mcore.gpt import (
 from tests.ranks import run_ranks
 
 FLAT, NESTED = Parallel(cp=4), Parallel(cp=4, hierarchical=(2, 2))
-TP_AND_CP = Parallel(cp=2, tp=2)
+TP_AND_CP, ALONE = Parallel(cp=2, tp=2), Parallel()
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ CASES = {
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
     "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig(circulate="q")),
     "tensor parallel, full recompute": Case(Model(recompute=True), TP_AND_CP, BurstConfig(hosts=2)),
+    "one rank": Case(Model(tied=True), ALONE),
+    "one rank, MLA": Case(Model(latent=True), ALONE),
+    "one rank, half kept": Case(Model(recompute=True), ALONE, BurstConfig(keep="half")),
     "MLA, kv": Case(Model(latent=True), NESTED, BurstConfig(circulate="kv")),
     "MLA, q": Case(Model(latent=True), burst=BurstConfig(hosts=2, circulate="q")),
 }
@@ -92,8 +95,8 @@ def compare_all(rank: int) -> dict:
         start(Parallel(tp=tp))
         for model in dict.fromkeys(c.model for c in CASES.values() if c.parallel.tp == tp):
             truths[model, tp] = megatrons_own(model, Parallel(tp=tp))
-    for parallel in (FLAT, NESTED, TP_AND_CP):  # the last finds the second's groups left behind
-        start(parallel)
+    for parallel in (FLAT, NESTED, TP_AND_CP, ALONE):
+        start(parallel)  # the third finds the second's groups left behind
         for name, case in CASES.items():
             if case.parallel == parallel:
                 truth, (got, *sent) = truths[case.model, parallel.tp], with_burst(case)

@@ -8,13 +8,15 @@ import os
 import random
 import shlex
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore import on_cpu
+from megatron_burst.mcore import cpu_arguments, on_cpu
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
@@ -80,17 +82,47 @@ def arguments_adjusted(rank):
 
     sys.argv = shlex.split(f"pretrain.py {FLAGS.replace('gloo', 'nccl')}")
     args = arguments.parse_args()
-    flags = on_cpu.adjust_args(args)
+    flags = cpu_arguments.adjust_args(args)
     sys.argv += [word for flag in flags for word in flag.split()]
     again = arguments.parse_args()
     differing = [name for name, value in vars(args).items() if getattr(again, name) != value]
-    return flags, differing, on_cpu.adjust_args(again)
+    return flags, differing, cpu_arguments.adjust_args(again)
 
 
 def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
     ((flags, differing, more),) = run_ranks(arguments_adjusted, 1)
     assert "--transformer-impl local" in flags and "--distributed-backend gloo" in flags
     assert differing == [] and more == []
+
+
+ONLY_GPUS = {
+    "fp8": "hybrid", "fp4": "e2m1", "cuda_graph_impl": "local", "enable_cuda_graph": True,
+    "external_cuda_graph": True, "tp_comm_overlap": True, "moe_grouped_gemm": True,
+    "moe_permute_fusion": True, "moe_token_dispatcher_type": "flex", "optimizer_cpu_offload": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONLY_GPUS)
+def test_what_only_gpus_have_is_refused(name):
+    """Dropped without a word it would train another model, or die deep inside of Megatron."""
+    given = Namespace(**{name: ONLY_GPUS[name]})
+    with pytest.raises(BurstError, match=f"^CPU mode: .* got {name}={ONLY_GPUS[name]}; leave it"):
+        cpu_arguments.adjust_args(given)
+    assert cpu_arguments.adjust_args(Namespace()) == []
+
+
+def test_megatron_fsdp_scales_gradients_without_nccl():
+    given = Namespace(use_megatron_fsdp=True, gradient_reduce_div_fusion=True)
+    assert cpu_arguments.adjust_args(given) == ["--no-gradient-reduce-div-fusion"]
+    assert given.gradient_reduce_div_fusion is False
+
+
+@pytest.mark.parametrize("asked", AttnBackend)
+def test_a_kernel_that_only_gpus_have_is_left_open(asked):
+    given = Namespace(attention_backend=asked)
+    changed = cpu_arguments.adjust_args(given)
+    assert changed == (["--attention-backend auto"] if asked is AttnBackend.fused else [])
+    assert given.attention_backend is (AttnBackend.auto if changed else asked)
 
 
 def initial_weights(rank, cp_size):

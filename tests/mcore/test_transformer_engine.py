@@ -70,10 +70,10 @@ def signatures(rank):
     patches = importlib.reload(providers).provider_patches()
     owners = [patch.target for patch in patches]
     (patch,) = [patch for patch in patches if "StandIn" in patch.target]
-    wrapped = patch.wrap(StandIn.__init__)
+    wrapped, config = patch.wrap(StandIn.__init__), config_of(Parallel(cp=2))
     with pytest.raises(BurstError, match="got StandIn with cp_comm_type=burst; put the spec"):
-        wrapped(StandIn.__new__(StandIn), None, 1, None, "self", cp_comm_type="burst")
-    wrapped(StandIn(None, 1, None, "self"), None, 1, None, "self", cp_comm_type="p2p")
+        wrapped(StandIn.__new__(StandIn), config, 1, None, "self", cp_comm_type="burst")
+    wrapped(StandIn(None, 1, None, "self"), config, 1, None, "self", cp_comm_type="p2p")
     return theirs, ours, stand_in, replaced, owners
 
 
@@ -125,15 +125,22 @@ def layers(rank):
         config = config_of(parallel, attention_dropout=0.1)
         core_attention.BurstTECoreAttention(config, cp_comm_type="burst", **options)
     core_attention.BurstTECoreAttention(config, cp_comm_type="p2p", **options)
-    alone = core_attention.BurstTECoreAttention(config_of(), cp_comm_type="burst", **options)
-    return found, alone(query, key, value, mask, causal)[0]
+    whole = core_attention.BurstTECoreAttention(config_of(cp_comm_type="burst"), **options)
+    answers = [whole(query, key, value, mask, causal)[0]]
+    start(Parallel())  # without context parallelism Megatron passes no cp_comm_type
+    for kinds, number in (("burst", 1), (["p2p", "burst"], 2), (["p2p", "burst"], 1), (None, 1)):
+        config, options["layer_number"] = config_of(cp_comm_type=kinds), number
+        core = core_attention.BurstTECoreAttention(config, **options)
+        answers.append("own" if core.burst is None else core(query, key, value, None, causal).shape)
+    return found, answers
 
 
 def test_layers_run_burst_only_where_their_cp_comm_type_says_so():
-    for found, alone in run_ranks(layers, 2):
+    for found, (whole, *alone) in run_ranks(layers, 2):
         for comm_type, (given, _) in found.items():
             passed = "p2p" if comm_type == "burst" else comm_type
             assert given == OPTIONS | dict(softmax_scale=0.5, cp_comm_type=passed)
         assert found["burst"][1] == (True, (8, 2, 4 * 5))
         assert found["a2a"][1] == found[None][1] == ("own", True, 3)
-        assert alone == "own"  # without context parallelism TransformerEngine has nothing to beat
+        assert whole == "own"  # of layers that hold whole sequences in a model with cp
+        assert alone == [(8, 2, 4 * 5), (8, 2, 4 * 5), "own", "own"]

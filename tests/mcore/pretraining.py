@@ -1,0 +1,76 @@
+"""Megatron's pretrain() in processes that are forked with Megatron loaded: seconds less a run."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.ranks import preload, run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32
+--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --min-lr 1e-3
+--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+--use-cpu-initialization --distributed-backend gloo --log-interval 1 --eval-iters 1
+--eval-interval 1000 --num-workers 0 --split 98,1,1
+"""
+
+preload("megatron.training.training", "megatron.training.checkpointing")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a run gave.
+
+    Attributes:
+        steps: of each training step what examples/step_log.py writes.
+        evaluated: the loss of each evaluation, on the last rank.
+    """
+
+    steps: list[dict]
+    evaluated: list[float]
+
+
+def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
+    """Run examples/pretrain_gpt.py in a folder, on some ranks, with FLAGS and more flags."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "steps.jsonl"
+    log.unlink(missing_ok=True)
+    environment = {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1 is refused with FSDP
+    evaluated = run_ranks(_main, ranks, str(folder), f"{FLAGS} {flags}", environment=environment)
+    lines = log.read_text().splitlines() if log.exists() else []
+    return Pretrained([json.loads(line) for line in lines], evaluated[-1])
+
+
+def _main(rank: int, folder: str, flags: str) -> list[float]:
+    # checkpoints are written by processes that this one starts, which a daemon must not
+    multiprocessing.current_process()._config["daemon"] = False
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+    os.chdir(folder)
+    sys.argv = ["pretrain_gpt.py", *shlex.split(flags), "--step-log", "steps.jsonl"]
+    sys.path.insert(0, str(EXAMPLES))
+    from megatron_burst.mcore.launch import prepare
+
+    prepare(sys.argv)
+    from megatron.training import training
+
+    evaluated, evaluate = [], training.evaluate
+
+    def noted(*args, **options):
+        result = evaluate(*args, **options)
+        evaluated.append(float(result[0]["lm loss"]))
+        return result
+
+    training.evaluate = noted
+    importlib.import_module("pretrain_gpt").main()
+    return evaluated
