@@ -20,6 +20,7 @@ from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.flags import as_words
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.plan.configs import MIXTRAL_8X7B
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,13 +31,6 @@ SRUN = """#!/usr/bin/env bash
 while [[ "$1" != python && "$1" != bash ]]; do shift; done
 if [[ "$1" == bash ]]; then SLURM_NODEID=0 "$@"; else torchrun "$@"; fi
 """
-MIXTRAL = {  # of mistralai/Mixtral-8x7B-v0.1
-    "hidden_size": 4096, "intermediate_size": 14336, "model_type": "mixtral",
-    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}  # fmt: skip
 SCRIPTS = {  # by hosts of 8 GPUs: what is run, its variables
     1: ("torchrun/one_host.sh", {}),
     2: ("torchrun/many_hosts.sh", {"NODES": "2", "NODE": "0", "MASTER_ADDR": "host0"}),
@@ -71,7 +65,7 @@ def bench(tmp_path_factory):
         path = folder / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
-    (folder / "config.json").write_text(json.dumps(MIXTRAL))
+    (folder / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
     return folder
 
 

@@ -61,6 +61,25 @@ def test_configs_of_hugging_face_are_the_presets(config, name, tmp_path):
     assert same(model_of(str(tmp_path / "config.json")), name)
 
 
+@pytest.mark.parametrize("where", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_a_model_of_the_local_cache(where, tmp_path, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(where, str(tmp_path))
+    below = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}[where]
+    folder = tmp_path / below / "models--meta-llama--Meta-Llama-3-8B"
+    with pytest.raises(BurstError, match="hf:meta-llama/.* must be in the local cache.*got no .*/"):
+        model_of("hf:meta-llama/Meta-Llama-3-8B")
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc123")
+    for commit, config in (("abc123", LLAMA), ("older", LLAMA | {"num_hidden_layers": 2})):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config))
+    found = model_of("hf:meta-llama/Meta-Llama-3-8B")
+    assert same(found, "llama3-8b") and found.name == "hf:meta-llama/Meta-Llama-3-8B"
+    assert model_of("hf:meta-llama/Meta-Llama-3-8B@older").layers == 2
+
+
 @pytest.mark.parametrize(("text", "suffix"), [(SHELL, "sh"), (YAML, "yaml")])
 def test_megatron_arguments_are_the_preset(text, suffix, tmp_path):
     (tmp_path / f"run.{suffix}").write_text(text)
@@ -69,7 +88,7 @@ def test_megatron_arguments_are_the_preset(text, suffix, tmp_path):
 
 def test_arguments_in_a_shell_array_and_in_quotes():
     text = (
-        'ARGS=(\n  --num-layers 2\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
+        'ARGS=(\n  --num-layers "${LAYERS:-2}"\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
         "MORE=\"\n  --kv-channels='32' \n\"\nrun ${ARGS[@]} $OTHER"
     )
     assert megatron_arguments(text) == {
