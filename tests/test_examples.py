@@ -18,6 +18,10 @@ from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import with_flags
 from megatron_burst.mcore.plan_arguments import check_plan
+from megatron_burst.plan.flags import as_words, model_flags
+from megatron_burst.plan.model import PRESETS
+from megatron_burst.plan.model_file import from_hugging_face
+from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -64,6 +68,23 @@ def test_megatron_and_burst_take_the_flags(variables):
     args = megatrons_parser().parse_args(expanded(**variables))
     assert args.context_parallel_impl == "burst" and args.seq_length == 2**20
     assert (args.context_parallel_size, args.burst_plan) == (64, None)
+
+
+def test_megatron_takes_the_flags_of_every_model():
+    """What plan prints for a model, with windows in the layers where Megatron then has them."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    parser = megatrons_parser()
+    described = [from_hugging_face(config, "x") for config in (GEMMA_3_27B, GPT_OSS_20B)]
+    for model in (*PRESETS.values(), *described):
+        args = parser.parse_args(shlex.split(" ".join(as_words(model_flags(model)))))
+        assert (args.num_layers, args.vocab_size) == (model.layers, model.vocab)
+        windows = model.windows.layers if model.windows else (False,) * model.layers
+        asked = args.window_size, args.window_attn_skip_freq
+        found = [is_layer_window_attention(*asked, n) for n in range(1, model.layers + 1)]
+        assert tuple(map(bool, found)) == windows
+        assert not model.windows or args.window_size == (model.windows.size - 1, 0)
+        assert (args.softmax_type == "learnable") == model.sinks
 
 
 def test_the_check_above_can_fail(capsys):

@@ -21,7 +21,7 @@ def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]
         found: of `search`.
         fixed: what was given to it.
     """
-    every = _refused(job, found), idle_hosts(job), _uneven_length(job, fixed), _tight(job, found[0])
+    every = _refused(job, found), idle_hosts(job), _uneven_length(job, fixed), _tight(job, found)
     return [one for one in every if one]
 
 
@@ -71,16 +71,25 @@ def _uneven_length(job: Job, fixed: Fixed) -> str:
     )
 
 
-def _tight(job: Job, best: Candidate) -> str:
-    share = best.memory.peak / job.hardware.gpu.usable_bytes
+def _tight(job: Job, found: Sequence[Candidate]) -> str:
+    """That the best nearly fills the memory, and the fastest that does not."""
+    best, usable = found[0], job.hardware.gpu.usable_bytes
+    share = best.memory.peak / usable
     if not _TIGHT < share <= 1:
         return ""
-    free = (job.hardware.gpu.usable_bytes - best.memory.peak) / GIB
-    return (
+    free = (usable - best.memory.peak) / GIB
+    note = (
         f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what a planner "
-        "does not see (fragmentation, uneven experts) may not fit; more GPUs, TP or PP, or "
-        "--offload and --offload-inputs need less"
+        "does not see (fragmentation, uneven experts) may not fit"
     )
+    roomy = (one for one in found if one.runs == best.runs and one.memory.peak <= _TIGHT * usable)
+    if (other := next(roomy, None)) and other.time and best.time:
+        slower = other.time.seconds / best.time.seconds - 1
+        note += (
+            f"; {other.strategy.layout}, {other.strategy.policy}, which needs "
+            f"{other.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower"
+        )
+    return note
 
 
 def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:

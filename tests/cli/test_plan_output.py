@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
 from megatron_burst.cli.plan_notes import warnings_of
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware import GIB, preset
 from megatron_burst.plan.layouts import layouts
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import search
@@ -18,6 +18,7 @@ from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, MIXTRAL_8X7B
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
+USABLE = JOB.hardware.gpu.usable_bytes
 
 
 def run(options: str, code: int = 0, **environment: str) -> str:
@@ -45,21 +46,23 @@ def memory_of(text: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("options", "code"),
+    ("options", "code", "earlier"),
     [
-        ("llama3-8b --seq-length 1M --gpus 64", 0),
-        ("llama3-8b --seq-length 16k --gpus 8 --cp 8 --recompute full", 0),  # the head is fullest
-        ("deepseek-v3 --seq-length 128k --gpus 1k", 0),
-        ("llama3-405b --seq-length 1M --gpus 64", 3),
+        ("llama3-8b --seq-length 1M --gpus 64", 0, "LM head and loss"),
+        ("llama3-8b --seq-length 16k --gpus 8 --cp 8 --recompute full", 0, "a layer in backward"),
+        ("deepseek-v3 --seq-length 128k --gpus 512 --tp 2", 0, "a layer in backward"),
+        ("llama3-405b --seq-length 1M --gpus 64", 3, "LM head and loss"),
     ],
 )
-def test_rows_of_memory_add_up_to_the_peak(options, code):
+def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
+    """90.5 GiB once stood beside rows of 93.0, for the head and a layer's backward are not at the
+    same time."""
     rows = memory_of(run(options, code))
     (peak,) = (gib for name, gib in rows.items() if name.startswith("peak"))
     before = list(rows)[: list(rows).index(next(name for name in rows if name[:4] == "peak"))]
     assert sum(rows[name] for name in before) == pytest.approx(peak, abs=0.005 * len(before))
-    assert ("not then: LM head and loss" in rows) == ("16k" not in options)
-    assert ("not then: a layer in backward" in rows) == ("16k" in options)
+    later = list(rows)[len(before) + 1 :]
+    assert later[:2] == [f"not then: {earlier}", "not then: hop buffers"]
 
 
 def test_speed_and_mfu_are_said_without_a_search():
@@ -71,11 +74,18 @@ def test_speed_and_mfu_are_said_without_a_search():
 
 @pytest.mark.parametrize(("share", "warned"), [(0.94, False), (0.96, True), (1.01, False)])
 def test_little_room_is_warned_of(share, warned):
-    best = search(JOB)[0]
-    more = share * JOB.hardware.gpu.usable_bytes - best.memory.peak
+    found = search(JOB)
+    best, (roomy, *_) = found[0], [one for one in found[1:] if one.memory.peak < 0.9 * USABLE]
+    more = share * USABLE - best.memory.peak
     tight = replace(best, memory=replace(best.memory, weights=best.memory.weights + more))
-    said = warnings_of(JOB, [tight], ())
+    said = warnings_of(JOB, [tight, roomy], ())
     assert [f"{share:.1%} of the usable memory" in one for one in said] == [True] * warned
+    slower = roomy.time.seconds / best.time.seconds - 1
+    assert not warned or (
+        f"{roomy.strategy.layout}, {roomy.strategy.policy}, which needs "
+        f"{roomy.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower" in said[0]
+    )
+    assert len(warnings_of(JOB, [tight], ())) == warned
 
 
 @pytest.mark.parametrize("options", ["", "--cp 4", "--tp 2 --pp 2", "--cp 8 --tp 2"])
