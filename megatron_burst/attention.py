@@ -99,10 +99,10 @@ def burst_attention(
     scale = softmax_scale if softmax_scale is not None else _default_scale(q)
     terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
-    call, keeping, marks = state.settled.recent(key) or (None, None, None)
-    if call is None:
-        call, keeping, marks = _settle(q, k, v, terms, group, state, hcp_groups)
-        state.settled[key] = call, keeping, marks
+    settled = state.settled.recent(key)
+    if settled is None:
+        settled = state.settled[key] = _settle(q, k, v, terms, group, state, hcp_groups)
+    call, keeping, marks = settled
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     run = partial(_attend, call=call, marks=marks, layer=layer)
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)

@@ -45,12 +45,13 @@ class Terms:
         return words
 
     def configuration(self) -> "Terms":
-        """The terms without batch and tokens, which vary from call to call; what ranks agree upon
+        """The terms without batch and tokens (0), which vary from call to call; what ranks agree upon
         once. All of them where shapes do not fit together."""
         q, k, v = self.shapes
         if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
             return self
-        return replace(self, shapes=tuple((None, None, *shape[2:]) for shape in self.shapes))
+        rest = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
+        return replace(self, shapes=tuple(rest))
 
     def digest(self) -> bytes:
         """8 bytes, equal on ranks that have all terms in common, sizes too."""

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import with_flags
-from megatron_burst.mcore.plan_arguments import apply_plan
+from megatron_burst.mcore.plan_arguments import check_plan
+from megatron_burst.plan.flags import as_words, model_flags
+from megatron_burst.plan.model import PRESETS
+from megatron_burst.plan.model_file import from_hugging_face
+from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -51,22 +54,37 @@ def test_scripts_parse(path):
 
 
 def expanded(**variables):
-    """The flags that the scripts pass on, as bash expands them."""
+    """The flags that the scripts pass on to 64 GPUs, as bash expands them."""
     command = f"source {shlex.quote(str(MODEL))}; printf '%s\\n' \"${{ALL_FLAGS[@]}}\""
     done = subprocess.run(
-        ["bash", "-euc", command], env={"PATH": "/usr/bin:/bin"} | variables,
+        ["bash", "-euc", command], env={"PATH": "/usr/bin:/bin", "WORLD": "64"} | variables,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, {"PLAN": "plan.json"}, {"DATA_PATH": "data", "TOKENIZER": "tokenizer"}]
-)
+@pytest.mark.parametrize("variables", [{}, {"DATA_PATH": "data", "TOKENIZER": "tokenizer"}])
 def test_megatron_and_burst_take_the_flags(variables):
     args = megatrons_parser().parse_args(expanded(**variables))
     assert args.context_parallel_impl == "burst" and args.seq_length == 2**20
-    assert (args.burst_plan is None) == ("PLAN" not in variables)
+    assert (args.context_parallel_size, args.burst_plan) == (64, None)
+
+
+def test_megatron_takes_the_flags_of_every_model():
+    """What plan prints for a model, with windows in the layers where Megatron then has them."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    parser = megatrons_parser()
+    described = [from_hugging_face(config, "x") for config in (GEMMA_3_27B, GPT_OSS_20B)]
+    for model in (*PRESETS.values(), *described):
+        args = parser.parse_args(shlex.split(" ".join(as_words(model_flags(model)))))
+        assert (args.num_layers, args.vocab_size) == (model.layers, model.vocab)
+        windows = model.windows.layers if model.windows else (False,) * model.layers
+        asked = args.window_size, args.window_attn_skip_freq
+        found = [is_layer_window_attention(*asked, n) for n in range(1, model.layers + 1)]
+        assert tuple(map(bool, found)) == windows
+        assert not model.windows or args.window_size == (model.windows.size - 1, 0)
+        assert (args.softmax_type == "learnable") == model.sinks
 
 
 def test_the_check_above_can_fail(capsys):
@@ -114,37 +132,18 @@ def test_files_that_scripts_name_are_there():
             assert (base / name).exists(), (path, name)
 
 
-def test_a_run_of_the_planners_flags_takes_its_plan(tmp_path):
-    """Catches a plan file that the run cannot read, and flags that Megatron does not have."""
-    path, sizes = tmp_path / "plan.json", "--seq-length 1M --gpus 64 --gpus-per-node 8"
-    options = ["plan", "--model", "llama3-8b", *sizes.split(), "--hardware", "h200", "--search"]
-    done = CliRunner().invoke(app, [*options, "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    flags = json.loads(path.read_text())["flags"]
-    words = [
-        word
-        for flag, value in flags.items()
-        if not flag.startswith("--burst-")
-        for word in ([flag] if value is True else [flag, str(value)])
-    ]
-    args = megatrons_parser().parse_args([*words, "--burst-plan", str(path)])
-    apply_plan(args)
-    assert args.burst_fused_loss and args.burst_keep == flags.get("--burst-keep")
-    args = megatrons_parser().parse_args(
-        [*words, "--seq-length", "4096", "--burst-plan", str(path)]
-    )
-    with pytest.raises(BurstError, match="--seq-length 1048576 in the plan and 4096 in the run"):
-        apply_plan(args)
-
-
 @pytest.mark.parametrize(
     "change, match",
     [
         ({"job": {"gpus": 128}}, "world_size 128 in the plan and 64 in the run; plan again"),
         ({"job": {"model": {"layers": 80}}}, "num_layers 80 in the plan and 32 in the run"),
         (
+            {"best": {"fits": True, "refused": "attention sinks"}},
+            "and that burst runs, .* got attention sinks; plan other",
+        ),
+        (
             {"best": {"fits": False, "why": "out of memory by 3 GiB"}},
-            "got fits false: out of memory",
+            "and that burst runs, .* got out of memory by 3 GiB; plan other",
         ),
     ],
 )
@@ -155,7 +154,7 @@ def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
     args = megatrons_parser().parse_args(["--num-layers", "32", "--burst-plan", str(path)])
     args.world_size = 64
     with pytest.raises(BurstError, match=match):
-        apply_plan(args)
+        check_plan(args)
 
 
 def test_megatron_and_burst_take_the_flags_of_slices():

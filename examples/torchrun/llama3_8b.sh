@@ -1,10 +1,11 @@
 # What is trained, and how: the flags that every launcher in examples/ passes on.
-# Sourced, not run. Llama-3 8B at one million tokens on 64 GPUs; change it to your own model.
+# Sourced, not run, with WORLD set to the number of all GPUs. Llama-3 8B; change MODEL_FLAGS to your
+# own model, whose flags megatron-burst plan prints.
 #
-# The sizes, and burst's options, are best taken from a plan:
-#     megatron-burst plan --model llama3-8b --seq-length 1M --gpus 64 --gpus-per-node 8
-# Pass its JSON as PLAN=plan.json: the run then takes burst's options from it, and refuses to start
-# if the sizes below are not those of the plan.
+# How it is sharded, its length and what is recomputed come from a plan, or from the variables below:
+#     megatron-burst plan llama3-8b --seq-length 1M --gpus 64 --json plan.json
+#     PLAN=plan.json examples/torchrun/one_host.sh
+# With a plan those variables may stay unset; the run refuses one that contradicts it.
 
 MODEL_FLAGS=(
     --num-layers 32
@@ -19,35 +20,50 @@ MODEL_FLAGS=(
     --position-embedding-type rope
     --rotary-base 500000
     --untie-embeddings-and-output-weights
-    --attention-dropout 0
     --hidden-dropout 0
-    --bf16
-)
-
-LENGTH_FLAGS=(
-    --seq-length "${SEQ_LENGTH:-1048576}"
-    --max-position-embeddings "${SEQ_LENGTH:-1048576}"
-    --micro-batch-size 1
-    --global-batch-size "${GLOBAL_BATCH_SIZE:-1}"
-)
-
-PARALLEL_FLAGS=(
-    --tensor-model-parallel-size "${TP:-1}"
-    --pipeline-model-parallel-size "${PP:-1}"
-    --context-parallel-size "${CP:-64}"
-    --context-parallel-impl burst
-    --use-distributed-optimizer
-    --recompute-granularity full
-    --recompute-method uniform
-    --recompute-num-layers 1
-    --burst-fused-loss
 )
 
 if [[ -n "${PLAN:-}" ]]; then
-    PARALLEL_FLAGS+=(--burst-plan "$PLAN")
+    planned() { sed -n "s/.*\"$1\": *\([0-9][0-9]*\).*/\1/p" "$PLAN"; }
+    PARALLEL_FLAGS=(
+        --burst-plan "$PLAN"
+        ${SEQ_LENGTH:+--seq-length "$SEQ_LENGTH"}
+        ${GLOBAL_BATCH_SIZE:+--global-batch-size "$GLOBAL_BATCH_SIZE"}
+        ${TP:+--tensor-model-parallel-size "$TP"}
+        ${PP:+--pipeline-model-parallel-size "$PP"}
+        ${CP:+--context-parallel-size "$CP"}
+    )
+    TP="$(planned --tensor-model-parallel-size)"
+    PP="$(planned --pipeline-model-parallel-size)"
+    CP="$(planned --context-parallel-size)"
 else
-    PARALLEL_FLAGS+=(--burst-keep all --burst-keep-offload)
+    TP="${TP:-1}"
+    PP="${PP:-1}"
+    CP="${CP:-$((WORLD / (TP * PP)))}" # all that is left, so that DP is 1
+    PARALLEL_FLAGS=(
+        --seq-length "${SEQ_LENGTH:-1048576}"
+        --max-position-embeddings "${SEQ_LENGTH:-1048576}"
+        --micro-batch-size 1
+        --global-batch-size "${GLOBAL_BATCH_SIZE:-$((WORLD / (TP * PP * CP)))}"
+        --tensor-model-parallel-size "$TP"
+        --pipeline-model-parallel-size "$PP"
+        --context-parallel-size "$CP"
+        --bf16
+        --attention-dropout 0
+        --use-distributed-optimizer
+        --overlap-grad-reduce
+        --overlap-param-gather
+        --recompute-granularity full
+        --recompute-method uniform
+        --recompute-num-layers 1
+        --burst-fused-loss
+        --burst-keep all
+        --burst-keep-offload
+    )
+    if ((TP > 1)); then PARALLEL_FLAGS+=(--sequence-parallel); fi
+    if ((CP > 1)); then PARALLEL_FLAGS+=(--context-parallel-impl burst); fi
 fi
+DOCTOR_FLAGS=(--cp "$CP" --tp "$TP" --pp "$PP")
 
 # Every token counts the same on every rank: losses then do not depend on the context parallel size.
 TRAINING_FLAGS=(
@@ -75,6 +91,5 @@ else
 fi
 
 ALL_FLAGS=(
-    "${MODEL_FLAGS[@]}" "${LENGTH_FLAGS[@]}" "${PARALLEL_FLAGS[@]}" "${TRAINING_FLAGS[@]}"
-    "${DATA_FLAGS[@]}"
+    "${MODEL_FLAGS[@]}" "${PARALLEL_FLAGS[@]}" "${TRAINING_FLAGS[@]}" "${DATA_FLAGS[@]}"
 )

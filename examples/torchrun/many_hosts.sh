@@ -4,12 +4,13 @@
 # Before, on one of them: megatron-burst doctor --hosts host0,host1,...
 # and paste its lines (interfaces, HCAs) into every shell. Then, on host number I of N:
 #     NODES=N NODE=I MASTER_ADDR=host0 MEGATRON=~/Megatron-LM examples/torchrun/many_hosts.sh
+# With a plan: PLAN=plan.json, on each of them. With other sizes: TP=2 PP=2.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 gpus="${GPUS:-8}"
 nodes="${NODES:?how many hosts}"
-CP="${CP:-$((nodes * gpus))}"
+WORLD=$((nodes * gpus))
 source "$here/llama3_8b.sh"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
@@ -23,7 +24,7 @@ launch() {
 }
 
 # Stops here, on all hosts, if something would break the run.
-launch "${DOCTOR_PORT:-29499}" -m megatron_burst.cli doctor --cp "$CP" --tp "${TP:-1}" --pp "${PP:-1}"
+launch "${DOCTOR_PORT:-29499}" -m megatron_burst.cli doctor "${DOCTOR_FLAGS[@]}"
 
 launch "${MASTER_PORT:-29500}" -m megatron_burst \
     "${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" "${ALL_FLAGS[@]}" "$@"

@@ -5,8 +5,8 @@ set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 gpus="${GPUS:-8}"
-CP="${CP:-$gpus}"
-SEQ_LENGTH="${SEQ_LENGTH:-131072}"
+WORLD="$gpus"
+if [[ -z "${PLAN:-}" ]]; then SEQ_LENGTH="${SEQ_LENGTH:-131072}"; fi
 source "$here/llama3_8b.sh"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell

@@ -76,7 +76,7 @@ def doctor(
             breaks = _machine_breaks(timeout_s, say)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
     raise typer.Exit(int(breaks))
 
 

@@ -1,31 +1,35 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Exit, Option
+from rich.console import Console
+from rich.progress import track
+from typer import Argument, Exit, Option
 
-from megatron_burst.cli.plan_table import show
-from megatron_burst.cli.sentence import check_writable, in_one_sentence, unwritable
+from megatron_burst.cli.plan_checks import check_outputs, check_policy, writing
+from megatron_burst.cli.plan_notes import no_room, warnings_of
+from megatron_burst.cli.plan_table import Shown, show
+from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
 from megatron_burst.plan.hardware import preset_names
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.model import PRESETS
+from megatron_burst.plan.layouts import SIZES
+from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.search import SIZES, Candidate, search
-from megatron_burst.plan.strategy import Job, attention_call, even_share
+from megatron_burst.plan.search import Candidate, search
+from megatron_burst.plan.strategy import Job, Strategy, attention_call, even_share
 from megatron_burst.plan.units import in_units, whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
+_NOT_RUN = 3  # exit code; 2 is refused input
 _GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
 _IN_FILE = {  # Megatron's names, and where they go
     "tp": "tensor_model_parallel_size",
@@ -57,13 +61,13 @@ class Asked:
 
 
 Size = Annotated[int | None, Option(min=1)]
+_MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
 
 def plan(
-    model: Annotated[
-        str, Option(help=f"{', '.join(PRESETS)}, a config.json, or a file of Megatron's arguments")
-    ],
-    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")],
+    name: Annotated[str, Argument(metavar="MODEL", help=_MODEL)] = "",
+    model: Annotated[str, Option(help="the same as an option")] = "",
+    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")] = "",
     seq_length: Annotated[str, Option(help="tokens of a sequence, e.g. 1M, 128k, 1048576")] = "",
     gpus_per_node: Annotated[
         int | None, Option(min=1, help="of an NVLink domain; default: the hardware's")
@@ -95,54 +99,87 @@ def plan(
     """Time, memory and flags of a training job before it runs.
 
     Sizes and policies that are not given are those of the fastest strategy that fits in memory.
-    Exits with 1 if none fits; the nearest to it is shown.
+    Exits with 0 for a plan that runs, with 2 for input that is refused, and with 3 for a plan that
+    does not run: nothing fits (the nearest to it is shown), or burst refuses the model.
     """
     with in_one_sentence():
-        _check_outputs(json, picture)
+        check_outputs(json, picture)
         asked = Asked(tp, cp, pp, dp, ep, recompute, keep, offload, offload_inputs)
-        job, asked = _job(
-            model, seq_length, gpus, gpus_per_node, hardware, global_batch_size, asked
-        )
-        given = asked.given()
-        _check_policy(given)
-        found = search(job, tuple(sorted(given.items())))
-        show(job, found, top if do_search else 0)
+        described, in_file = _described(name, model)
+        asked = _with_sizes(asked, in_file)
+        fixed = tuple(sorted(asked.given().items()))
+        check_policy(dict(fixed))
+        tokens = _tokens(seq_length or in_file.get("seq_length", ""))
+        batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
+        job = _job(described, tokens, gpus, gpus_per_node, hardware, batch)
+        found = search(job, fixed, _watched)
+        missing = "" if found[0].fits else no_room(job, found, fixed, batch)
+        notes = warnings_of(job, found, fixed)
+        show(Shown(job, found, notes, missing, top if do_search else 0, not in_file))
         if json:
-            with _writing("--json", json):
+            with writing("--json", json):
                 json.write_text(as_json(job, found))
         if picture:
-            with _writing("--picture", picture):
+            with writing("--picture", picture):
                 _draw(job, found[0], picture)
-    if not found[0].fits:
-        raise Exit(1)
+    if not found[0].runs:
+        raise Exit(_NOT_RUN)
 
 
-def _job(
-    model: str, seq: str, gpus: str, per_host: int | None, hardware: str, batch: str, asked: Asked
-) -> tuple[Job, Asked]:
-    """The job; sizes that a file of Megatron's arguments has stand in for options left out."""
-    described, in_file = model_of(model), _arguments_in(model)
-    seq = seq or str(in_file.get("seq_length", ""))
+def _described(argument: str, option: str) -> tuple[Model, dict[str, str]]:
+    """The model, and what a file of Megatron's arguments says beside it."""
+    if bool(argument) == bool(option):
+        raise BurstError(
+            "plan: a model must be named once, because its sizes are planned; got "
+            f"{' and '.join(filter(None, (argument, option))) or 'none'}; write for example: plan "
+            "llama3-8b --seq-length 1M --gpus 64"
+        )
+    name = argument or option
+    return model_of(name), _arguments_in(name)
+
+
+def _with_sizes(asked: Asked, in_file: dict[str, str]) -> Asked:
+    """Sizes that a file of Megatron's arguments has stand in for options left out."""
+    sizes = {
+        name: whole_number(in_file[flag], f"--{flag}".replace("_", "-"))
+        for name, flag in _IN_FILE.items()
+        if flag in in_file and getattr(asked, name) is None
+    }
+    return Asked(**{**asked.given(), **sizes})
+
+
+def _tokens(seq: str) -> int:
     if not seq:
         raise BurstError(
             "plan: --seq-length must be given, because everything depends on it; got none, neither "
             "as an option nor in the model's file; write for example --seq-length 1M"
         )
-    machine = hardware_of(hardware)
-    count, tokens = whole_number(gpus, "--gpus"), whole_number(seq, "--seq-length")
-    sizes = {
-        name: whole_number(str(in_file[flag]), f"--{flag}".replace("_", "-"))
-        for name, flag in _IN_FILE.items()
-        if flag in in_file and getattr(asked, name) is None
-    }
-    asked = Asked(**{**asked.given(), **sizes})
-    if batch:
-        sequences = whole_number(batch, "--global-batch-size")
-    else:
-        sequences = _usual_batch(count, tokens)
+    return whole_number(seq, "--seq-length")
+
+
+def _batch(asked: str, tokens: int) -> Callable[[int], int]:
+    """Sequences of a step of a job with so many GPUs."""
+    if not asked:
+        return lambda gpus: _usual_batch(gpus, tokens)
+    sequences = whole_number(asked, "--global-batch-size")
+    return lambda gpus: sequences
+
+
+def _job(
+    model: Model, tokens: int, gpus: str, per_host: int | None, hardware: str,
+    batch: Callable[[int], int],
+) -> Job:  # fmt: skip
+    count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
     share = per_host or even_share(count, machine.host.gpus)
-    job = Job(described, tokens, count, share, sequences, machine)
-    return job, asked
+    return Job(model, tokens, count, share, batch(count), machine)
+
+
+def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
+    """Shows on a terminal how far the search is."""
+    console = Console(stderr=True)
+    return track(
+        layouts, "layouts", console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 def _usual_batch(gpus: int, tokens: int) -> int:
@@ -154,63 +191,13 @@ def _usual_batch(gpus: int, tokens: int) -> int:
     return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
 
 
-def _arguments_in(model: str) -> dict:
+def _arguments_in(model: str) -> dict[str, str]:
+    """What a file of Megatron's arguments says, but for what a shell would have to expand."""
     path = Path(model)
     if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
         return {}
-    return megatron_arguments(text_of(path))
-
-
-def _check_policy(given: dict[str, object]) -> None:
-    """Refuse options that contradict each other; what is missing is left to the search."""
-    recompute, keep = given.get("recompute", "full"), given.get("keep")
-    if recompute != "full" and keep not in (None, "none"):
-        raise BurstError(
-            "plan: --keep must come with --recompute full, because without replays nothing needs "
-            f"to be kept; got --recompute {recompute} --keep {keep}; leave one out"
-        )
-    if recompute != "full" and (given.get("offload") or given.get("offload_inputs")):
-        option = "--offload" if given.get("offload") else "--offload-inputs"
-        raise BurstError(
-            f"plan: {option} must come with --recompute full, because only what replays start "
-            f"from waits on the host; got --recompute {recompute}; leave one out"
-        )
-    if given.get("offload") and keep == "none":
-        raise BurstError(
-            "plan: --offload must come with --keep half or all, because nothing is kept without "
-            "it; got --keep none; pass --keep all, or leave it out"
-        )
-
-
-def _check_outputs(json: Path | None, picture: Path | None) -> None:
-    """Refuse files that could not be written, before anything is computed."""
-    for option, path in (("--json", json), ("--picture", picture)):
-        if path:
-            check_writable("plan", option, path)
-    if json and picture and json.resolve() == picture.resolve():
-        raise BurstError(
-            "plan: --json and --picture must name two files, because one would overwrite the "
-            f"other; got {json} twice; rename one"
-        )
-    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
-        raise BurstError(
-            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
-            f"{picture}; rename it"
-        )
-    if picture and find_spec("matplotlib") is None:
-        raise BurstError(
-            "plan: --picture needs matplotlib, because it draws; got none installed; pip "
-            "install matplotlib, or leave --picture out"
-        )
-
-
-@contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    """A file that the system will not write is refused in one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable("plan", option, path, error.strerror or str(error)) from None
+    found = megatron_arguments(text_of(path))
+    return {name: str(value) for name, value in found.items() if "$" not in str(value)}
 
 
 def _draw(job: Job, best: Candidate, path: Path) -> None:

@@ -1,7 +1,9 @@
 """What the planner found, as tables on the terminal."""
 
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -11,51 +13,83 @@ from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.choose_half import Rates, choose_half
 from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
-from megatron_burst.plan.flags import megatron_flags
-from megatron_burst.plan.flat import flat_cost
+from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
 from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction, Schedule
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.step import half_call
+from megatron_burst.plan.step import StepTime, half_call
 from megatron_burst.plan.strategy import Job, attention_call
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.plan.topology import Link
 from megatron_burst.plan.units import in_units
 
 _LAYOUTS = 10  # of those that lose
+_WIDTH = 160  # where no terminal says
 
 
-def show(job: Job, found: Sequence[Candidate], top: int) -> None:
-    """Print the best, the others, and what the best consists of.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is shown of a search.
 
-    Args:
+    Attributes:
         job: the job.
         found: candidates, the best first.
+        warnings: sentences.
+        no_room: by how much the best does not fit, and what would do; "" if it does.
         top: how many to show; 0: the best alone, with a line on how it was chosen.
+        own_flags: whether the model's own flags are shown, because no file of the user's has them.
     """
-    console = Console(soft_wrap=False)
-    console.print(
+
+    job: Job
+    found: Sequence[Candidate]
+    warnings: Sequence[str] = ()
+    no_room: str = ""
+    top: int = 0
+    own_flags: bool = True
+
+
+def show(shown: Shown) -> None:
+    """Print the best, the others, and what the best consists of."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if known else _WIDTH)
+    job, found, best = shown.job, shown.found, shown.found[0]
+    _say(
+        console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{job.batch} sequences a step, {job.gpus} GPUs, {job.gpus_per_host} a host, "
+        f"{in_sequences(job.batch)} a step, {job.gpus} GPUs, {job.on_host} a node, "
         f"{job.hardware.name}",
-        highlight=False,
     )
-    best = found[0]
-    fitting = [one for one in found if one.fits]
-    if note := idle_hosts(job):
-        console.print(f"[yellow]warning[/yellow]: {note}", highlight=False)
-    if not top:
-        console.print(_why_best(found), highlight=False)
-    elif len(found) > 1:
-        title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
-        console.print(_candidates(fitting[:top] or found[:top], best, title))
-        losing = _other_layouts(found, {one.strategy.layout for one in fitting[:top]})
-        if losing:
-            console.print(_candidates(losing, best, "other layouts, each with its best policy"))
-    if not best.fits:
-        console.print(f"[red]does not fit[/red]: {loses(best, best)}")
+    for note in shown.warnings:
+        _say(console, note, "warning: ", "yellow")
+    if shown.top and len(found) > 1:
+        _show_candidates(console, found, shown.top)
+    else:
+        _say(console, _why_best(found))
+    if shown.no_room:
+        _say(console, shown.no_room, "does not fit: ", "red")
     _show_best(console, job, best)
+    _show_flags(console, shown)
+
+
+def _say(console: Console, text: str, head: str = "", style: str = "") -> None:
+    """A line that the terminal wraps, so that pipes and copies get it whole."""
+    console.print(head, style=style or None, end="", markup=False)
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def in_sequences(count: int) -> str:
+    """ "1 sequence", "4 sequences"."""
+    return f"{count} sequence{'s' if count > 1 else ''}"
+
+
+def _show_candidates(console: Console, found: Sequence[Candidate], top: int) -> None:
+    best, fitting = found[0], [one for one in found if one.fits]
+    title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
+    console.print(_candidates(fitting[:top] or found[:top], best, title))
+    losing = _other_layouts(found, {one.strategy.layout for one in fitting[:top]})
+    if losing:
+        console.print(_candidates(losing, best, "other layouts, each with its best policy"))
 
 
 def _why_best(found: Sequence[Candidate]) -> str:
@@ -72,28 +106,13 @@ def _why_best(found: Sequence[Candidate]) -> str:
     return f"{why}; --search shows them"
 
 
-def idle_hosts(job: Job) -> str:
-    """What it costs that the GPUs are no multiple of a host's; "" where they are."""
-    most = job.hardware.host.gpus
-    if job.on_host == job.gpus or most <= job.on_host or job.gpus % most == 0:
-        return ""
-    hosts, last = job.gpus // job.on_host, job.gpus % most
-    uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
-    return (
-        f"{job.gpus} GPUs are no multiple of a host's {most}: planned as {hosts} hosts with "
-        f"{job.on_host} each, {most - job.on_host} idle on each; start {job.on_host} ranks on each "
-        f"host. A group of ranks over hosts of {most} and {last} would be a flat ring: "
-        f"{flat_cost(uneven)}"
-    )
-
-
 def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name, justify in (
         ("layout", "left"), ("policy", "left"), ("tok/s/GPU", "right"), ("MFU", "right"),
         ("step s", "right"), ("GiB", "right"), ("why not", "left"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify)
+        table.add_column(name, justify=justify, no_wrap=name not in ("policy", "why not"))
     for one in some:
         time = one.time
         speed = (time.tokens, f"{time.mfu:.1%}", _digits(time.seconds, 4)) if time else ("", "", "")
@@ -113,9 +132,13 @@ def _other_layouts(found: Sequence[Candidate], shown: set[str]) -> list[Candidat
 
 
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
-    table = Table(title=f"{best.strategy.layout}, {best.strategy.policy}", title_justify="left")
+    if best.time:
+        _say(console, _speed(job, best.time))
+    _say(console, f"{best.strategy.layout}, {best.strategy.policy}")
+    table = Table()
     for name in (*(("a step's time", "s") if best.time else ()), "a GPU's memory", "GiB"):
-        table.add_column(name, justify="right" if name in ("s", "GiB") else "left")
+        number = name in ("s", "GiB")
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
     times = [(n, _digits(s, 3)) for n, s in best.time.parts if s > 0] if best.time else []
     if best.time:
         times.append(("together", _digits(best.time.seconds, 4)))
@@ -127,13 +150,36 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     console.print(table)
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
-            console.print(line, highlight=False)
+            _say(console, line)
         if best.strategy.keep == "half":
-            console.print(_half_line(job, best), highlight=False)
+            _say(console, _half_line(job, best))
+
+
+def _speed(job: Job, time: StepTime) -> str:
+    """A step's time and speed in a line."""
+    every = time.tokens_per_gpu * job.gpus
+    return (
+        f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s a GPU, "
+        f"{every:,.0f} in all, MFU {time.mfu:.1%}"
+    )
+
+
+def _show_flags(console: Console, shown: Shown) -> None:
+    """Flags to copy: the model's, if no file has them, and the strategy's."""
+    job, best = shown.job, shown.found[0]
+    if shown.own_flags:
+        head = "Model flags (sizes; look up activation, norms, biases and router in its card):"
+        _show_words(console, head, as_words(model_flags(job.model)))
     note = "beside the model's own" if best.fits else "of what does not fit"
-    console.print(f"\n[bold]Megatron flags[/bold] ({note}):")
+    if best.refused:
+        note = "of what burst refuses today"
     flags = megatron_flags(job, best.strategy, best.memory.host)
-    console.print(" \\\n    ".join(flags), highlight=False)
+    _show_words(console, f"Megatron flags ({note}):", flags)
+
+
+def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
+    console.print(f"\n[bold]{head}[/bold]", highlight=False)
+    _say(console, " \\\n    ".join(words))
 
 
 def _half_line(job: Job, best: Candidate) -> str:
@@ -144,21 +190,35 @@ def _half_line(job: Job, best: Candidate) -> str:
     return f"keep half: {how}" + ("" if same else "; a run does so with --burst-hardware")
 
 
+_MEMORY = {  # parts of `Memory` in the order of the table
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "saved": "saved activations",
+    "kept": "kept attention results",
+    "layer": "a layer in backward",
+    "head": "LM head and loss",
+}
+
+
 def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
-    parts = memory.in_gib()
-    apart = ("attention", "host", "peak")
-    rows = [(name, f"{gib:.2f}") for name, gib in parts.items() if name not in apart]
-    gpu = job.hardware.gpu
-    free = f"of {gpu.memory_gib - gpu.reserved_gib:.1f} usable"
-    rows.append((f"peak, {free}", f"{parts['peak']:.2f}"))
-    rows.append(("attention's buffers (not added)", f"{parts['attention']:.2f}"))
-    if parts["host"]:
-        rows.append(("pinned memory of a host", f"{parts['host']:.1f}"))
+    """Parts that add up to the peak, the peak, and what is there at other moments only."""
+    gib = memory.in_gib()
+    earlier = "layer" if memory.layer < memory.head else "head"
+    there = [name for name in _MEMORY if name != earlier]
+    rows = [(_MEMORY[name], f"{gib[name]:.2f}") for name in there if gib[name]]
+    usable = job.hardware.gpu.usable_bytes / GIB
+    rows.append((f"peak, {gib['peak'] / usable:.0%} of {usable:.1f} usable", f"{gib['peak']:.2f}"))
+    rows.append((f"not then: {_MEMORY[earlier]}", f"{gib[earlier]:.2f}"))
+    rows.append(("not then: hop buffers", f"{gib['attention']:.2f}"))
+    if gib["host"]:
+        rows.append(("pinned memory of a node", f"{gib['host']:.1f}"))
     return rows
 
 
 def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
-    lines = [f"attention of a layer: {call.in_words}"]
+    which = "a layer without a window" if job.model.windows else "a layer"
+    lines = [f"attention of {which}: {call.in_words}"]
     if call.mode == "ring" or call.arranged.inter_size > 1:
         lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
     for direction in Direction:

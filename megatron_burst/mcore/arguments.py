@@ -9,7 +9,7 @@ from megatron_burst.mcore.attention_backend import say_attention_backend, with_a
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep_arguments import check_keep_args
 from megatron_burst.mcore.loss_arguments import check_loss_args, loss_patches, wants_fused_loss
-from megatron_burst.mcore.plan_arguments import apply_plan
+from megatron_burst.mcore.plan_arguments import check_plan, take_plans
 from megatron_burst.mcore.unused_flags import check_unused
 from megatron_burst.plan.units import nearest_multiples
 from megatron_burst.say import say
@@ -21,6 +21,7 @@ def with_flags(add_megatron_arguments):
     def add_all(parser: ArgumentParser) -> ArgumentParser:
         parser = add_megatron_arguments(parser)
         add_flags(parser)
+        take_plans(parser)
         return parser
 
     return add_all
@@ -30,7 +31,7 @@ def validate_flags(validate_args):
     """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
 
     def validate_all(args: Namespace, defaults=None):
-        apply_plan(args)
+        check_plan(args)
         wants_burst = getattr(args, "context_parallel_impl", "megatron") == "burst"
         check_unused(args)
         burst = BurstConfig.from_args(args)

@@ -1,56 +1,101 @@
-"""`--burst-plan FILE`: a run takes burst's options from a plan, and must be the run it is for."""
+"""`--burst-plan FILE`: a run takes what a plan decided, and must be the run that it is for."""
 
 import json
-from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Mapping
+import os
+import sys
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.flags import add_flags
 from megatron_burst.plan.tables import nearest
 from megatron_burst.say import say
 
 FLAG = "--burst-plan"
+_OWN = "--burst-"  # what is given of burst's options wins
+_NO_FIGURE = ("--max-position-embeddings",)  # and of what no figure of a plan depends on
 _SIZES = {  # Megatron's names of a planned model's sizes
     "num_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads_q",
+    "ffn_hidden_size": "ffn",
 }
+_Parse = Callable[..., tuple[Namespace, list[str]]]
 
 
-def apply_plan(args: Namespace) -> None:
-    """Set burst's options that the command line leaves open to what the plan says.
+def take_plans(parser: ArgumentParser) -> None:
+    """Have a parser fill in, from the file of `--burst-plan`, what its command line leaves open.
 
-    Args:
-        args: Megatron's parsed arguments, not validated yet.
-
-    Raises:
-        BurstError: on every rank alike, if the file is no plan, knows other flags than Megatron and
-            burst, or was made for other sizes than those of the run.
+    It then raises BurstError, on every rank alike: if the file is no plan, has flags or values that
+    the parser does not know, or decides otherwise than the command line. Of burst's own options the
+    command line's win.
     """
-    path = getattr(args, "burst_plan", None)
-    if path is None:
-        return
-    plan = read_plan(Path(path))
-    flags = plan["flags"]
-    _check_job(args, plan, path)
-    own = {flag: value for flag, value in flags.items() if flag.startswith("--burst-")}
-    planned = _parsed(own, path)
-    _check_run(args, {f: v for f, v in flags.items() if f not in own}, path)
-    taken = []
-    for flag in own:
-        name = _name(flag)
-        if not _is_given(getattr(args, name)) and _is_given(getattr(planned, name)):
-            setattr(args, name, getattr(planned, name))
-            taken.append(_in_words(flag, own[flag]))
-    if taken and getattr(args, "rank", 0) == 0:
+    parse = parser.parse_known_args
+
+    def parse_with_plan(args: Sequence[str] | None = None, namespace: Namespace | None = None):
+        words = sys.argv[1:] if args is None else list(args)
+        found, unknown = parse(words, namespace)
+        if found.burst_plan is not None:
+            _fill(parser, parse, found, words)
+        return found, unknown
+
+    parser.parse_known_args = parse_with_plan
+
+
+def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
+    path = found.burst_plan
+    flags = read_plan(Path(path))["flags"]
+    actions = _actions(parser, flags, path)
+    planned = _parsed(parser, parse, flags, path)
+    given, taken = {word.partition("=")[0] for word in words}, []
+    for flag, action in actions.items():
+        value, there = getattr(planned, action.dest), getattr(found, action.dest)
+        same = sorted(given & _names(parser, action.dest))
+        if not same:
+            setattr(found, action.dest, value)
+            taken += _words(flag, flags[flag])
+        elif value != there and not flag.startswith(_OWN) and flag not in _NO_FIGURE:
+            got = same[0] if isinstance(there, bool) else there
+            raise _refusal(
+                f"the run must be the one that {path} was made for",
+                f"{_in_words(flag, flags[flag])} in the plan and {got} in the run",
+                f"leave {same[0]} out of the run, or plan again",
+            )
+    if taken and os.environ.get("RANK", "0") == "0":
         say(f"burst attention: {path} adds {' '.join(taken)}")
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False  # 0.0 is
+def _actions(parser: ArgumentParser, flags: Mapping[str, Any], path: str) -> dict[str, Action]:
+    """The parser's action of each flag of a plan."""
+    known = {flag: one for flag, one in parser._option_string_actions.items() if flag != FLAG}
+    for flag in flags:
+        if flag not in known:
+            near = get_close_matches(flag, known, n=1)
+            change = f"write {near[0]}" if near else "leave it out"
+            raise _refusal(f"{path} must name flags that there are", flag, change)
+    return {flag: known[flag] for flag in flags}
+
+
+def _names(parser: ArgumentParser, dest: str) -> set[str]:
+    """Every flag that sets an argument."""
+    actions = parser._option_string_actions.items()
+    return {flag for flag, action in actions if action.dest == dest}
+
+
+def _parsed(
+    parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str
+) -> Namespace:
+    """A plan's flags as the command line would have them, with the same checks of values."""
+    words = [word for flag, value in flags.items() for word in _words(flag, value)]
+    exits, parser.exit_on_error = parser.exit_on_error, False
+    try:
+        return parse(words)[0]
+    except ArgumentError as error:
+        raise _refusal(f"{path} must give values that its flags take", str(error)) from None
+    finally:
+        parser.exit_on_error = exits
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -80,26 +125,45 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def _check_job(args: Namespace, plan: Mapping[str, Any], path: str) -> None:
-    """Refuse a plan of another model or number of GPUs, and one that does not fit in memory."""
-    job = plan.get("job") or {}
-    model = job.get("model") or {}
-    planned = {name: model.get(size) for name, size in _SIZES.items()} | {
-        "world_size": job.get("gpus")
-    }
-    for name, size in planned.items():
-        found = getattr(args, name, None)
+def check_plan(args: Namespace) -> None:
+    """Refuse a plan of another model or number of GPUs, and one that would not run.
+
+    Args:
+        args: Megatron's parsed arguments, not validated yet.
+
+    Raises:
+        BurstError: on every rank alike.
+    """
+    path = getattr(args, "burst_plan", None)
+    if path is None:
+        return
+    plan = read_plan(Path(path))
+    for name, size, found in _sizes(args, plan.get("job") or {}):
         if None not in (size, found) and size != found:
             raise _refusal(
                 f"the run must be the one that {path} was made for",
                 f"{name} {size} in the plan and {found} in the run",
                 "plan again for this run",
             )
-    if (plan.get("best") or {}).get("fits") is False:
+    best = plan.get("best") or {}
+    if best.get("fits") is False or best.get("refused"):
+        why = best.get("refused") or best.get("why")
         raise _refusal(
-            f"the strategy of {path} must fit in memory", f"fits false: {plan['best'].get('why')}",
-            "plan with --search, or leave the file out",
+            f"the strategy of {path} must be one that fits in memory and that burst runs", why,
+            "plan other sizes, or leave the file out",
         )  # fmt: skip
+
+
+def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names, sizes in the plan and in the run; None where one does not say."""
+    model = job.get("model") or {}
+    planned = {name: model.get(size) for name, size in _SIZES.items()}
+    planned |= {"world_size": job.get("gpus")}
+    if getattr(args, "group_query_attention", False):
+        planned["num_query_groups"] = model.get("heads_kv")
+    if model.get("experts"):
+        planned["num_experts"] = model["experts"].get("count")
+    return [(name, size, getattr(args, name, None)) for name, size in planned.items()]
 
 
 def _is_simple(value: Any) -> bool:
@@ -108,74 +172,10 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, str | int | float | bool)
 
 
-def _parsed(own: Mapping[str, Any], path: str) -> Namespace:
-    """Burst's flags as the command line would have them, with the same checks of values."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    add_flags(parser)
-    known = [
-        flag
-        for flag in parser._option_string_actions
-        if flag.startswith("--burst-") and flag != FLAG
-    ]
-    words = []
-    for flag, value in own.items():
-        if flag not in known:
-            near = get_close_matches(flag, known, n=1)
-            change = f"write {near[0]}" if near else "leave it out"
-            raise _refusal(f"{path} must name flags that there are", flag, change)
-        words += _words(flag, value)
-    try:
-        return parser.parse_args(words)
-    except ArgumentError as error:
-        raise _refusal(f"{path} must give values that its flags take", str(error)) from None
-
-
 def _words(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag] if value else []
     return [flag, *map(str, value if isinstance(value, list) else [value])]
-
-
-def _check_run(args: Namespace, others: Mapping[str, Any], path: str) -> None:
-    """Refuse a run that is not the one that was planned: its figures would be others."""
-    for flag, planned in others.items():
-        there, found = _of_run(args, flag)
-        if not there:
-            known = [f"--{name.replace('_', '-')}" for name in vars(args)]
-            near = get_close_matches(flag, known, n=1)
-            change = f"write {near[0]}" if near else "leave it out"
-            raise _refusal(f"{path} must name flags that there are", flag, change)
-        if not _equal(planned, found):
-            raise _refusal(
-                f"the run must be the one that {path} was made for",
-                f"{_in_words(flag, planned)} in the plan and {found} in the run",
-                f"pass {_in_words(flag, planned)}, or plan again",
-            )
-
-
-def _of_run(args: Namespace, flag: str) -> tuple[bool, Any]:
-    """Whether a flag is an argument of the run, and its value there."""
-    name = _name(flag)
-    if hasattr(args, name):
-        return True, getattr(args, name)
-    positive = name.removeprefix("no_")
-    if name.startswith("no_") and isinstance(getattr(args, positive, None), bool):
-        return True, not getattr(args, positive)
-    return False, None
-
-
-def _equal(planned: Any, found: Any) -> bool:
-    if isinstance(planned, list) or isinstance(found, list | tuple):
-        both = [list(x) if isinstance(x, list | tuple) else [x] for x in (planned, found)]
-        return [str(x) for x in both[0]] == [str(x) for x in both[1]]
-    if isinstance(planned, bool):
-        return planned == bool(found)
-    found = getattr(found, "name", found)  # an enum of Megatron's
-    return str(planned) == str(found) or planned == found
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _in_words(flag: str, value: Any) -> str:

@@ -45,13 +45,30 @@ class Timer:
         multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
         causal kernels begin with their longest blocks, which evens out the end.
         """
+        rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
+        return self._kernel(tile.pairs, rows, tile.mask is Mask.CAUSAL, shape, direction)
+
+    def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
+        """Seconds of sliding-window attention of a call's queries.
+
+        Kernels skip what no query of a block sees, and compute the blocks at both ends of a window
+        whole: a block of keys more for each query.
+
+        Args:
+            keys: that a query sees on average.
+            shape: of the call.
+            direction: which pass.
+        """
+        return self._kernel(shape.tokens * (keys + _BLOCK), shape.tokens, False, shape, direction)
+
+    def _kernel(
+        self, pairs: float, rows: int, causal: bool, shape: AttentionShape, direction: Direction
+    ) -> float:
         forward = direction is Direction.FORWARD
         dims = shape.dim_qk + shape.dim_v if forward else 3 * shape.dim_qk + 2 * shape.dim_v
-        flops = 2 * tile.pairs * shape.batch * shape.heads_q * dims
-        rows = len(tile.q) if forward else len(tile.kv)
+        flops = 2 * pairs * shape.batch * shape.heads_q * dims
         blocks = thread_blocks(rows) * shape.batch * shape.heads_q
         units = self.hardware.gpu.multiprocessors
-        causal = tile.mask is Mask.CAUSAL
         busy = min(1.0, blocks / units) if causal else share_busy([blocks], units)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)

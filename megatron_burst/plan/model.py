@@ -43,6 +43,29 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers whose queries see only the nearest keys (sliding-window attention).
+
+    Attributes:
+        size: keys that a query sees, its own included.
+        layers: of each layer of the model, whether it has a window.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """Layers with a window."""
+        return sum(self.layers)
+
+    def keys(self, seq: int) -> float:
+        """Keys that a query sees on average, the first ones of the sequence included."""
+        size = min(self.size, seq)
+        return size - size * size / (2 * seq)
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A decoder with causal attention in every layer.
 
@@ -60,6 +83,9 @@ class Model:
         tied: whether embedding and head share a weight.
         experts: of MoE models.
         latent: of models with latent attention, whose heads are expanded for training.
+        windows: of models with layers of sliding-window attention.
+        sinks: whether the softmax has a learned sink for each head.
+        beside: Megatron's flags for what neither time nor memory depend on, with their values.
     """
 
     name: str
@@ -75,6 +101,9 @@ class Model:
     tied: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    windows: Windows | None = None
+    sinks: bool = False
+    beside: tuple[tuple[str, int | float | str | bool], ...] = ()
 
     def __post_init__(self) -> None:
         names = ("layers", "hidden", "heads_q", "heads_kv", "dim_qk", "dim_v", "ffn", "vocab")
@@ -154,12 +183,32 @@ class Model:
         moe = self.moe_layers * self.active_params
         return self.layers * self.attention_params + dense + moe + self.embedding_params
 
+    @property
+    def refused(self) -> str:
+        """What burst attention refuses of it, in words; empty: nothing."""
+        windows, parts = self.windows, []
+        if windows:
+            layers = f"{windows.count} of {self.layers} layers"
+            parts.append(f"sliding windows of {windows.size} tokens ({layers})")
+        if self.sinks:
+            parts.append("attention sinks")
+        return " and ".join(parts)
+
+    @property
+    def full_layers(self) -> int:
+        """Layers whose queries see all earlier keys."""
+        return self.layers - (self.windows.count if self.windows else 0)
+
     def flops_per_token(self, seq: int) -> float:
         """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 
-        Backward is twice forward, the causal half of attention, no recomputation.
+        Backward is twice forward, the causal half of attention, no recomputation; of layers with
+        windows twice the keys that a query sees stand for S.
         """
-        attention = 3 * self.layers * self.heads_q * (self.dim_qk + self.dim_v) * seq
+        width = 3 * self.heads_q * (self.dim_qk + self.dim_v)
+        attention: float = width * self.full_layers * seq
+        if self.windows:
+            attention += width * self.windows.count * 2 * self.windows.keys(seq)
         return 6 * self.matmul_params + attention
 
 
@@ -169,20 +218,32 @@ def _llama(
     return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
 
 
+def _rope(base: int, epsilon: float, *flags: str) -> dict:
+    return {
+        "beside": (
+            ("--rotary-base", base), ("--norm-epsilon", epsilon), *((flag, True) for flag in flags)
+        )
+    }  # fmt: skip
+
+
+_LLAMA3 = _rope(500000, 1e-5)
+_QWEN2 = _rope(1000000, 1e-6, "--add-qkv-bias")
+_QWEN3 = _rope(1000000, 1e-6, "--qk-layernorm")
 _PRESETS = (
     # arXiv 2407.21783, table 3
-    _llama("llama3-8b", 32, 4096, (32, 8), 14336, 128256),
-    _llama("llama3-70b", 80, 8192, (64, 8), 28672, 128256),
-    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256),
+    _llama("llama3-8b", 32, 4096, (32, 8), 14336, 128256, **_LLAMA3),
+    _llama("llama3-70b", 80, 8192, (64, 8), 28672, 128256, **_LLAMA3),
+    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256, **_LLAMA3),
     # config.json of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-72B, Qwen/Qwen3-8B, Qwen/Qwen3-32B
-    _llama("qwen2.5-7b", 28, 3584, (28, 4), 18944, 152064),
-    _llama("qwen2.5-72b", 80, 8192, (64, 8), 29568, 152064),
-    _llama("qwen3-8b", 36, 4096, (32, 8), 12288, 151936),
-    _llama("qwen3-32b", 64, 5120, (64, 8), 25600, 151936),
+    _llama("qwen2.5-7b", 28, 3584, (28, 4), 18944, 152064, **_QWEN2),
+    _llama("qwen2.5-72b", 80, 8192, (64, 8), 29568, 152064, **_QWEN2),
+    _llama("qwen3-8b", 36, 4096, (32, 8), 12288, 151936, **_QWEN3),
+    _llama("qwen3-32b", 64, 5120, (64, 8), 25600, 151936, **_QWEN3),
     # arXiv 2412.19437, section 4.2; without the multi-token prediction layer
     Model(
         "deepseek-v3", 61, 7168, 128, 128, 192, 128, 18432, 129280,
         experts=Experts(256, 8, 2048, 2048, 3), latent=Latent(1536, 512, 64),
+        **_rope(10000, 1e-6, "--qk-layernorm"),
     ),
     # BurstEngine's tables: Llama-2's 7B, and 14B with 40 layers, 40 heads and V 120k; all MHA.
     # The 14B's feed-forward is not published; 13824 is that of Llama-2-13B.

@@ -9,6 +9,13 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware_file import nearest
+from megatron_burst.plan.hub import cached_config, is_on_hub
+from megatron_burst.plan.layer_kinds import (
+    dense_layers,
+    has_sinks,
+    hugging_face_windows,
+    megatron_windows,
+)
 from megatron_burst.plan.model import PRESETS, Experts, Latent, Model
 
 _WHO = "plan"
@@ -18,24 +25,26 @@ def model_of(name_or_path: str) -> Model:
     """A preset by name, else the model that a file describes.
 
     Args:
-        name_or_path: one of `PRESETS`; a config.json; or a file with Megatron's arguments, as
-            `--flag value` text (a shell script) or as YAML (`flag: value`).
+        name_or_path: one of `PRESETS`; hf:ORG/NAME, which the local cache must have; a config.json;
+            or a file with Megatron's arguments, as `--flag value` text (a shell script) or as YAML
+            (`flag: value`).
 
     Raises:
         BurstError: if it is none of them, or the file lacks something.
     """
     if name_or_path.lower() in PRESETS:
         return PRESETS[name_or_path.lower()]
-    path = Path(name_or_path)
+    on_hub = is_on_hub(name_or_path)
+    path = cached_config(name_or_path) if on_hub else Path(name_or_path)
     if not path.is_file():
         raise BurstError(
             f"{_WHO}: --model must be a preset or a file, because sizes come from there; got "
             f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
-            f"{', '.join(PRESETS)}, a config.json, or a file of Megatron's arguments"
+            f"{', '.join(PRESETS)}, hf:ORG/NAME, a config.json, or a file of Megatron's arguments"
         )
     text = text_of(path)
     if path.suffix == ".json":
-        return from_hugging_face(_json(text, path), str(path))
+        return from_hugging_face(_json(text, path), name_or_path)
     return from_megatron(megatron_arguments(text), str(path))
 
 
@@ -101,9 +110,22 @@ class _Sizes:
         return str(value).lower() not in ("false", "0", "none", "no")
 
 
+_LEFT_OUT = {  # by published configs, since they are the defaults of the model's own class
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
 def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
-    """The model of a Hugging Face config (Llama, Qwen, Mistral, DeepSeek and their like)."""
+    """The model of a Hugging Face config (Llama, Qwen, Mistral, DeepSeek, Gemma, gpt-oss, ...).
+
+    Raises:
+        BurstError: if it lacks something, or has layers that the planner does not count.
+    """
     config = config.get("text_config", config)
+    config = {**_LEFT_OUT.get(config.get("model_type", ""), {}), **config}
     size = _Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("head_dim", hidden // max(heads, 1))
@@ -122,11 +144,29 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
         shared = size("shared_expert_intermediate_size", shared)
         active = size("num_experts_per_tok")
         experts = Experts(count, active, width, shared, size("first_k_dense_replace", 0))
+    layers = size("num_hidden_layers")
     return Model(
-        config.get("_name_or_path") or name, size("num_hidden_layers"), hidden, heads, heads_kv,
+        config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
         *dims, size("intermediate_size"), size("vocab_size"),
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
+        windows=hugging_face_windows(config, layers, name), sinks=has_sinks(config),
+        beside=_beside(config),
     )  # fmt: skip
+
+
+def _beside(config: Mapping[str, Any]) -> tuple[tuple[str, int | float | bool], ...]:
+    """Megatron's flags for what a config says and no figure depends on."""
+    kind, flags = str(config.get("model_type")), {}
+    rope = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    if isinstance(rope, int | float):
+        flags["--rotary-base"] = int(rope)
+    if isinstance(config.get("rms_norm_eps"), float):
+        flags["--norm-epsilon"] = config["rms_norm_eps"]
+    if config.get("attention_bias") or kind.startswith("qwen2"):
+        flags["--add-qkv-bias"] = True
+    if kind.startswith(("qwen3", "gemma3")) or "kv_lora_rank" in config:
+        flags["--qk-layernorm"] = True
+    return tuple(flags.items())
 
 
 def megatron_arguments(text: str) -> dict[str, Any]:
@@ -141,6 +181,7 @@ def megatron_arguments(text: str) -> dict[str, Any]:
         return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
     arguments: dict[str, Any] = {}
     text = re.sub(r"(^|\s)#.*", "", text)
+    text = re.sub(r"\$\{\w+:-([^{}$]*)\}", r"\1", text)  # "${NAME:-default}"
     for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
         words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
@@ -159,7 +200,11 @@ def _key(flag: str) -> str:
 
 
 def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
-    """The model of Megatron's arguments."""
+    """The model of Megatron's arguments.
+
+    Raises:
+        BurstError: if they lack something.
+    """
     size = _Sizes(arguments, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("kv_channels", hidden // max(heads, 1))
@@ -173,20 +218,18 @@ def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
     # megatron/training/arguments.py: about as many weights with a gate as without
     width = int(4 * hidden * 2 / 3 / 64) * 64 if size.truth("swiglu") else 4 * hidden
     experts, ffn = None, size("ffn_hidden_size", width)
+    layers = size("num_layers")
     vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
     if size("num_experts", 0):
         experts = Experts(
             size("num_experts"), size("moe_router_topk", 2), size("moe_ffn_hidden_size", ffn),
-            size("moe_shared_expert_intermediate_size", 0), _dense_layers(arguments),
+            size("moe_shared_expert_intermediate_size", 0),
+            dense_layers(arguments, layers, name),
         )  # fmt: skip
     return Model(
-        name, size("num_layers"), hidden, heads, heads_kv, *dims, ffn,
+        name, layers, hidden, heads, heads_kv, *dims, ffn,
         size(vocab), gated=size.truth("swiglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
+        windows=megatron_windows(arguments, layers, name),
+        sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
     )  # fmt: skip
-
-
-def _dense_layers(arguments: Mapping[str, Any]) -> int:
-    """Leading zeros of --moe-layer-freq '([0]*3+[1]*58)'."""
-    found = re.match(r"\W*\[0\]\s*\*\s*(\d+)", str(arguments.get("moe_layer_freq", "")))
-    return int(found[1]) if found else 0

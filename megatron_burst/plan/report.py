@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_burst.plan.flags import flag_values
+from megatron_burst.plan.flags import flag_values, model_flags
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job
 
@@ -24,6 +24,7 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
     described = {
         "version": VERSION,
         "flags": flag_values(job, best.strategy, best.memory.host),
+        "model_flags": model_flags(job.model),
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
             "gpus_per_host": job.gpus_per_host, "batch": job.batch, "hardware": job.hardware.name,
@@ -38,6 +39,7 @@ def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
     described = {
         "strategy": asdict(one.strategy),
         "fits": one.fits,
+        "refused": one.refused,
         "memory_gib": {name: round(gib, 3) for name, gib in one.memory.in_gib().items()},
         "why": loses(one, best),
     }

@@ -1,20 +1,21 @@
 """Every way to deal a job out: what fits in memory, how fast it is, why the others lose."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.layouts import SIZES, layouts, why_nothing
 from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
-from megatron_burst.plan.strategy import Job, Keep, Strategy, least_multiple, misfit, misfit_of
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.plan.strategy import Job, Keep, Strategy, even_share, misfit
 
-SIZES = ("tp", "cp", "pp", "dp", "ep")
+Fixed = tuple[tuple[str, Any], ...]
+Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
+_MOST_GPUS = 1 << 16  # that are tried where fewer do not do
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
 _POLICIES = (
     Strategy(recompute="none"),
@@ -37,6 +38,7 @@ class Candidate:
         time: of a step; None if it does not fit.
         over_gib: GPU memory that is missing; 0 if none is.
         host_over_gib: host memory that is missing.
+        refused: what burst attention refuses of the model, where the strategy needs it.
     """
 
     strategy: Strategy
@@ -44,10 +46,16 @@ class Candidate:
     time: StepTime | None
     over_gib: float
     host_over_gib: float
+    refused: str = ""
 
     @property
     def fits(self) -> bool:
         return self.over_gib <= 0 and self.host_over_gib <= 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it fits and nothing refuses it."""
+        return self.fits and not self.refused
 
 
 def candidate(job: Job, strategy: Strategy) -> Candidate:
@@ -67,115 +75,81 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
 
 def _look_at(job: Job, strategy: Strategy) -> Candidate:
     memory = memory_of(job, strategy)
+    over, host_over = _missing_gib(job, memory)
+    time = step_time(job, strategy, memory) if over <= 0 and host_over <= 0 else None
+    refused = job.model.refused if strategy.cp > 1 else ""
+    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, host_over), refused)
+
+
+def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
+    """Memory that a GPU and a host lack; negative where it fits."""
     over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
     host_gib = job.hardware.host.memory_gib * job.on_host
     host_gib *= 0.8 / job.hardware.host.gpus  # the rest is for programs and the page cache
-    host_over = memory.host / GIB - host_gib
-    fits = over <= 0 and host_over <= 0
-    time = step_time(job, strategy, memory) if fits else None
-    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, host_over))
+    return over, memory.host / GIB - host_gib
 
 
 @lru_cache(maxsize=8)
-def search(job: Job, fixed: tuple[tuple[str, Any], ...] = ()) -> tuple[Candidate, ...]:
-    """All candidates, the fastest first, then what does not fit, the nearest to fitting first.
+def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate, ...]:
+    """All candidates, the fastest first, then those that burst refuses, then what does not fit,
+    the nearest to fitting first.
 
     Args:
         job: the job.
         fixed: fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")).
+        watch: goes through the layouts, to show how far it is.
 
     Raises:
         BurstError: if nothing divides evenly.
     """
     found = []
-    asked = {name: value for name, value in fixed if name not in SIZES}
-    wanted = [p for p in _POLICIES if all(getattr(p, n) == value for n, value in asked.items())]
-    for layout in layouts(job, {name: value for name, value in fixed if name in SIZES}):
-        sizes: dict[str, Any] = _sizes(layout)
-        policies = [replace(policy, **sizes) for policy in wanted]
-        found += [_look_at(job, strategy) for strategy in policies if not misfit(job, strategy)]
+    for layout in watch(list(layouts(job, _given_sizes(fixed)))):
+        found += [_look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
     if not found:
-        raise BurstError(_nothing(job, dict(fixed)))
+        raise BurstError(why_nothing(job, dict(fixed)))
     return tuple(sorted(found, key=_rank))
 
 
-def _nothing(job: Job, fixed: dict[str, Any]) -> str:
-    """Why nothing makes up a job; a length alone that is in the way is named."""
-    sizes = {name: value for name, value in fixed.items() if name in SIZES}
-    if why := _uneven(job, sizes):
-        return why
-    options = " or ".join(f"--{name}".replace("_", "-") for name in fixed)
-    change = f"leave out {options}, or change" if fixed else "change"
-    change += " --gpus, --seq-length or --global-batch-size"
-    given = ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing fixed"
-    if {"tp", "cp", "pp", "dp"} <= set(sizes) and (why := misfit(job, Strategy(**sizes))):
-        given += f" ({why})"
-    elif next(layouts(job, sizes), None) is None:
-        divided = layouts(replace(job, seq=2 * job.gpus), sizes)
-        if least := min(map(least_multiple, divided), default=0):
-            change = f"choose a --seq-length that is a {nearest_multiples(job.seq, least)}"
-    return (
-        "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron deals "
-        f"everything out evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} "
-        f"heads, {job.seq} tokens, a batch of {job.batch} and {given}; {change}"
-    )
+def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
+    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits.
 
-
-def _uneven(job: Job, sizes: dict[str, int]) -> str | None:
-    """A given size that fits no job of these GPUs, model and batch, or several that do not."""
-    must = "must fit the GPUs, the model and the batch, because Megatron deals all of them out"
-    for name, size in sizes.items():
-        if why := misfit_of(job, name, size):
-            return f"plan: --{name} {must} evenly; got: {why}; change or leave out --{name}"
-    dealt = {name: size for name, size in sizes.items() if name != "ep"}  # EP is of the others
-    if job.gpus % prod(dealt.values()):
-        options = " and ".join(f"--{name}" for name in dealt)
-        layout = " x ".join(f"{name.upper()} {size}" for name, size in dealt.items())
-        return (
-            f"plan: {options} {must} evenly; got: {layout} = {prod(dealt.values())} does not "
-            f"divide the {job.gpus} GPUs of the job; change or leave out one of them"
-        )
+    Args:
+        job: the job.
+        fixed: as in `search`.
+        batch: of a job with so many GPUs.
+    """
+    host = job.gpus_per_host if job.gpus > job.gpus_per_host else job.hardware.host.gpus
+    gpus = 2 * job.gpus
+    while gpus <= _MOST_GPUS:
+        more = replace(job, gpus=gpus, gpus_per_host=even_share(gpus, host), batch=batch(gpus))
+        for layout in layouts(more, _given_sizes(fixed)):
+            for strategy in _policies(more, layout, fixed):
+                if max(_missing_gib(more, memory_of(more, strategy))) <= 0:
+                    return gpus
+        gpus *= 2
     return None
+
+
+def _given_sizes(fixed: Fixed) -> dict[str, int]:
+    return {name: value for name, value in fixed if name in SIZES}
+
+
+def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
+    """The strategies of a layout with the policies that are given."""
+    sizes = {name: getattr(layout, name) for name in SIZES}
+    asked = {name: value for name, value in fixed if name not in SIZES}
+    for policy in _POLICIES:
+        strategy = replace(policy, **sizes)
+        wanted = all(getattr(policy, name) == value for name, value in asked.items())
+        if wanted and not misfit(job, strategy):
+            yield strategy
 
 
 def _rank(one: Candidate) -> tuple:
     if one.time:  # of equal ones the one without host copies, which are free on paper only
         copies = one.strategy.offload + one.strategy.offload_inputs
-        return 0, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
-    return 1, one.over_gib + one.host_over_gib, 0
-
-
-def _sizes(strategy: Strategy) -> dict[str, int]:
-    return {name: getattr(strategy, name) for name in SIZES}
-
-
-def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
-    """Every (TP, CP, PP, DP, EP) that divides evenly."""
-    for tp in _divisors(job.on_host, fixed.get("tp")):
-        for pp in _divisors(job.gpus, fixed.get("pp")):
-            if pp > job.model.layers or job.gpus % (tp * pp):
-                continue
-            for dp in _divisors(job.batch, fixed.get("dp")):
-                cp, rest = divmod(job.gpus, tp * pp * dp)
-                if rest or fixed.get("cp", cp) != cp:
-                    continue
-                for ep in _expert_sizes(job, pp, fixed.get("ep")):
-                    strategy = Strategy(tp, cp, pp, dp, ep)
-                    if misfit(job, strategy) is None:
-                        yield strategy
-
-
-def _expert_sizes(job: Job, pp: int, given: int | None) -> list[int]:
-    if not job.model.experts:
-        return [given or 1]
-    most = min(job.model.experts.count, job.gpus // pp)
-    return [ep for ep in _divisors(job.model.experts.count, given) if ep <= most]
-
-
-def _divisors(number: int, given: int | None) -> list[int]:
-    if given:
-        return [given]
-    return [n for n in range(1, number + 1) if number % n == 0]
+        return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
+    return 2, one.over_gib + one.host_over_gib, 0
 
 
 def loses(one: Candidate, best: Candidate) -> str:
@@ -193,6 +167,8 @@ def loses(one: Candidate, best: Candidate) -> str:
     extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
     part = max(extra, key=extra.__getitem__)
     slower = one.time.seconds / best.time.seconds - 1
+    if one.refused and not best.refused:
+        return f"refused by burst; {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
     if slower < 0.0005:
         same = one.strategy.layout == best.strategy.layout
         return "as fast, by other copies to the host" if same else "as fast"

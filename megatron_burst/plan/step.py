@@ -7,18 +7,14 @@ from functools import lru_cache
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
 from megatron_burst.plan.choose_half import HalfCall, Rates, choose_half, replayed_share
+from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.strategy import (
-    Job,
-    Strategy,
-    attention_call,
-    stage_layers,
-)
+from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 from megatron_burst.plan.topology import Link
 
 # Parts of a step, as tables and complaints name them.
@@ -108,10 +104,21 @@ class _Layer:
         call = call or attention_call(job, strategy)
         self._passes = {d: pass_time(call, job.hardware, d) for d in Direction}
         model = job.model
+        self._full = model.full_layers / model.layers
+        self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
         moe = model.moe_layers / model.layers
         self._mlp = (1 - moe) * model.dense_params + moe * model.active_params
         self.backward = 2 * self._matmul(model.attention_params + self._mlp)
-        self.backward += self._passes[Direction.BACKWARD].seconds
+        backward = Direction.BACKWARD
+        self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
+
+    def _window_seconds(self, shape: AttentionShape, direction: Direction) -> float:
+        """Of windows' kernels, over all layers on average; few keys come from other ranks."""
+        model = self._job.model
+        if not model.windows:
+            return 0.0
+        seconds = self._timer.window(model.windows.keys(self._job.seq), shape, direction)
+        return seconds * model.windows.count / model.layers
 
     def _matmul(self, params: float) -> float:
         return self._timer.matmul(2 * params * self._tokens / self._strategy.tp)
@@ -121,15 +128,16 @@ class _Layer:
         parts: dict[str, float] = defaultdict(float)
         replay = self._replay()
         for direction, timeline in self._passes.items():
-            times = 1 + (replay if direction is Direction.FORWARD else 0)
+            times = self._full * (1 + (replay if direction is Direction.FORWARD else 0))
+            waits = 0.0
             for link, name in ((Link.INTRA, INTRA), (Link.INTER, INTER)):
                 parts[name] += timeline.exposed(link) * times
-            waits = timeline.exposed(Link.INTRA) + timeline.exposed(Link.INTER)
-            parts[ATTENTION] += timeline.seconds - waits
-        forward = self._passes[Direction.FORWARD]
-        waits = forward.exposed(Link.INTRA) + forward.exposed(Link.INTER)
-        parts[REPLAY] += replay * (forward.seconds - waits)
-        parts[INTER] += self._deal_seconds()
+                waits += timeline.exposed(link)
+            kernels = self._full * (timeline.seconds - waits) + self._windows[direction]
+            parts[ATTENTION] += kernels
+            if direction is Direction.FORWARD:
+                parts[REPLAY] += replay * kernels
+        parts[INTER] += self._full * self._deal_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()

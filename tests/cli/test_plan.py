@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
-from megatron_burst.plan.flags import megatron_flags
+from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.report import as_json
@@ -52,8 +52,8 @@ def test_without_search_the_best_is_shown_with_its_reason():
         ("64", None),
         ("36", None),
         ("144", None),
-        ("128", "planned as 2 hosts with 64 each, 8 idle on each; start 64 ranks on each host"),
-        ("256", "planned as 4 hosts with 64 each"),
+        ("128", "planned as 2 nodes with 64 each, 8 idle on each; start 64 ranks on each node"),
+        ("256", "planned as 4 nodes with 64 each"),
     ],
 )
 def test_a_part_of_racks_is_planned(gpus, words):
@@ -64,7 +64,7 @@ def test_a_part_of_racks_is_planned(gpus, words):
     flat = " ".join(text.split())
     assert ("warning" in text) == (words is not None) and (words or "") in flat
     if gpus == "128":
-        assert "over hosts of 72 and 56 would be a flat ring" in flat
+        assert "over nodes of 72 and 56 would be a flat ring" in flat
         assert "sends 254 MiB between hosts" in flat and "nested rings 2 MiB" in flat
     assert "flat ring of" not in text and "strategies, of which" in text
 
@@ -79,7 +79,7 @@ def test_sixteen_thousand_gpus_are_planned():
 
 def test_one_strategy_that_does_not_fit_says_by_how_much():
     job = ("--model", "llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
-    text = run(*job, code=1)
+    text = run(*job, code=3)
     assert "none of 192 strategies fits; the nearest: TP 8" in text
     assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
 
@@ -136,10 +136,8 @@ def test_json_of_a_search_has_all_that_was_asked():
     found = search(JOB)
     written = json.loads(as_json(JOB, found))
     flags = megatron_flags(JOB, found[0].strategy, found[0].memory.host)
-    words = [
-        flag if value is True else f"{flag} {value}" for flag, value in written["flags"].items()
-    ]
-    assert tuple(words) == flags
+    assert as_words(written["flags"]) == flags
+    assert as_words(written["model_flags"]) == as_words(model_flags(JOB.model))
     assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
     assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])
 
@@ -222,7 +220,7 @@ def test_wrong_options_are_refused_in_a_sentence(options, match):
     given = {"--model": "llama3-8b", "--seq-length": "256k", "--gpus": "16"}
     names = [word for word in options if word.startswith("--")]
     kept = [word for name, value in given.items() if name not in names for word in (name, value)]
-    text = run(*kept, *options, code=1)
+    text = run(*kept, *options, code=2)
     assert text.count("error: ") == 1
     assert re.search(match.replace("(", r"\(").replace(")", r"\)"), text.replace("\n", " "))
 
@@ -233,6 +231,6 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")
     text = run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=1
+        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2
     )
     assert f"plan: {option} must name a file that can be written" in text

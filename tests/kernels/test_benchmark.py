@@ -67,6 +67,6 @@ def test_a_csv_of_another_benchmark_is_refused_in_one_sentence(tmp_path):
     for path, words in got.items():
         script = str(ROOT / "benchmarks" / "kernels_table.py")
         done = subprocess.run([sys.executable, script, str(path)], capture_output=True, text=True)
-        assert done.returncode == 1 and not done.stdout
+        assert done.returncode == 2 and not done.stdout
         assert done.stderr.startswith(f"error: bench: {path} must be a CSV with the columns of ")
         assert f"got {words}" in done.stderr and done.stderr.count("\n") == 1

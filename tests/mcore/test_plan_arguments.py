@@ -1,4 +1,5 @@
-"""`--burst-plan`: options of a plan reach the run, what is given wins, other runs are refused."""
+"""`--burst-plan`: what a plan decided reaches the run; burst's options that are given win, other
+runs are refused."""
 
 import json
 from argparse import ArgumentParser
@@ -8,7 +9,7 @@ import pytest
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.arguments import validate_flags, with_flags
-from megatron_burst.mcore.plan_arguments import apply_plan, read_plan
+from megatron_burst.mcore.plan_arguments import check_plan, read_plan
 
 FLAGS = {
     "--tensor-model-parallel-size": 2,
@@ -38,6 +39,9 @@ def megatron_arguments(parser):
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--hierarchical-context-parallel-sizes", type=int, nargs="+")
+    parser.add_argument("--max-position-embeddings", type=int)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--recompute-granularity")
     parser.add_argument("--swiglu", action="store_true")
     parser.add_argument(
         "--no-create-attention-mask-in-dataloader", action="store_false",
@@ -48,9 +52,7 @@ def megatron_arguments(parser):
 
 def run_with(path, more="", run=RUN):
     parser = with_flags(megatron_arguments)(ArgumentParser())
-    args = parser.parse_args([*run.split(), "--burst-plan", str(path), *more.split()])
-    apply_plan(args)
-    return args
+    return parser.parse_args([*run.split(), "--burst-plan", str(path), *more.split()])
 
 
 @pytest.fixture
@@ -72,7 +74,8 @@ def test_options_of_a_plan_reach_the_configuration(plan, caplog):
         intra="gather", heads_per_round=2, keep="all", keep_offload=True
     )
     assert args.burst_fused_loss is True
-    assert "adds --burst-intra gather --burst-heads-per-round 2" in caplog.text
+    said = caplog.text
+    assert "adds --pipeline-model-parallel-size 1 --burst-intra gather --burst-heads" in said
 
 
 def test_what_is_given_wins(plan):
@@ -85,15 +88,51 @@ def test_what_is_given_wins(plan):
 
 def test_without_a_plan_nothing_happens():
     args = with_flags(megatron_arguments)(ArgumentParser()).parse_args(RUN.split())
-    before = dict(vars(args))
-    apply_plan(args)
-    assert vars(args) == before
+    plain, _ = megatron_arguments(ArgumentParser()).parse_known_args(RUN.split())
+    check_plan(args)
+    assert vars(args) == vars(args) | vars(plain)
 
 
-def test_it_is_read_before_options_are_checked(plan):
-    parser = with_flags(megatron_arguments)(ArgumentParser())
-    args = parser.parse_args(["--burst-plan", str(plan(seq_length=5))])
-    with pytest.raises(BurstError, match="--burst-plan: the run must be the one"):
+def test_a_run_takes_every_flag_that_its_plan_has(plan):
+    """The run of a plan need not repeat it, whatever the flags' kinds and defaults."""
+    more = {"dropout": 0, "recompute_granularity": False, "max_position_embeddings": 1048576}
+    args = run_with(plan(**more), run="")
+    assert (args.tensor_model_parallel_size, args.context_parallel_size) == (2, 8)
+    assert args.hierarchical_context_parallel_sizes == [4, 2] and args.seq_length == 1 << 20
+    assert args.create_attention_mask_in_dataloader is False and args.swiglu is True
+    assert args.context_parallel_impl == "burst" and args.burst_keep == "all"
+    assert args.dropout == 0.0 and args.recompute_granularity is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--tensor-model-parallel-size 2", "--tensor-model-parallel-size=2", "--dropout 0.0",
+        "--swiglu", "--max-position-embeddings 2097152",
+    ],
+)  # fmt: skip
+def test_what_is_said_twice_alike_or_matters_to_no_figure_is_taken(plan, more):
+    path = plan(dropout=0, max_position_embeddings=1048576)
+    args = run_with(path, more, run="")
+    assert (args.max_position_embeddings == 2097152) == ("2097152" in more)
+
+
+def test_a_default_that_is_given_is_not_taken_for_none(plan):
+    """A plan never changes what the command line says, even where that is what Megatron has."""
+    for more in ("--tensor-model-parallel-size 1", "--tensor-model-parallel-size=1"):
+        with pytest.raises(BurstError, match="size 2 in the plan and 1 in the run; leave --tensor"):
+            run_with(plan(), more, run="")
+    path = plan(recompute_granularity=False)
+    with pytest.raises(BurstError, match="no --recompute-granularity in the plan and full in"):
+        run_with(path, "--recompute-granularity full", run="")
+
+
+def test_the_job_of_a_plan_is_checked_before_megatron_validates(plan):
+    path = plan()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"job": {"gpus": 64}}))
+    args = run_with(path)
+    args.world_size = 16
+    with pytest.raises(BurstError, match="world_size 64 in the plan and 16 in the run"):
         validate_flags(lambda args, defaults: args)(args)
 
 
@@ -101,12 +140,13 @@ def test_it_is_read_before_options_are_checked(plan):
     "changes, match",
     [
         ({"tensor_model_parallel_size": 4},
-         "got --tensor-model-parallel-size 4 in the plan and 2 in the run; pass --tensor-model"),
+         "got --tensor-model-parallel-size 4 in the plan and 2 in the run; leave --tensor-model"),
         ({"context_parallel_size": 16}, "--context-parallel-size 16 in the plan and 8 in the run"),
         ({"seq_length": 4096}, "--seq-length 4096 in the plan and 1048576 in the run"),
         ({"hierarchical_context_parallel_sizes": [2, 4]}, r"sizes 2 4 in the plan and \[4, 2\]"),
-        ({"swiglu": False}, "got no --swiglu in the plan and True in the run"),
-        ({"no_create_attention_mask_in_dataloader": False}, "in the plan and True in the run"),
+        ({"swiglu": False}, "got no --swiglu in the plan and --swiglu in the run"),
+        ({"no_create_attention_mask_in_dataloader": False},
+         "no --no-create-.* in the plan and --no-create-attention-mask-in-dataloader in the run"),
         ({"context_parallel_impl": "megatron"}, "--context-parallel-impl megatron in the plan"),
         ({"burst_intr": "ring"}, "got --burst-intr; write --burst-intra"),
         ({"burst_plan": "x"}, "must name flags that there are.*got --burst-plan"),

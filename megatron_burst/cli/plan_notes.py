@@ -1,0 +1,114 @@
+"""What a user of `megatron-burst plan` should know beside the figures, as sentences."""
+
+from collections.abc import Callable, Sequence
+
+from megatron_burst.plan.flat import flat_cost
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.layouts import SIZES, length_step
+from megatron_burst.plan.search import Candidate, Fixed, enough_gpus, loses, search
+from megatron_burst.plan.strategy import Job
+from megatron_burst.plan.topology import Topology
+from megatron_burst.plan.units import nearest_multiples
+
+_TIGHT = 0.95  # of the usable memory
+
+
+def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]:
+    """What speaks against taking the best of a search as it is.
+
+    Args:
+        job: the job.
+        found: of `search`.
+        fixed: what was given to it.
+    """
+    every = _refused(job, found), idle_hosts(job), _uneven_length(job, fixed), _tight(job, found)
+    return [one for one in every if one]
+
+
+def _refused(job: Job, found: Sequence[Candidate]) -> str:
+    """What burst refuses of the model, and what that leaves."""
+    what, best = job.model.refused, found[0]
+    if not what:
+        return ""
+    if best.refused:
+        alone = any(one.strategy.cp == 1 for one in found)
+        why = "does not fit in memory" if alone else "is not among what was asked for"
+        return (
+            f"burst attention refuses {what} today: this plan, with CP {best.strategy.cp}, tells "
+            f"what a job would be like, but its run stops as it starts; CP 1, which runs, {why}"
+        )
+    note = f"burst attention refuses {what} today: only CP 1 runs, and the best of that is shown"
+    faster = next((one for one in found if one.refused and one.time), None)
+    if faster and best.time and faster.time.seconds < best.time.seconds:
+        gain = best.time.seconds / faster.time.seconds
+        note += f"; {faster.strategy.layout} would be {gain:.2f} times as fast"
+    return note
+
+
+def idle_hosts(job: Job) -> str:
+    """What it costs that the GPUs are no multiple of a host's; "" where they are."""
+    most = job.hardware.host.gpus
+    if job.on_host == job.gpus or most <= job.on_host or job.gpus % most == 0:
+        return ""
+    hosts, last = job.gpus // job.on_host, job.gpus % most
+    uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
+    return (
+        f"{job.gpus} GPUs are no multiple of a node's {most}: planned as {hosts} nodes with "
+        f"{job.on_host} each, {most - job.on_host} idle on each; start {job.on_host} ranks on each "
+        f"node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
+        f"{flat_cost(uneven)}"
+    )
+
+
+def _uneven_length(job: Job, fixed: Fixed) -> str:
+    """That a length leaves out strategies, with lengths near it that leave out none."""
+    step = length_step(job, {name: value for name, value in fixed if name in SIZES})
+    if job.seq % step == 0:
+        return ""
+    return (
+        f"{job.seq} tokens leave out every strategy whose 2 x CP x TP does not divide them; to "
+        f"leave out none, choose a {nearest_multiples(job.seq, step)}"
+    )
+
+
+def _tight(job: Job, found: Sequence[Candidate]) -> str:
+    """That the best nearly fills the memory, and the fastest that does not."""
+    best, usable = found[0], job.hardware.gpu.usable_bytes
+    share = best.memory.peak / usable
+    if not _TIGHT < share <= 1:
+        return ""
+    free = (usable - best.memory.peak) / GIB
+    note = (
+        f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what a planner "
+        "does not see (fragmentation, uneven experts) may not fit"
+    )
+    roomy = (one for one in found if one.runs == best.runs and one.memory.peak <= _TIGHT * usable)
+    if (other := next(roomy, None)) and other.time and best.time:
+        slower = other.time.seconds / best.time.seconds - 1
+        note += (
+            f"; {other.strategy.layout}, {other.strategy.policy}, which needs "
+            f"{other.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower"
+        )
+    return note
+
+
+def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
+    """By how much the best of what does not fit is too large, and what would do.
+
+    Args:
+        job: the job.
+        found: of `search`; nothing fits.
+        fixed: what was given to it.
+        batch: sequences of a step, of a job with so many GPUs.
+    """
+    said = loses(found[0], found[0])
+    if fixed and (best := search(job)[0]).fits:
+        options = " ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
+        found_so = f"{best.strategy.layout}, {best.strategy.policy}"
+        return f"{said}; without {options} it fits: {found_so}"
+    without_dp = tuple((name, value) for name, value in fixed if name != "dp")
+    if gpus := enough_gpus(job, without_dp, batch):
+        return f"{said}; {gpus} GPUs would do"
+    if fixed and (gpus := enough_gpus(job, (), batch)):
+        return f"{said}; {gpus} GPUs would do, with sizes and policy left to the planner"
+    return f"{said}; more GPUs alone do not help: shorten the sequence, or lower the batch"

@@ -1,0 +1,202 @@
+"""Plans of `megatron-burst plan` through the launch scripts to Megatron's validated arguments.
+
+As a user has it: a plan is written, a script is run with it, and what the script starts is parsed
+and validated by Megatron with burst's flags. Only torchrun and srun are stand-ins: they write down
+what they are called with. Catches a flag that a plan decides and a run does not get, flags of the
+scripts that contradict a plan, and sizes that the scripts work out wrongly.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.cli.main import app
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.flags import as_words
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.plan.configs import MIXTRAL_8X7B
+from tests.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TORCHRUN = """#!/usr/bin/env bash
+printf '%s\\0' "$@" >>"$CALLS"; printf '\\n' >>"$CALLS"
+"""
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" != python && "$1" != bash ]]; do shift; done
+if [[ "$1" == bash ]]; then SLURM_NODEID=0 "$@"; else torchrun "$@"; fi
+"""
+SCRIPTS = {  # by hosts of 8 GPUs: what is run, its variables
+    1: ("torchrun/one_host.sh", {}),
+    2: ("torchrun/many_hosts.sh", {"NODES": "2", "NODE": "0", "MASTER_ADDR": "host0"}),
+    4: (
+        "slurm/pretrain.sbatch",
+        {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "host[0-3]", "SLURM_JOB_ID": "7"},
+    ),
+}
+PLANS = {  # hosts, options of plan
+    "alone": (1, "--seq-length 128k"),
+    "tensor parallel": (2, "--seq-length 256k --tp 2 --keep all --offload"),
+    "pipeline": (4, "--seq-length 256k --tp 2 --pp 3 --dp 1 --gpus 24"),
+    "half": (2, "--seq-length 1M --cp 16 --keep half"),
+    "no recomputation": (1, "--seq-length 64k --cp 8 --recompute none"),
+    "feed-forward": (4, "--seq-length 128k --recompute selective"),
+    "experts": (4, "--seq-length 128k --ep 8 --tp 2"),
+    "experts, selective": (4, "--seq-length 32k --recompute selective"),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A copy of the examples, stand-ins for launchers, and a model's config."""
+    folder = tmp_path_factory.mktemp("bench")
+    shutil.copytree(EXAMPLES, folder / "examples")
+    (folder / "bin").mkdir()
+    for name, text in (
+        ("torchrun", TORCHRUN),
+        ("srun", SRUN),
+        ("scontrol", "#!/bin/sh\necho host0"),
+    ):
+        path = folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+    (folder / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    return folder
+
+
+def started(bench: Path, hosts: int, **variables: str) -> tuple[list[str], list[str]]:
+    """What a script starts: words of the doctor, and of the run behind the training script."""
+    script, own = SCRIPTS[hosts]
+    calls = bench / "calls.txt"
+    calls.unlink(missing_ok=True)
+    paths = {"PATH": f"{bench / 'bin'}:/usr/bin:/bin", "CALLS": str(calls), "MEGATRON": "/m"}
+    paths["SLURM_SUBMIT_DIR"] = str(bench)
+    subprocess.run(
+        ["bash", str(bench / "examples" / script)], env=paths | own | variables, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    doctor, run = (line.split("\0")[:-1] for line in calls.read_text().splitlines())
+    assert "doctor" in doctor and "/m/pretrain_gpt.py" in run
+    return doctor[doctor.index("doctor") + 1 :], run[run.index("/m/pretrain_gpt.py") + 1 :]
+
+
+def planned(bench: Path, name: str) -> tuple[Path, dict, int]:
+    """A plan's file, what it holds, and the hosts of its job."""
+    hosts, options = PLANS[name]
+    model = str(bench / "config.json") if "experts" in name else "llama3-8b"
+    path = bench / f"{name}.json"
+    words = ["plan", model, "--gpus", str(8 * hosts), *options.split(), "--json", str(path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return path, json.loads(path.read_text()), hosts
+
+
+def with_model(bench: Path, flags: dict) -> None:
+    """Change the model of the scripts, as their first lines tell a user to do."""
+    path = bench / "examples" / "torchrun" / "llama3_8b.sh"
+    text = (EXAMPLES / "torchrun" / "llama3_8b.sh").read_text()
+    start = text.index("MODEL_FLAGS=(")
+    end = text.index("\n)\n", start)
+    path.write_text(f"{text[:start]}MODEL_FLAGS=({' '.join(as_words(flags))}{text[end:]}")
+
+
+def validated(rank: int, runs: list[tuple[int, list[str]]]) -> list[dict | str]:
+    """Megatron's validated arguments of each run, or what refused it."""
+    from megatron.training import arguments
+
+    from megatron_burst.mcore import launch, on_cpu
+
+    on_cpu.install()
+    launch.prepare([])
+    found = []
+    for world, words in runs:
+        os.environ |= {"WORLD_SIZE": str(world), "RANK": "0"}
+        sys.argv = ["pretrain_gpt.py", *words, "--distributed-backend", "gloo"]
+        try:
+            args = arguments.parse_args()
+            arguments.validate_args(args, {})
+        except BurstError as error:
+            found.append(str(error))
+            continue
+        simple = (int, float, str, bool, list, type(None))
+        found.append(
+            {name: value for name, value in vars(args).items() if isinstance(value, simple)}
+        )
+    return found
+
+
+def test_a_run_gets_all_that_its_plan_decides(bench):
+    plans, doctors, runs = {}, {}, []
+    for name in PLANS:
+        path, plans[name], hosts = planned(bench, name)
+        with_model(bench, plans[name]["model_flags"])
+        doctors[name], words = started(bench, hosts, PLAN=str(path))
+        runs.append((plans[name]["job"]["gpus"], words))
+    (found,) = run_ranks(validated, 1, runs)
+    for (name, plan), args in zip(plans.items(), found, strict=True):
+        assert isinstance(args, dict), f"{name}: {args}"
+        check(plan, args)
+        strategy = plan["best"]["strategy"]
+        sizes = [str(strategy[size]) for size in ("cp", "tp", "pp")]
+        assert PLANS[name][0] == 1 or doctors[name][1::2] == sizes
+    kinds = [plan["best"]["strategy"] for plan in plans.values()]
+    assert any(k["tp"] > 1 and k["cp"] > 1 for k in kinds) and any(k["pp"] > 1 for k in kinds)
+    assert any(k["dp"] > 1 for k in kinds) and any(k["ep"] > 1 for k in kinds)
+
+
+def check(plan: dict, args: dict) -> None:
+    """Validated arguments against the strategy, which the planner has from elsewhere."""
+    strategy, job = plan["best"]["strategy"], plan["job"]
+    for size, name in (("tp", "tensor_model"), ("cp", "context"), ("pp", "pipeline_model")):
+        assert args[f"{name}_parallel_size"] == strategy[size]
+    assert args["data_parallel_size"] == strategy["dp"]
+    assert (args["seq_length"], args["global_batch_size"]) == (job["seq"], job["batch"])
+    assert args["num_layers"] == job["model"]["layers"]
+    assert args["sequence_parallel"] == (strategy["tp"] > 1)
+    full = strategy["recompute"] == "full"
+    assert args["recompute_granularity"] == (
+        None if strategy["recompute"] == "none" else strategy["recompute"]
+    )
+    assert not full or args["recompute_method"] == "uniform"
+    assert (args["burst_keep"] or "none") == strategy["keep"]
+    assert bool(args["burst_keep_offload"]) == strategy["offload"]
+    assert bool(args["burst_keep_offload_inputs"]) == strategy["offload_inputs"]
+    assert args["burst_fused_loss"] == strategy["fused_loss"] and args["bf16"]
+    assert (args["context_parallel_impl"] == "burst") == (strategy["cp"] > 1)
+    assert args["overlap_grad_reduce"] and args["overlap_param_gather"]
+    if job["model"]["experts"]:
+        assert args["moe_token_dispatcher_type"] == "alltoall"
+        assert (args["expert_model_parallel_size"], args["num_experts"]) == (strategy["ep"], 8)
+        selective = strategy["recompute"] == "selective"
+        assert not selective or {"mlp", "moe"} <= set(args["recompute_modules"])
+
+
+def test_sizes_that_are_given_without_a_plan_leave_the_rest_to_context_parallelism(bench):
+    with_model(bench, {"--num-layers": 32, "--hidden-size": 4096, "--num-attention-heads": 32})
+    runs = []
+    for hosts, variables in ((4, {"TP": "2"}), (2, {"TP": "2", "PP": "2"}), (1, {"CP": "4"})):
+        doctor, words = started(bench, hosts, **variables)
+        runs.append((8 * hosts, words))
+        if hosts == 4:
+            assert doctor[:4] == ["--cp", "16", "--tp", "2"]
+    (found,) = run_ranks(validated, 1, runs)
+    sizes = [(a["context_parallel_size"], a["data_parallel_size"]) for a in found]
+    assert sizes == [(16, 1), (4, 1), (4, 2)]
+    assert [a["sequence_parallel"] for a in found] == [True, True, False]
+    assert {a["context_parallel_impl"] for a in found} == {"burst"}
+
+
+def test_variables_that_contradict_a_plan_and_other_models_are_refused(bench):
+    path, plan, hosts = planned(bench, "tensor parallel")
+    with_model(bench, plan["model_flags"])
+    words = [started(bench, hosts, PLAN=str(path), TP="4")[1]]
+    with_model(bench, plan["model_flags"] | {"--num-layers": 16})
+    words.append(started(bench, hosts, PLAN=str(path))[1])
+    (found,) = run_ranks(validated, 1, [(16, one) for one in words])
+    assert "--tensor-model-parallel-size 2 in the plan and 4 in the run" in found[0]
+    assert "num_layers 32 in the plan and 16 in the run" in found[1]
