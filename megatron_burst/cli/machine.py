@@ -59,7 +59,8 @@ def doctor(
 ) -> None:
     """Check this machine; under torchrun or srun the whole job; with --hosts before any job.
 
-    Exits with 1 if something would break a run. Never stops, starts or changes anything.
+    Exits with 1 if something would break a run, with 2 for options that are refused. Never stops,
+    starts or changes anything.
     """
     from megatron_burst.cli.doctor.launched import launch_of
     from megatron_burst.cli.doctor.report import print_report

@@ -112,7 +112,7 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
         ("layout", "left"), ("policy", "left"), ("tok/s/GPU", "right"), ("MFU", "right"),
         ("step s", "right"), ("GiB", "right"), ("why not", "left"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name not in ("policy", "why not"))
+        table.add_column(name, justify=justify, no_wrap=justify == "right")
     for one in some:
         time = one.time
         speed = (time.tokens, f"{time.mfu:.1%}", _digits(time.seconds, 4)) if time else ("", "", "")

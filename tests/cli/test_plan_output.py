@@ -142,7 +142,7 @@ def test_models_that_burst_refuses_are_planned_as_they_run(config):
     assert "burst attention refuses sliding windows of 1024 tokens (52 of 62 layers) today" in text
     assert "--context-parallel-size 1 " in text and "--context-parallel-impl" not in text
     seconds = float(re.search(r"a step takes ([\d.]+) s", text)[1])
-    assert seconds < 60  # 227 s as if all layers saw all keys
+    assert seconds < 60  # far over 120 as if all layers saw all keys
     assert "--window-size 1023,0" in text and "--window-attn-skip-freq 6" in text
 
 
