@@ -81,7 +81,7 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
         problem: of the stage.
         with_them: layers of multi-token prediction that keep as decoder layers of their number do.
     """
-    choice = _choose(problem, burst)
+    choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
     return replace(
         burst,
@@ -95,9 +95,9 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 
 
 @lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, burst: BurstConfig) -> KeepChoice:
+def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
     """The choice for a stage; made, and said, once."""
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, _host_bytes(burst))
+    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
         say(f"{WHO}: pipeline stage {stage}: {choice}")

@@ -73,7 +73,8 @@ def _counter(x: Tensor) -> Tensor:
     """A tensor without data that counts the writes to x: one whose data are set keeps sharing the
     counter of what it was detached from."""
     counter = x.detach()
-    counter.data = x.new_empty(0)
+    if type(counter) is Tensor:  # what others hold is their own affair
+        counter.data = x.new_empty(0)
     return counter
 
 

@@ -3,12 +3,13 @@
 Catches replays that compute though they need not, and what would not be kept without a word.
 """
 
+import pytest
 import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
-from tests.mcore.gpt import FULL_RECOMPUTE
+from tests.mcore.gpt import FULL_RECOMPUTE, SEQ
 from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
 from tests.ranks import run_ranks
 
@@ -53,6 +54,47 @@ def test_megatrons_own_attention_is_kept_too():
     assert "got Megatron's own attention in layer 1; pass --burst-keep all" in refusals[0]
     assert refusals[1].startswith("burst keep: attention must not drop weights, because")
     assert refusals[1].endswith("got attention_dropout=0.1; pass --attention-dropout 0")
+
+
+def writes(rank: int) -> list[str]:
+    """What a write in place ends in: to attention's output, kept on the device and on the host,
+    and to the input of a layer that waits on the host."""
+    from megatron_burst.mcore import keep
+
+    setting, found = Setting(micro_batches=1), []
+    pipeline.start(setting)
+
+    def write(module, args):
+        args[0].mul_(2)
+
+    taken = []
+
+    def write_input(module, args, options):
+        taken.append(options["hidden_states"])
+        if len(taken) == 2:  # the first one's checkpoint has ended
+            taken[0].mul_(2)
+
+    offload = BurstConfig(keep="all", keep_offload=True)
+    inputs = BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0)
+    for burst in (ALL, offload, inputs):
+        keep.switch_on(burst)
+        (gpt,) = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
+        if burst is inputs:
+            for layer in gpt.decoder.layers[1:3]:
+                layer.register_forward_pre_hook(write_input, with_kwargs=True)
+        else:
+            gpt.decoder.layers[1].self_attention.linear_proj.register_forward_pre_hook(write)
+        with pytest.raises(BurstError) as error:
+            run_step(setting, [gpt])
+        found.append(str(error.value))
+    return found
+
+
+def test_a_write_to_what_waits_for_backward_is_refused():
+    """Autograd's own check sees none of the three."""
+    (found,) = run_ranks(writes, 1)
+    out = f"got a write to shape ({SEQ}, 1, 64);"
+    assert [text.count(out) for text in found] == [1, 1, 1]
 
 
 class TheirCheckpoint(torch.autograd.Function):

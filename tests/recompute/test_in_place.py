@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst import keep
+from megatron_burst import BurstConfig, burst_attention, keep
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.frames import Frame
 from megatron_burst.recompute.host import HostMemory
 from megatron_burst.recompute.keep import run_kept, torch_patches
 from megatron_burst.recompute.keeping import Keeping, Resident, Watch
+from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain
 
 SHAPE = (2, 6, HEADS, DIM)
@@ -163,3 +164,36 @@ def test_a_parcel_on_a_host_that_is_full_watches_too():
     x.zero_()
     with pytest.raises(BurstError, match=WRITTEN):
         parcel.get()
+
+
+def burst_written(rank: int) -> dict:
+    """By mode and kind of checkpoint, what came of a write to burst attention's output."""
+    found = {}
+    for patch in torch_patches():
+        patch.apply()
+    for name, options in (("all", {}), ("all", dict(keep_offload=True)), ("half", {})):
+        config = BurstConfig(keep=name, **options)
+        for reentrant in (True, False):
+            shard = torch.ones(1, 8, 2, 4, dtype=torch.float64).requires_grad_()
+
+            def layer(x, config=config):
+                out = burst_attention(x * 1, x * 2, x * 3, config=config)
+                out *= 2
+                return out.square()
+
+            try:
+                checkpoint(layer, shard, use_reentrant=reentrant).sum().backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                found[name, *options, reentrant] = "torch"
+            except BurstError as error:
+                assert "got a write to shape (1, 8, 2, 4);" in str(error)
+                found[name, *options, reentrant] = "burst"
+    return found
+
+
+def test_a_write_to_burst_attentions_output_is_refused_however_it_is_kept():
+    """Half's later rows lie elsewhere; the whole is made anew, and is what backward reads."""
+    for found in run_ranks(burst_written, 2):
+        assert found.pop(("half", True)) == "torch"
+        assert len(found) == 5 and set(found.values()) == {"burst"}
