@@ -31,6 +31,7 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.errors import BurstError, DisagreementError
 
 _WHO = "burst attention"
+_CONNECT_S = 60.0  # how long connecting may take, of ranks that have just agreed to
 _LOOK_S = 0.5  # how often who waits looks whether others have given up
 _WATCH_S = 1.0  # how often stamps are looked at beside a GPU's calls
 _TELL_S = 5.0  # how long who has given up waits for what others have to say
@@ -95,11 +96,12 @@ class PassLog:
         try:
             own = dist.new_group(
                 dist.get_process_group_ranks(group),
-                # later than that of those who wait: what gloo says of it names no ranks
-                timeout=timedelta(seconds=2 * board.timeout_s),
+                timeout=timedelta(seconds=_CONNECT_S),
                 backend="gloo",
                 use_local_synchronization=True,
             )
+            # later than that of those who wait: what gloo says of it names no ranks
+            own.set_timeout(timedelta(seconds=2 * board.timeout_s))
             on_cpu = dist.get_backend(group) == "gloo"
             return cls(own, group.get_group_store(), board, waits=on_cpu)
         except RuntimeError as error:
