@@ -114,7 +114,12 @@ def _settle(q, k, v, terms: Terms, group, board: Board, hcp_groups) -> tuple:
     # others may be in a call that is not new to them
     Marks(pass_log_of(group), words).begin(Kind.AGREEMENT)
     is_new = board.agree(words, _WHO)
-    check(terms, group.size())
+    try:
+        check(terms, group.size())
+    except BurstError:
+        if not is_new:  # the others may be in the call
+            Marks.of(pass_log_of(group), words).begin(Kind.REFUSAL)
+        raise
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
     mask = Mask.CAUSAL if terms.causal else Mask.FULL
