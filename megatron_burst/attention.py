@@ -128,9 +128,9 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     try:
         check(terms, group.size())
         call, keeping, choices = _choose(q, k, v, terms, group, state, hcp_groups)
-    except BurstError as error:
+    except BurstError:
         if not is_new:  # the others may be in the call
-            state.board.tell(f"there it was refused: {error}")
+            Marks.of(state.log, words).begin(Kind.REFUSAL)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
     if told not in state.said and dist.get_rank() == 0:

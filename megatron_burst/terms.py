@@ -1,9 +1,7 @@
 """The terms of a call, which all ranks must have in common, and what is refused of them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import chain
 
 import torch
@@ -45,17 +43,13 @@ class Terms:
         return words
 
     def configuration(self) -> "Terms":
-        """The terms without batch and tokens (0), which vary from call to call; what ranks agree upon
-        once. All of them where shapes do not fit together."""
+        """The terms without batch and tokens (0), which vary from call to call; what ranks agree
+        upon once. All of them where shapes do not fit together."""
         q, k, v = self.shapes
         if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
             return self
         rest = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
         return replace(self, shapes=tuple(rest))
-
-    def digest(self) -> bytes:
-        """8 bytes, equal on ranks that have all terms in common, sizes too."""
-        return blake2b(json.dumps(self.in_words()).encode(), digest_size=8).digest()
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Whether a device is a GPU, but not the process's current one."""

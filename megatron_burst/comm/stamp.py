@@ -15,6 +15,7 @@ class Kind(IntEnum):
     LATER_ROWS = 3
     EARLY_HALF = 4
     END = 5
+    REFUSAL = 6
 
 
 _IN_WORDS = {
@@ -24,6 +25,7 @@ _IN_WORDS = {
     Kind.LATER_ROWS: "the passing on of later rows",
     Kind.EARLY_HALF: "the recomputation of an early half",
     Kind.END: "the end of a step",
+    Kind.REFUSAL: "a call that it refuses",
 }
 
 

@@ -13,6 +13,7 @@ from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.topology import Link
 
 _WHO = "burst attention"
+_CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
 
 
@@ -59,12 +60,14 @@ class SubGroups:
         It waits twice as long as others: what gloo says of it names no ranks.
         """
         self._level([0])
-        return dist.new_group(
+        group = dist.new_group(
             self._ranks,
-            timeout=timedelta(seconds=2 * self._board.timeout_s),
+            timeout=timedelta(seconds=_CONNECT_S),
             backend="gloo",
             use_local_synchronization=True,
         )
+        group.set_timeout(timedelta(seconds=2 * self._board.timeout_s))
+        return group
 
     def _level(self, lacking: Sequence[int]) -> list[int]:
         """Let all ranks know of equally many process groups; what any of them lacks.

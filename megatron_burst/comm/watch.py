@@ -40,7 +40,6 @@ class Board:
         self.given_timeout_s = timeout_s
         self._name = ""
         self._posts = 0
-        self._told = ""
         # the oldest goes first, whatever was used last: so all ranks forget the same
         self._agreed: Latest[Hashable, None] = Latest(_AGREEMENTS)
 
@@ -102,21 +101,11 @@ class Board:
         """Whether ranks have agreed on terms with this key."""
         return key in self._agreed
 
-    def tell(self, text: str) -> None:
-        """Leave word why this rank takes no part in a call that others may be in."""
-        if self._name:
-            self._told = text
-            self._store.set(self._told_key(self._rank), text)
-
     def news(self) -> dict[int, str]:
-        """What other ranks have posted on the topic that this rank has not come to, by rank; or
-        why they take no part in a call, where that is not this rank's own reason."""
-        found = {}
-        for rank in range(self._size if self._name else 0):
-            for key in (self._key(rank), self._told_key(rank)):
-                if rank != self._rank and rank not in found and self._store.check([key]):
-                    found[rank] = self._store.get(key).decode()
-        return {rank: text for rank, text in found.items() if text != self._told}
+        """What other ranks have posted on the topic that this rank has not come to, by rank."""
+        others = [rank for rank in range(self._size) if rank != self._rank] if self._name else []
+        posted = [rank for rank in others if self._store.check([self._key(rank)])]
+        return {rank: self._store.get(self._key(rank)).decode() for rank in posted}
 
     def explain(self, error: Exception, who: str, hop: str) -> BurstError:
         """What a failed hop means: another rank's new terms if it posted any, else a lost rank."""
@@ -189,9 +178,6 @@ class Board:
 
     def _key(self, rank: int) -> str:
         return f"{self._topic()}/{rank}"
-
-    def _told_key(self, rank: int) -> str:
-        return f"{self._name}/told/{rank}"
 
 
 def seconds_of(group: dist.ProcessGroup) -> float:

@@ -115,8 +115,12 @@ def late_odd_one(rank, change):
 
 @pytest.mark.parametrize(
     ("change", "got"),
-    [({"tokens": 8}, "q=(1, 8, 2, 8)"), ({"heads": 4}, "q=(1, 4, 4, 8)")],
-    ids=["sizes", "a configuration"],
+    [
+        ({"tokens": 8}, "q=(1, 8, 2, 8)"),
+        ({"heads": 4}, "q=(1, 4, 4, 8)"),
+        ({"tokens": 5}, "q=(1, 5, 2, 8)"),
+    ],
+    ids=["sizes", "a configuration", "refused sizes"],
 )
 def test_a_rank_that_differs_later_is_named_on_all_ranks(change, got):
     for text in run_ranks(late_odd_one, 3, change):
