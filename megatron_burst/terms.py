@@ -19,7 +19,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Terms:
     """What all ranks must have in common; the same terms make the same call."""
 
-    shapes: tuple[torch.Size, ...]  # of q, k and v, like the next two
+    shapes: tuple[tuple, ...]  # of q, k and v, like the next two
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     current_device: int | None  # None on CPU

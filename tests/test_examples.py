@@ -120,7 +120,7 @@ def test_the_image_gets_the_files_that_its_commands_name():
     }
     assert all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} <= copied
+    assert {"pyproject.toml", "setup.py", "README.md", *project["license-files"]} <= copied
     ran = set(re.findall(r"\b(scripts)/(\w+\.sh)", text))
     assert ran and all((ROOT / folder / name).exists() and folder in copied for folder, name in ran)
 
