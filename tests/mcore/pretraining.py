@@ -72,5 +72,10 @@ def _main(rank: int, folder: str, flags: str) -> list[float]:
         return result
 
     training.evaluate = noted
-    importlib.import_module("pretrain_gpt").main()
+    try:
+        importlib.import_module("pretrain_gpt").main()
+    finally:
+        for child in multiprocessing.active_children():  # Megatron leaves them to the interpreter
+            child.terminate()
+            child.join()
     return evaluated
