@@ -19,6 +19,7 @@ import torch
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.cuda_means_cpu import CudaMeansCpu
 from megatron_burst.mcore.datasets import use_built_dataset_helpers
+from megatron_burst.patching import rebind
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ def arguments_that_need_cuda_are_turned_off() -> None:
             print(f"megatron_burst CPU mode adds: {' '.join(changed)}", flush=True)
         return validate_args(args, *rest, **options)
 
-    arguments.validate_args = validate_adjusted
+    rebind(arguments, "validate_args", validate_adjusted)
 
 
 @functools.cache
