@@ -2,10 +2,10 @@
 
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.mcore.argument_values import OFF, other_value
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.keep_arguments import check_keep_args
@@ -69,54 +69,68 @@ def refuse_yaml(load_yaml):
     def load(yaml_path):
         own = any(word.startswith("--burst-") for word in sys.argv)
         if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
-            raise _refusal(
-                "cannot run with --yaml-cfg, because Megatron then drops the command line",
-                f"--yaml-cfg {yaml_path}",
-                "pass the file's values as flags",
+            raise BurstError(
+                f"{WHO}: cannot run with --yaml-cfg, because Megatron then drops the command line; "
+                f"got --yaml-cfg {yaml_path}; pass the file's values as flags"
             )
         return load_yaml(yaml_path)
 
     return load
 
 
-def check_args(args: Namespace) -> None:
+def check_args(args: Namespace, who: str = WHO) -> None:
     """Refuse arguments under which burst attention would be wrong or meaningless.
 
-    Every door comes here: the flag before Megatron validates, all when core attention is built.
+    Every door comes here: the flag's before Megatron validates, all when core attention is built.
+
+    Args:
+        args: Megatron's.
+        who: for the message.
 
     Raises:
         BurstError: on every rank alike, naming the flag to change.
     """
-    cp_size, hosts = args.context_parallel_size, getattr(args, "burst_hosts", None)
-    if cp_size < 2:
-        raise _refusal(
-            "needs --context-parallel-size of at least 2, because a ring of one rank sends nothing",
-            f"--context-parallel-size {cp_size}",
-            "raise it, or leave out --context-parallel-impl burst",
-        )
-    if args.seq_length is not None and args.seq_length % (2 * cp_size):
-        raise _refusal(
-            "needs a sequence length divisible by twice the context parallel size, because zigzag "
-            "gives each rank two chunks",
-            f"--seq-length {args.seq_length} and --context-parallel-size {cp_size}",
-            f"choose a {nearest_multiples(args.seq_length, 2 * cp_size)}",
-        )
-    if hosts is not None and (hosts < 1 or cp_size % hosts):
-        raise _refusal(
-            "needs a number of hosts that divides the context parallel size, because nested rings "
-            "need equally many ranks on each",
-            f"--burst-hosts {hosts} and --context-parallel-size {cp_size}",
-            f"choose among the divisors of {cp_size}",
-        )
-    if args.cp_comm_type not in (None, ["p2p"]) and "burst" not in args.cp_comm_type:
-        raise _refusal(
-            "needs burst in --cp-comm-type, because no layer would run burst otherwise",
-            f"--cp-comm-type {' '.join(args.cp_comm_type)}",
-            "leave it out, or name burst for the layers that shall run it",
-        )
+    require(who, _needs(args))
     BurstConfig.from_args(args)
     mixed = len(args.cp_comm_type or ()) > 1  # layers then see to their windows one by one
-    check_options(args, WHO, skip=("window_size",) if mixed else ())
+    check_options(args, who, skip=("window_size",) if mixed else ())
+
+
+def _needs(args: Namespace) -> Iterator[Need]:
+    cp_size, hosts = args.context_parallel_size, getattr(args, "burst_hosts", None)
+    yield (
+        cp_size >= 2,
+        "needs --context-parallel-size of at least 2, because a ring of one rank sends nothing",
+        f"--context-parallel-size {cp_size}",
+        "raise it, or leave out --context-parallel-impl burst",
+    )
+    yield (
+        args.seq_length is None or args.seq_length % (2 * cp_size) == 0,
+        "needs a sequence length divisible by twice the context parallel size, because zigzag "
+        "gives each rank two chunks",
+        f"--seq-length {args.seq_length} and --context-parallel-size {cp_size}",
+        f"choose a {nearest_multiples(args.seq_length or 0, 2 * cp_size)}",
+    )
+    yield (
+        hosts is None or (hosts >= 1 and cp_size % hosts == 0),
+        "needs a number of hosts that divides the context parallel size, because nested rings "
+        "need equally many ranks on each",
+        f"--burst-hosts {hosts} and --context-parallel-size {cp_size}",
+        f"choose among the divisors of {cp_size}",
+    )
+    kinds, pattern = args.cp_comm_type, getattr(args, "hybrid_layer_pattern", None)
+    yield (
+        kinds in (None, ["p2p"]) or "burst" in kinds,
+        "needs burst in --cp-comm-type, because no layer would run burst otherwise",
+        f"--cp-comm-type {' '.join(kinds or ())}",
+        "leave it out, or name burst for the layers that shall run it",
+    )
+    yield (
+        not pattern or set("*+") & set(pattern),
+        "needs layers of attention (* or +), because none would run burst otherwise",
+        f"--hybrid-layer-pattern {pattern}",
+        f"leave out {WHO}",
+    )
 
 
 def check_options(options: object, who: str, skip: Container[str] = ()) -> None:
@@ -133,8 +147,8 @@ def check_options(options: object, who: str, skip: Container[str] = ()) -> None:
     for name, allowed, flag, reason, change in _UNSUPPORTED:
         value = None if name in skip else other_value(options, name, allowed)
         if value is not None:
-            raise _refusal(
-                f"cannot run with {flag}, because {reason}", f"{name}={value}", change, who
+            raise BurstError(
+                f"{who}: cannot run with {flag}, because {reason}; got {name}={value}; {change}"
             )
 
 
@@ -213,7 +227,3 @@ _UNSUPPORTED = (
         "pass --transformer-impl transformer_engine",
     ),
 )  # fmt: skip
-
-
-def _refusal(must: str, got: str, change: str, who: str = WHO) -> BurstError:
-    return BurstError(f"{who}: {must}; got {got}; {change}")

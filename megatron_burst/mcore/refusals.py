@@ -15,6 +15,7 @@ from megatron_burst.mcore.argument_values import global_args
 from megatron_burst.mcore.arguments import check_args, check_options
 
 WHO = "burst core attention"
+PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise
 _WITHOUT = "train this model without burst"
 CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}  # the masks that are supported
 
@@ -50,7 +51,7 @@ def check_config(
     for holds, must, got, change in needs:
         if not holds:
             raise BurstError(f"{WHO}: layer {layer_number} {must}; got {got}; {change}")
-    check_options(config, WHO, skip=("attention_dropout", "window_size"))  # a layer's own: above
+    check_options(config, WHO, skip=PER_LAYER)
 
 
 def check_run() -> None:
@@ -64,7 +65,7 @@ def check_run() -> None:
     args = global_args()
     if args is None:
         return
-    check_args(args)
+    check_args(args, WHO)
     if getattr(args, "create_attention_mask_in_dataloader", False):
         raise BurstError(
             f"{WHO}: the data loader must make no mask, because the causal mask is known and any "

@@ -5,10 +5,13 @@ import functools
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.arguments import check_options
 from megatron_burst.mcore.core_attention import burst_replacements
 from megatron_burst.mcore.providers import provider_patches
+from megatron_burst.mcore.refusals import PER_LAYER, WHO, check_run
 
 
 def layer_spec(config, vp_stage: int | None = None):
@@ -22,18 +25,13 @@ def layer_spec(config, vp_stage: int | None = None):
         vp_stage: virtual pipeline stage.
 
     Raises:
-        BurstError: if there are such layers, and the flag is not given.
+        BurstError: if there are such layers, and the flag is not given; for what burst does not
+            support.
     """
     from megatron.training.models.gpt import default_layer_spec
 
-    heads = config.transformer.mtp_num_layers
-    if heads and config.transformer.context_parallel_size > 1 and not _flag_is_given():
-        raise BurstError(
-            "--spec megatron_burst.spec layer_spec: the model must have no layers of multi-token "
-            "prediction, because Megatron builds them without --spec; got --mtp-num-layers "
-            f"{heads}; start the script by python -m megatron_burst, with "
-            "--context-parallel-impl burst instead of --spec"
-        )
+    if config.transformer.context_parallel_size > 1:
+        _check_model(config.transformer)
     return burst_spec(default_layer_spec(config, vp_stage))
 
 
@@ -59,9 +57,18 @@ def burst_spec(spec: Any) -> Any:
     return copy
 
 
-def _flag_is_given() -> bool:
-    """Whether Megatron's specs name burst by themselves, those of multi-token prediction too."""
-    return all(patch.live for patch in provider_patches())
+def _check_model(config: TransformerConfig) -> None:
+    """Refuse what a model of `layer_spec` would refuse or ignore, before Megatron builds it."""
+    check_run()
+    check_options(config, WHO, skip=PER_LAYER)
+    by_flag = all(patch.live for patch in provider_patches())  # specs then name burst themselves
+    if config.mtp_num_layers and not by_flag:
+        raise BurstError(
+            "--spec megatron_burst.spec layer_spec: the model must have no layers of multi-token "
+            "prediction, because Megatron builds them without --spec; got --mtp-num-layers "
+            f"{config.mtp_num_layers}; start the script by python -m megatron_burst, with "
+            "--context-parallel-impl burst instead of --spec"
+        )
 
 
 def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
