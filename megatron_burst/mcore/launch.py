@@ -12,6 +12,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import arguments
+from megatron_burst.mcore.argument_values import global_args
 from megatron_burst.mcore.datasets import HELPERS_PATCH
 from megatron_burst.mcore.flags import add_flags
 from megatron_burst.mcore.loss_arguments import loss_patches
@@ -81,9 +82,17 @@ def prepare(argv: list[str], door: str = "megatron_burst") -> None:
         door: how it was asked for, for messages.
 
     Raises:
-        BurstError: if there is no Megatron, or one that burst does not support.
+        BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
+            parsed the arguments without burst's flags.
     """
     require_megatron(door)
+    asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
+    parsed = global_args()
+    if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
+        raise BurstError(
+            f"{door}: it must come before Megatron parses its arguments, because they lack burst's "
+            f"otherwise; got {asked[0]} in arguments that are parsed; import it first"
+        )
     if _wants_cpu(argv):
         from megatron_burst.mcore import on_cpu
 

@@ -57,6 +57,20 @@ def test_names_that_were_bound_before_the_patch_are_rebound():
     assert run_ranks(names_bound_before, 1) == [(["burst"], False, "local")]
 
 
+def patch_module_too_late(rank):
+    """A script that had Megatron ignore flags that it does not know."""
+    from megatron.training import global_vars
+
+    global_vars._GLOBAL_ARGS = Namespace(**parse(CP2, validate=False)[0])
+    sys.argv = ["own_script.py", *BURST.split()]
+    with pytest.raises(BurstError, match=r"\.patch: .*got --context-parallel-impl in arg"):
+        importlib.import_module("megatron_burst.patch")
+
+
+def test_the_patch_module_must_come_before_arguments_are_parsed():
+    run_ranks(patch_module_too_late, 1)
+
+
 def flag_without_its_check(rank):
     """What is said of models that are built where the flag was parsed, and nobody validated."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
