@@ -14,8 +14,9 @@ _HOME_OF = {
     "fuse_loss": "megatron_burst.mcore.loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",
     "token_log_probs": "megatron_burst.loss.linear",
-    "burst_spec": "megatron_burst.mcore.spec_tree",
+    "burst_spec": "megatron_burst.spec",
     "keep": "megatron_burst.recompute.keep",
+    "undo_all": "megatron_burst.patching",
 }
 __all__ = ["__version__", *_HOME_OF]
 

@@ -12,6 +12,11 @@ class BurstError(ValueError):
     Raised before anything is computed or sent, and wherever it can be on all ranks together.
     """
 
+    def __init__(self, sentence: str) -> None:
+        # Megatron's build_module (core/transformer/spec_utils.py:127) raises what it catches again
+        # with this appended, which would run on from the sentence's last words.
+        super().__init__(sentence.partition(" when instantiating ")[0])
+
 
 class DisagreementError(BurstError):
     """The ranks of a context-parallel group called with different shapes or options."""

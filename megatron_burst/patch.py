@@ -4,4 +4,4 @@ import sys
 
 from megatron_burst.mcore.launch import prepare
 
-prepare(sys.argv)
+prepare(sys.argv, "import megatron_burst.patch")

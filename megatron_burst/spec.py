@@ -1,5 +1,9 @@
-"""Door for `--spec megatron_burst.spec layer_spec`."""
+"""Door for `--spec megatron_burst.spec layer_spec`, and for specs in Python."""
 
-from megatron_burst.mcore.spec_tree import burst_spec, layer_spec
+from megatron_burst.installed import require_megatron
+
+require_megatron("megatron_burst.spec")  # before what only imports with a Megatron that fits
+
+from megatron_burst.mcore.spec_tree import burst_spec, layer_spec  # noqa: E402
 
 __all__ = ["burst_spec", "layer_spec"]

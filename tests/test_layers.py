@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors", "say"},
+    {"installed"},
     {"patching"},
     {"plan"},
     {"config", "environment", "transforms"},

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import torch
 
+from megatron_burst.installed import find_megatron
 from megatron_burst.version import __version__
 
-_PACKAGES = {"megatron-core": "megatron-core", "te": "transformer-engine", "fa4": "flash-attn-4"}
+_PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
 
 
 def software() -> dict[str, str]:
     """Versions of what takes part, by name; all hosts of a job should have the same."""
     found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if megatron := find_megatron():  # a checkout has no distribution
+        found["megatron-core"] = megatron.version
     for name, package in _PACKAGES.items():  # what it is called here, and its distribution
         try:
             found[name] = version(package)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.say import say
 
 _FAMILIES = {
     "flash": "fa4,fa3,flash-attn,flash,torch-cpu",
@@ -44,12 +45,11 @@ def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
 
 
 def say_attention_backend(args: Namespace) -> None:
-    """Print what --attention-backend means, if it is given."""
+    """Say what --attention-backend means, if it is given."""
     asked = getattr(args, "attention_backend", None)
     backend = with_attention_backend(BurstConfig(), asked).backend
     if backend != "auto" and args.rank == 0:
-        print(
+        say(
             f"burst attention: --attention-backend {getattr(asked, 'name', asked)} stands for the "
-            f"first of its kernels {backend} that can do a call",
-            flush=True,
+            f"first of its kernels {backend} that can do a call"
         )

@@ -1,6 +1,5 @@
 """Burst attention under Megatron-Core's core_attention contract."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,11 +16,20 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.argument_values import global_args
 from megatron_burst.mcore.attention_backend import with_attention_backend
 from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
 from megatron_burst.mcore.keep import for_calls, switch_on
 from megatron_burst.mcore.keep_layers import settled
-from megatron_burst.mcore.refusals import CAUSAL, WHO, check_call, check_config
+from megatron_burst.mcore.refusals import (
+    CAUSAL,
+    WHO,
+    check_call,
+    check_config,
+    check_named,
+    check_run,
+    check_tokens,
+)
 from megatron_burst.plan.choose_half import replayed_share
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -72,6 +80,7 @@ class BurstCoreAttention(MegatronModule):
     ) -> Tensor:
         """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        check_tokens(query, key)
         return self.burst(query, key, value, CAUSAL[attn_mask_type])
 
 
@@ -101,6 +110,7 @@ if HAVE_TE:
             pg_collection=None,
             **options,
         ) -> None:
+            check_named(config)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(
                 config,
@@ -144,6 +154,7 @@ if HAVE_TE:
                     num_splits,
                 )
             check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+            check_tokens(query, key)
             return self.burst(query, key, value, CAUSAL[attn_mask_type])
 
 
@@ -188,6 +199,7 @@ class BurstForward:
         cls, config: TransformerConfig, layer_number: int, softmax_scale, pg_collection
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
+        check_run()
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
@@ -240,11 +252,7 @@ def burst_config_of(config: TransformerConfig) -> BurstConfig:
 
     The kernels are those of Megatron's `attention_backend`, unless it is auto.
     """
-    given = getattr(config, "burst", None) or _burst_config_of_args()
+    given, args = getattr(config, "burst", None), global_args()
+    if given is None:
+        given = BurstConfig() if args is None else BurstConfig.from_args(args)
     return with_attention_backend(given, getattr(config, "attention_backend", None))
-
-
-def _burst_config_of_args() -> BurstConfig:
-    global_vars = sys.modules.get("megatron.training.global_vars")  # Megatron-Core goes without
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)  # get_args() fails without a command line
-    return BurstConfig() if args is None else BurstConfig.from_args(args)

@@ -3,7 +3,7 @@
 Types and legal values are the field's; here is what each means.
 """
 
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser
 from collections.abc import Mapping
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -31,7 +31,8 @@ _ATTENTION = {
     "can",
     "nccl_ctas": "most thread blocks of a transfer",
     "timeout_s": "seconds a rank waits for others; not given: --distributed-timeout-minutes",
-    "keep": "which of attention's results stay for the replay of a recomputed layer",
+    "keep": "which of attention's results stay for the replay of a recomputed layer; auto needs "
+    "--burst-keep-budget-gib",
     "keep_layers": "of a stage; the others recompute",
     "keep_offload": "put what is kept into pinned host memory",
     "keep_offload_inputs": "and the inputs of recomputed layers too",
@@ -49,8 +50,13 @@ _LOSS = {
 _METAVARS = {"gib": "GIB", "s": "S"}  # of units at the end of a name
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """Add all of burst's flags to a parser."""
+def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> None:
+    """Add all of burst's flags to a parser.
+
+    Args:
+        parser: of Megatron, say.
+        on_impl: argparse's action for --context-parallel-impl.
+    """
     group = parser.add_argument_group(
         "burst",
         "context parallelism by BurstAttention",
@@ -58,6 +64,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--context-parallel-impl",
+        action=on_impl,
         choices=["megatron", "burst"],
         default="megatron",
         help="burst: BurstAttention over nested rings instead of Megatron's own",

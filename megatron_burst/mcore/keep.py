@@ -1,6 +1,5 @@
 """Keeping under Megatron's recomputation: checkpoints as frames, layers, its own attention."""
 
-import inspect
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,11 @@ from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Reside
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
 _OWN_CHECKPOINT = ("function", "distribute_saved_activations", "args")
+_OWN_FORWARD = (
+    "self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
+    "packed_seq_params",
+)  # fmt: skip
+_TE_FORWARD = (*_OWN_FORWARD, "num_splits")
 _TE_CHECKPOINT = (
     "forward_func", "distribute_saved_activations", "get_rng_state_tracker", "tp_group", "args",
     "kwargs",
@@ -51,8 +55,10 @@ def keep_patches() -> tuple[Patch, ...]:
                 package="transformer_engine",
             )
         )
-    own = [DotProductAttention, *([TEDotProductAttention] if HAVE_TE else [])]
-    return (*patches, *map(_keep_own, own))
+    patches.append(_keep_own(DotProductAttention, _OWN_FORWARD))
+    if HAVE_TE:
+        patches.append(_keep_own(TEDotProductAttention, _TE_FORWARD))
+    return tuple(patches)
 
 
 def switch_on(burst: BurstConfig) -> None:
@@ -105,11 +111,11 @@ def _te_in_frames(checkpoint):
     return checkpoint_in_frame
 
 
-def _keep_own(attention: type) -> Patch:
+def _keep_own(attention: type, parameters: tuple[str, ...]) -> Patch:
     return Patch(
         owner=f"{attention.__module__}:{attention.__name__}",
         name="forward",
-        parameters=tuple(inspect.signature(attention.forward).parameters),
+        parameters=parameters,
         why="keeps what Megatron's own attention saves for its backward, with --burst-keep",
         wrap=_own_kept,
     )

@@ -20,6 +20,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.cpu_arguments import adjust_args
 from megatron_burst.mcore.cuda_means_cpu import CudaMeansCpu
 from megatron_burst.mcore.datasets import use_built_dataset_helpers
+from megatron_burst.patching import rebind
 from megatron_burst.say import say
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def arguments_that_need_cuda_are_turned_off() -> None:
             say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
         return validate_args(args, *rest, **options)
 
-    arguments.validate_args = validate_adjusted
+    rebind(arguments, "validate_args", validate_adjusted)
 
 
 @functools.cache

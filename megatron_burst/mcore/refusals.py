@@ -1,12 +1,23 @@
 """What core attention refuses: configurations and calls that burst does not support."""
 
+from functools import cache
+
+import torch.distributed as dist
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
 
 from megatron_burst.errors import BurstError
+from megatron_burst.installed import require_megatron
+from megatron_burst.mcore.argument_values import global_args
+from megatron_burst.mcore.arguments import check_args, check_options
+from megatron_burst.say import say
 
 WHO = "burst core attention"
+PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise
+_WITHOUT = "train this model without burst"
 CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}  # the masks that are supported
 
 
@@ -30,23 +41,85 @@ def check_config(
         (not dropout, "must not drop weights, because kernels of a ring cannot",
          f"attention_dropout={dropout}", "pass --attention-dropout 0"),
         (not window, "must see all earlier keys, because windows are not supported yet",
-         f"window_size={config.window_size}", "leave it out, or train without burst"),
-        (config.softmax_type == "vanilla", "must use the plain softmax, because sinks are not "
-         "supported yet", f"softmax_type={config.softmax_type}",
-         "leave it out, or train without burst"),
+         f"window_size={config.window_size}", f"leave it out, or {_WITHOUT}"),
         (not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
          "must not be fp8, because its kernels are not", "fp8 attention", "switch it off"),
-        (not (config.qk_clip or config.log_max_attention_logit), "must not track the largest "
-         "logit, because its kernels do not return it", "qk_clip or log_max_attention_logit",
-         "switch it off"),
         (attention_type == "self", "must be self-attention, because queries and keys are dealt "
-         "out alike", f"attention_type={attention_type}", "use Megatron's own for this layer"),
+         "out alike", f"attention_type={attention_type}", _WITHOUT),
         (attn_mask_type in CAUSAL, "must be causal or unmasked, because other masks are not "
-         "supported", f"attn_mask_type={attn_mask_type.name}", "use a causal mask"),
+         "supported", f"attn_mask_type={attn_mask_type.name}", _WITHOUT),
     )  # fmt: skip
     for holds, must, got, change in needs:
         if not holds:
             raise BurstError(f"{WHO}: layer {layer_number} {must}; got {got}; {change}")
+    check_options(config, WHO, skip=PER_LAYER)
+
+
+def check_run() -> None:
+    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
+
+    Raises:
+        BurstError: see `require_megatron` and, of the command line if there is one, `check_args`;
+            also for what the flag's door would have set there.
+    """
+    _say_once(f"burst attention: {require_megatron(WHO)}")
+    args = global_args()
+    if args is None:
+        return
+    check_args(args, WHO)
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        raise BurstError(
+            f"{WHO}: the data loader must make no mask, because the causal mask is known and any "
+            "other is not supported; got create_attention_mask_in_dataloader=True; pass "
+            "--no-create-attention-mask-in-dataloader"
+        )
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """Say it on the first rank, once in a process."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(sentence)
+
+
+def names_burst(config: TransformerConfig) -> bool:
+    """Whether a configuration has a layer run burst."""
+    kinds = config.cp_comm_type
+    return "burst" in ([kinds] if isinstance(kinds, str) else kinds or ())
+
+
+def check_named(config: TransformerConfig) -> None:
+    """Refuse a model of burst's spec, or under burst's flag, in which no layer would run burst.
+
+    Raises:
+        BurstError: if it has context parallelism, and all of it is Megatron's own.
+    """
+    if config.context_parallel_size > 1 and not names_burst(config):
+        raise BurstError(
+            f"{WHO}: a layer must have the cp_comm_type burst, because all would run Megatron's "
+            f"own context parallelism otherwise; got cp_comm_type={config.cp_comm_type}; pass "
+            "--cp-comm-type burst, or call the validate_args of megatron.training.arguments, which "
+            "sets it, after importing megatron_burst.patch"
+        )
+
+
+def check_tokens(query: Tensor, key: Tensor) -> None:
+    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
+
+    Args:
+        query, key: [tokens, b, h, d].
+
+    Raises:
+        BurstError: naming the numbers of tokens.
+    """
+    if InferenceMode.is_active() or query.shape[0] != key.shape[0]:
+        raise BurstError(
+            f"{WHO}: queries and keys must be of the same tokens, in training or evaluation, "
+            "because KV caches are not supported; got "
+            f"{query.shape[0]} query and {key.shape[0]} key tokens in "
+            f"{'an inference engine' if InferenceMode.is_active() else 'one call'}; generate with "
+            "a model that is built at --context-parallel-size 1"
+        )
 
 
 def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:

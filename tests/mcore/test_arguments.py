@@ -10,15 +10,15 @@ import os
 import re
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 
 import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import _UNSUPPORTED
+from megatron_burst.mcore.arguments import _UNSUPPORTED, check_args
 from megatron_burst.mcore.flags import add_flags
-from tests.mcore import gpt
+from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 from tests.said import hearing
 
@@ -71,8 +71,6 @@ def values_of_flags(rank):
 
 
 def _namespace(flags):
-    from argparse import Namespace
-
     return Namespace(**parse(flags, validate=False)[0])
 
 
@@ -174,8 +172,12 @@ REFUSED = {
     "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; leave it out",
     "--enable-cuda-graph": r"with --enable-cuda-graph, because hops are not captured",
     "--external-cuda-graph": r"with --external-cuda-graph, because hops are not captured",
+    "--flash-attention-version 3": r"-attention-version.*_attention_version=3; leave it out, or p",
+    "--experimental-attention-variant dsa": r"attention-variant.*_variant=dsa; leave it out$",
+    "--hybrid-layer-pattern M-M-": r"layers of attention.*--hybrid-layer-pattern M-M-; leave out",
     "--batch-invariant-mode": r"with --batch-invariant-mode, because its kernels are Megatron's",
-    "--transformer-impl inference_optimized": r"with --transformer-impl.*; pass --transformer-im",
+    "--transformer-impl inference_optimized": r"-impl, because only local and transformer_engine "
+    r"have.*=inference_optimized; pass --transformer-impl transformer_engine$",
 }
 
 
@@ -238,27 +240,13 @@ def test_refuses_a_yaml_file_that_would_drop_the_flag():
     assert run_ranks(yaml_of, 1) == ["loaded a.yaml"]
 
 
-def spec_that_names_megatrons_own(rank):
-    """As hybrid, T5 and heterogeneous specs do."""
-    start()
-    parse(BURST)
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    message = "got DotProductAttention with.*burst_spec, or train"
-    with pytest.raises(BurstError, match=message):
-        DotProductAttention(
-            gpt.config_of(gpt.Parallel(cp=4)), 1, None, "self", cp_comm_type="burst"
-        )
-    gpt.start(gpt.Parallel())
-    with pytest.raises(BurstError, match=message):
-        DotProductAttention(gpt.config_of(cp_comm_type="burst"), 1, None, "self")
-    with pytest.raises(BurstError, match=message):
-        DotProductAttention(gpt.config_of(cp_comm_type=["p2p", "burst"]), 2, None, "self")
-    DotProductAttention(gpt.config_of(cp_comm_type=["p2p", "burst"]), 1, None, "self")
-
-
-def test_refuses_a_spec_that_names_megatrons_own_attention():
-    run_ranks(spec_that_names_megatrons_own, 1)
+def test_an_argument_that_a_megatron_does_not_have_is_not_refused():
+    """0.18 has no --dataloader-inter-document-masking, say; what is not there is not given."""
+    args = Namespace(context_parallel_size=4, seq_length=64, cp_comm_type=["p2p"])
+    check_args(args)
+    for name, *_ in _UNSUPPORTED:
+        with pytest.raises(BurstError, match=rf"got {name}=other; "):
+            check_args(Namespace(**vars(args), **{name: "other"}))
 
 
 LOSS = f"{STOCK} --burst-fused-loss"
@@ -288,8 +276,6 @@ def fused_loss_flags(rank):
 
     with pytest.raises(BurstError, match="cannot run with --yaml-cfg"):
         yaml_arguments.load_yaml("a.yaml")
-    from argparse import Namespace
-
     return live, FusedLossConfig.from_args(Namespace(**values)), values["context_parallel_impl"]
 
 

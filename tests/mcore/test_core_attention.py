@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import CoreAttentionBuilder, CoreAttentionInterface
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.core_attention import BurstCoreAttention
-from megatron_burst.mcore.refusals import check_call, check_config
+from megatron_burst.mcore.refusals import check_call, check_config, check_tokens
 from megatron_burst.plan.layout import Layout
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.oracle import full_attention, rows_of
@@ -60,14 +62,19 @@ REFUSED_CONFIGS = [
     (dict(attention_dropout=0.1), {}, r"layer 1 must not drop.*attention_dropout=0\.1; pass --att"),
     ({}, dict(attention_dropout=0.2), r"must not drop weights.*attention_dropout=0\.2"),
     (dict(window_size=(8, 0)), {}, r"all earlier keys.*window_size=\(8, 0\); leave it out, or"),
-    (dict(softmax_type="off-by-one"), {}, r"plain softmax.*off-by-one; leave it out, or train"),
-    (dict(softmax_type="learnable"), {}, r"plain softmax.*softmax_type=learnable"),
+    (dict(softmax_type="off-by-one"), {}, r"--softmax-type.*softmax_type=off-by-one; leave it out"),
+    (dict(softmax_type="learnable"), {}, r"--softmax-type.*softmax_type=learnable"),
     (dict(fp8_dot_product_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
     (dict(fp8_multi_head_attention=True), {}, r"must not be fp8.*got fp8 attention; switch"),
-    (dict(qk_clip=True), {}, r"must not track the largest logit.*qk_clip.*; switch it off"),
-    (dict(log_max_attention_logit=True), {}, r"must not track the largest logit.*log_max_att"),
-    ({}, dict(attention_type="cross"), r"must be self-attention.*attention_type=cross; use Mega"),
-    ({}, dict(attn_mask_type=AttnMaskType.padding), r"must be causal or.*attn_mask_type=padding"),
+    (dict(qk_clip=True), {}, r"with --qk-clip.*qk_clip=True; leave it out"),
+    (dict(log_max_attention_logit=True), {}, r"with --log-max-att.*log_max_attention_logit=True"),
+    (dict(cuda_graph_impl="local"), {}, r"with --cuda-graph-impl.*cuda_graph_impl=local; leave"),
+    (dict(flash_attention_version=3), {}, r"-attention-version.*flash_attention_version=3; leave"),
+    (dict(attention_backend=AttnBackend.local), {}, r"^--attention-backend: .*; got local; leave"),
+    (dict(batch_invariant_mode=True), {}, r"with --batch-invariant-mode.*batch_invariant_mode=T"),
+    (dict(experimental_attention_variant="dsa"), {}, r"attention-variant.*_variant=dsa; leave"),
+    ({}, dict(attention_type="cross"), r"must be self-attention.*attention_type=cross; train this"),
+    ({}, dict(attn_mask_type=AttnMaskType.padding), r"must be causal or.*_type=padding; train"),
     ({}, dict(attn_mask_type=AttnMaskType.arbitrary), r"causal or unmasked.*mask_type=arbitrary"),
 ]
 
@@ -128,6 +135,33 @@ def test_refuses_a_call_with_more_than_query_key_and_value(arguments, message):
         check_call(**PLAIN_CALL | arguments)
 
 
+def test_the_sentence_ends_where_it_ends_when_megatron_builds_the_layer():
+    """Its build_module appends words to messages: they would read on as part of what to change."""
+    core = ModuleSpec(module=BurstCoreAttention, params=dict(attention_dropout=0.5))
+    with pytest.raises(BurstError, match=r"attention_dropout=0\.5; pass --attention-dropout 0$"):
+        build_module(
+            core, config=config_of(CP4), layer_number=1, attn_mask_type=CAUSAL,
+            attention_type="self",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [(1, 8), (4, 8)])
+def test_refuses_keys_of_a_cache(tokens):
+    """Decoding: one query token, or some, and the keys of all before."""
+    query, key = (torch.zeros(count, 2, 4, 8) for count in tokens)
+    message = rf"KV caches are not.*got {tokens[0]} query and 8 key tokens.*parallel-size 1$"
+    with pytest.raises(BurstError, match=message):
+        check_tokens(query, key)
+    check_tokens(key, key)
+
+
+def test_refuses_an_inference_engine():
+    """It gives each rank the whole prompt, which burst would take for a shard."""
+    query = torch.zeros(8, 2, 4, 8)
+    with InferenceMode.active(), pytest.raises(BurstError, match="8 query and 8 key.*an inference"):
+        check_tokens(query, query)
+
+
 def layer_of_another_size(rank):
     start(Parallel(cp=2))
     with pytest.raises(BurstError, match="context_parallel_size=1 and a group of 2 ranks; pass"):
@@ -181,6 +215,8 @@ def errors_of_a_layer(rank):
         got = [out.unflatten(2, (4, 5)), *torch.autograd.grad(out, leaves, dout.flatten(2))]
         pairs = zip(got, truth, strict=True)
         errors[causal] = max(float((a.transpose(0, 1) - b[:, rows]).abs().max()) for a, b in pairs)
+    with pytest.raises(BurstError, match="got 1 query and 8 key tokens"):
+        core(leaves[0][:1], *leaves[1:], **PLAIN_CALL)
     for arguments, message in REFUSED_CALLS:
         with pytest.raises(BurstError, match=message):
             core(*leaves, **PLAIN_CALL | arguments)

@@ -55,3 +55,11 @@ def test_numbers_are_whole_where_they_count_something():
     given = config("--burst-heads-per-round 2 --burst-timeout-s 1.5")
     assert (given.heads_per_round, given.timeout_s) == (2, 1.5)
     assert type(given.heads_per_round) is int
+
+
+def test_help_says_what_a_value_needs():
+    """A flag that is refused alone must name its partner where it is looked up."""
+    parser = ArgumentParser()
+    add_flags(parser)
+    (keep,) = [action for action in parser._actions if action.dest == "burst_keep"]
+    assert "auto needs --burst-keep-budget-gib" in keep.help

@@ -5,6 +5,7 @@ traceback where one sentence would do.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import re
@@ -15,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.patching import Patch
+from megatron_burst.patching import Patch, undo_all
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
@@ -41,8 +42,10 @@ def stub(monkeypatch):
 
     module = ModuleType("stub_of_megatron")
     module.add, module.Adder = add, type("Adder", (), {"add": staticmethod(add)})
+    module.Heir = type("Heir", (module.Adder,), {})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+    yield module
+    undo_all()
 
 
 def test_a_patch_is_applied_once(stub):
@@ -55,11 +58,41 @@ def test_a_patch_is_applied_once(stub):
     assert patch_of().live  # another object that means the same patch
 
 
-def test_a_patch_may_replace_a_method(stub):
-    patch = patch_of("stub_of_megatron:Adder")
+@pytest.mark.parametrize("owner", ["Adder", "Heir"])
+def test_a_patch_may_replace_a_static_method(stub, owner):
+    """It stays one: it can be called on the class and on its objects. What was inherited, is."""
+    patch = patch_of(f"stub_of_megatron:{owner}")
     patch.apply()
-    assert patch.target == "stub_of_megatron.Adder.add" and patch.live
-    assert stub.Adder.add(1) == 4 and stub.add(1) == 2
+    assert patch.target == f"stub_of_megatron.{owner}.add" and patch.live
+    adder = getattr(stub, owner)
+    assert adder.add(1) == adder().add(1) == 4 and stub.add(1) == 2
+    assert isinstance(vars(adder)["add"], staticmethod)
+    assert stub.Adder.add(1) == (4 if owner == "Adder" else 2)
+    undo_all()
+    assert not patch.live and adder.add(1) == adder().add(1) == 2
+    assert "add" in vars(stub.Adder) and "add" not in vars(stub.Heir)
+
+
+def test_names_that_modules_have_for_a_function_are_rebound_and_given_back(stub, monkeypatch):
+    """`from stub_of_megatron import add`, before the patch and after it."""
+    early, late = ModuleType("early"), ModuleType("late")
+    early.plus, early.own, original = stub.add, lambda a: a, stub.add
+    monkeypatch.setitem(sys.modules, "early", early)
+    monkeypatch.setitem(sys.modules, "late", late)
+    patch = patch_of()
+    for _ in range(2):
+        patch.apply()
+        late.add = stub.add
+        assert early.plus is stub.add is not original and early.own(3) == 3
+        undo_all()
+        assert early.plus is late.add is stub.add is original and not patch.live
+
+
+def test_what_somebody_bound_over_a_patch_stays_theirs(stub):
+    patch_of().apply()
+    theirs = stub.add = lambda a, b=1: -a
+    undo_all()
+    assert stub.add is theirs
 
 
 @pytest.mark.parametrize("parameters", [("a",), ("b", "a"), ("a", "b", "c")])
@@ -85,6 +118,103 @@ def test_a_missing_function_is_refused_and_not_live(stub):
         patch_of().apply()
 
 
+def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
+    """A checkout on PYTHONPATH, say: pip knows nothing of it."""
+    patch = dataclasses.replace(patch_of(parameters=("a",)), package="no-such-package")
+    with pytest.raises(BurstError, match=r"got \('a', 'b'\) in no-such-package unknown; install"):
+        patch.apply()
+
+
+def places():
+    """What stands where Megatron and torch can be patched, as it lies there."""
+    from megatron_burst.mcore import launch
+
+    return [vars(patch._owner())[patch.name] for patch in launch.all_patches()]
+
+
+def patched_and_given_back(rank):
+    """Patches live after undo_all; whether what lies in each place is the same, and of a kind."""
+    import megatron_burst
+    from megatron_burst.mcore import launch
+
+    before = places()
+    for patch in launch.all_patches():
+        patch.apply()
+    then = places()
+    megatron_burst.undo_all()
+    live = [patch.target for patch in launch.all_patches() if patch.live]
+    kinds = [type(x) is type(y) for x, y in zip(before, then, strict=True)]
+    same = [x is y for x, y in zip(before, places(), strict=True)]
+    return live, [x is y for x, y in zip(before, then, strict=True)], kinds, same
+
+
+def test_all_patches_are_given_back_by_one_call():
+    ((live, during, kinds, after),) = run_ranks(patched_and_given_back, 1)
+    assert live == [] and not any(during) and all(kinds) and all(after) and len(after) > 10
+
+
+def other_signatures(rank):
+    """Patches that do not fit a Megatron whose attention takes one argument more."""
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_burst.mcore import launch
+
+    found = {}
+    for owner, name in ((DotProductAttention, "forward"), (Attention, "__init__")):
+        original = getattr(owner, name)
+
+        def changed(self, sequence_ids, *arguments, **options):
+            raise AssertionError
+
+        setattr(owner, name, changed)
+        misfits = {patch.target: patch.misfit() for patch in launch.all_patches()}
+        found |= {target: text for target, text in misfits.items() if text}
+        setattr(owner, name, original)
+    return found
+
+
+def test_a_patch_is_compared_with_what_it_was_written_for():
+    """Names that were read off the function itself would always fit."""
+    ((found),) = run_ranks(other_signatures, 1)
+    assert {target.split("transformer.")[-1] for target in found} == {
+        "dot_product_attention.DotProductAttention.forward",
+        "attention.Attention.__init__",
+    }
+    assert all("('self', 'sequence_ids', " in text.split("got")[1] for text in found.values())
+
+
+def composable_checkpoint(rank):
+    """How often attention runs under torch's composable checkpoint, imported before `keep`."""
+    import torch
+    from torch.distributed._composable import checkpoint
+
+    from megatron_burst import keep
+
+    calls = []
+
+    def attention(x):
+        calls.append(1)
+        return x.sin()
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.attend = keep(attention)
+
+        def forward(self, x):
+            return self.attend(self.linear(x)).exp()
+
+    layer = checkpoint(Layer())
+    layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return len(calls)
+
+
+def test_a_checkpoint_that_was_imported_by_name_runs_no_attention_again():
+    assert run_ranks(composable_checkpoint, 1) == [1]
+
+
 def live_patches(rank):
     """Which patches are on: at first, after `prepare`, and after burst was asked for."""
     from megatron_burst.mcore import launch
@@ -107,6 +237,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.training.arguments.add_megatron_arguments",
         "megatron.training.arguments.validate_args",
         "megatron.training.yaml_arguments.load_yaml",
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         "megatron.core.datasets.utils.compile_helpers",
     ]
     assert at_first == [] and prepared == flags
@@ -114,7 +245,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
     assert asked == [
         *flags,
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
-        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        "megatron.core.transformer.attention.Attention.__init__",
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "torch.utils.checkpoint.CheckpointFunction.forward",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",

@@ -8,6 +8,7 @@ and arguments that get lost between.
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,9 @@ def signatures(rank):
 
     patches = importlib.reload(providers).provider_patches()
     owners = [patch.target for patch in patches]
-    (patch,) = [patch for patch in patches if "StandIn" in patch.target]
-    wrapped, config = patch.wrap(StandIn.__init__), config_of(Parallel(cp=2))
-    with pytest.raises(BurstError, match="got StandIn with cp_comm_type=burst; put the spec"):
-        wrapped(StandIn.__new__(StandIn), config, 1, None, "self", cp_comm_type="burst")
-    wrapped(StandIn(None, 1, None, "self"), config, 1, None, "self", cp_comm_type="p2p")
+    from megatron_burst.mcore.keep import _TE_FORWARD
+
+    assert list(_TE_FORWARD) == theirs["forward"]  # which a patch with --burst-keep replaces
     return theirs, ours, stand_in, replaced, owners
 
 
@@ -88,9 +87,29 @@ def test_signatures_are_those_of_megatrons_wrapper():
     assert [owner.split(".")[-2] for owner in owners] == [
         "LocalSpecProvider",
         "TESpecProvider",
-        "DotProductAttention",
-        "StandIn",
+        "Attention",
     ]
+
+
+def no_layer_named(rank):
+    """A model of burst's spec whose configuration has no layer run burst: the flag would be off."""
+    core_attention, options = burst_class(), OPTIONS | dict(attn_mask_type=None)
+    refused = []
+    for kinds in (None, "p2p", ["p2p", "a2a"], ["p2p", "burst"]):
+        config = config_of(Parallel(cp=2), cp_comm_type=kinds)
+        try:
+            core_attention.BurstTECoreAttention(config, cp_comm_type="p2p", **options)
+        except BurstError as error:
+            refused.append(str(error))
+    core_attention.BurstTECoreAttention(config_of(cp_comm_type="p2p"), **options)  # CP=1: its own
+    return refused
+
+
+def test_a_model_in_which_no_layer_would_run_burst_is_refused():
+    ((*refused,),) = run_ranks(no_layer_named, 1)
+    assert [re.search(r"got cp_comm_type=(.*?); pass", text)[1] for text in refused] == [
+        "None", "p2p", "['p2p', 'a2a']",
+    ]  # fmt: skip
 
 
 def layers(rank):

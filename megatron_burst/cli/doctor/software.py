@@ -6,9 +6,10 @@ from collections.abc import Callable
 import torch
 
 from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.errors import BurstError
+from megatron_burst.installed import find_megatron, require_megatron, supported
 from megatron_burst.kernels.backends import Problem, backends, in_words
 
-_MEGATRON = ("0.19.",)  # those that the tests run with
 _FOR_FA4 = (9, 10)
 
 
@@ -19,9 +20,9 @@ def check_versions(found: dict[str, str]) -> Check:
     if megatron is None:
         change = "pip install megatron-core==0.19.2 to train with Megatron"
         return Check("versions", Status.WARN, f"{what}; no megatron-core", change)
-    if not megatron.startswith(_MEGATRON):
-        change = "install megatron-core==0.19.2, or look at the seams below"
-        return Check("versions", Status.WARN, f"{what}; not tested with this megatron-core", change)
+    if not supported(megatron):
+        what = f"{what}; burst's flags and specs refuse this megatron-core"
+        return Check("versions", Status.FAIL, what, "install megatron-core==0.19.2")
     return Check("versions", Status.OK, what)
 
 
@@ -84,8 +85,13 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's, about what it goes without
             if load is None:
+                if find_megatron():
+                    require_megatron("burst's flags")
                 from megatron_burst.mcore.seams import seams as load
             found = load()
+    except BurstError as error:
+        what, _, change = str(error).rpartition("; ")
+        return Check("seams", Status.FAIL, what, change)
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return Check("seams", Status.WARN, what, "pip install megatron-core==0.19.2")

@@ -1,0 +1,107 @@
+"""What is installed: Megatron's release, found without importing it, and if it is supported."""
+
+import importlib.util
+import runpy
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megatron_burst.errors import require
+
+SUPPORTED = "0.19"  # releases that the tests run with
+_INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release on PYTHONPATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """The Megatron that this process imports, or would.
+
+    Attributes:
+        version: of megatron.core, "unknown" where it does not tell; a checkout has no metadata.
+        folder: which holds megatron.core.
+        training: which holds megatron.training; None if there is none.
+    """
+
+    version: str
+    folder: Path
+    training: Path | None
+
+    def __str__(self) -> str:
+        return f"Megatron-Core {self.version} in {self.folder}"
+
+
+def supported(release: str) -> bool:
+    """Whether burst runs with this release of Megatron-Core."""
+    return release.startswith(f"{SUPPORTED}.")
+
+
+def find_megatron() -> Megatron | None:
+    """The Megatron on sys.path, or the one that is imported already; imports nothing."""
+    core, training = _place_of("megatron.core"), _place_of("megatron.training")
+    if core is None:
+        return None
+    return Megatron(_version_in(core), core.parent, training and training.parent)
+
+
+def require_megatron(who: str) -> Megatron:
+    """The Megatron on sys.path, where burst supports it.
+
+    Raises:
+        BurstError: if there is none, one of another release, or parts of two.
+    """
+    found = find_megatron()
+    require(who, _needs(found))
+    return found
+
+
+def version_of(package: str) -> str:
+    """Version of a distribution; "unknown" if it has no metadata."""
+    if package == "megatron-core":  # a checkout on sys.path hides the one that has metadata
+        found = find_megatron()
+        return found.version if found else "unknown"
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _needs(found: Megatron | None):
+    yield (
+        found,
+        "megatron.core must be importable, because burst attaches itself to it",
+        "none on sys.path",
+        _INSTALL,
+    )
+    yield (
+        supported(found.version),
+        f"Megatron-Core must be {SUPPORTED}, because burst attaches itself to that release's "
+        "functions",
+        str(found),
+        _INSTALL,
+    )
+    yield (
+        found.training is None or found.training.resolve() == found.folder.resolve(),
+        "megatron.core and megatron.training must be one release's",
+        f"{found.folder} and {found.training}",
+        "put one of them first on PYTHONPATH",
+    )
+
+
+def _place_of(package: str) -> Path | None:
+    """The folder of a package, which is not imported (those above it are)."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # no parent; a stand-in without a spec
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+@cache  # it asks git for the commit
+def _version_in(core: Path) -> str:
+    """What megatron/core/package_info.py says, without the commit that it adds."""
+    try:
+        return runpy.run_path(str(core / "package_info.py"))["__version__"].partition("+")[0]
+    except Exception:  # no such file, or one of another form
+        return "unknown"

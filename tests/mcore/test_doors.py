@@ -1,0 +1,345 @@
+"""The doors to burst: the flag, the patch module, --spec, burst_spec. Each runs burst, or refuses.
+
+Catches a flag that is accepted and has no effect, checks that one door has and another has not, and
+a Megatron of another release, or of two, that is taken for one that fits.
+"""
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_burst import installed
+from megatron_burst.cli.doctor.record import Status
+from megatron_burst.cli.doctor.software import check_seams, check_versions
+from megatron_burst.cli.facts import software
+from megatron_burst.errors import BurstError
+from megatron_burst.installed import Megatron, find_megatron, require_megatron, version_of
+from tests.mcore.gpt import SEQ, VOCAB, Parallel, config_of
+from tests.mcore.gpt import start as start_groups
+from tests.mcore.test_arguments import BURST, STOCK, parse
+from tests.ranks import run_ranks
+from tests.said import hearing
+
+ROOT = Path(__file__).parents[2]
+CP2 = f"{STOCK} --context-parallel-size 2"
+BY_SPEC = f"{CP2} --cp-comm-type burst --attention-dropout 0"
+NO_MASK = "--no-create-attention-mask-in-dataloader"
+
+
+# ---- names that a script has bound before the patch -------------------------------------------
+
+
+def names_bound_before(rank):
+    """What a script's early `from ... import` finds, once it has imported the patch module."""
+    own = ModuleType("own_script")
+    sys.modules[own.__name__] = own
+    exec("from megatron.training.arguments import parse_args, validate_args as check", vars(own))
+    os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}
+    sys.argv = ["own_script.py", *BURST.split()]
+    importlib.import_module("megatron_burst.patch")
+    args = own.parse_args()
+    with redirect_stdout(io.StringIO()):
+        own.check(args, {})
+    with pytest.raises(BurstError, match="cannot run with --sft"):
+        own.check(Namespace(**vars(args) | {"sft": True}), {})
+    return args.cp_comm_type, args.create_attention_mask_in_dataloader, args.transformer_impl
+
+
+def test_names_that_were_bound_before_the_patch_are_rebound():
+    """As training/initialize.py of 0.17 does; the last two are burst's and the CPU mode's."""
+    assert run_ranks(names_bound_before, 1) == [(["burst"], False, "local")]
+
+
+def patch_module_too_late(rank):
+    """A script that had Megatron ignore flags that it does not know."""
+    from megatron.training import global_vars
+
+    global_vars._GLOBAL_ARGS = Namespace(**parse(CP2, validate=False)[0])
+    sys.argv = ["own_script.py", *BURST.split()]
+    with pytest.raises(BurstError, match=r"\.patch: .*got --context-parallel-impl in arg"):
+        importlib.import_module("megatron_burst.patch")
+
+
+def test_the_patch_module_must_come_before_arguments_are_parsed():
+    run_ranks(patch_module_too_late, 1)
+
+
+def flag_without_its_check(rank):
+    """What is said of models that are built where the flag was parsed, and nobody validated."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_burst.mcore.launch import prepare
+
+    start_groups(Parallel(cp=2))
+    early = get_gpt_layer_local_spec(normalization="RMSNorm")
+    prepare([])
+    parse(f"{CP2} --context-parallel-impl burst", validate=False)
+    late = get_gpt_layer_local_spec(normalization="RMSNorm")
+    said = []
+    for spec, kind in ((early, "p2p"), (late, "p2p"), (late, None), (early, "burst")):
+        config = config_of(Parallel(cp=2), cp_comm_type=kind)
+        with pytest.raises(BurstError) as refused:
+            build_module(spec, config=config, layer_number=1)
+        said.append(str(refused.value))
+    build_module(late, config=config_of(Parallel(cp=2), cp_comm_type="burst"), layer_number=1)
+    return said
+
+
+def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
+    """validate_args may be bound where no patch finds it: in a dict, a closure, a class."""
+    for said in run_ranks(flag_without_its_check, 2):
+        assert ["got cp_comm_type=p2p; " in text for text in said] == [True, True, False, False]
+        assert "got cp_comm_type=None; " in said[2]
+        assert "got DotProductAttention in layer 1; put the spec through" in said[3]
+        assert not any("when instantiating" in text for text in said)
+
+
+def layers_that_cannot_run_burst(rank):
+    """What is said of T5's layers under the flag."""
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_burst.mcore.switch import switch_on_burst
+
+    start_groups(Parallel(cp=2))
+    switch_on_burst()
+    said = []
+    for spec in (
+        t5_spec.encoder_model_with_local_spec(),
+        t5_spec.decoder_model_with_local_spec(),
+    ):
+        with pytest.raises(BurstError) as refused:
+            build_module(spec, config=config_of(Parallel(cp=2)), layer_number=1)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_burst_cannot_run_is_not_sent_to_burst_spec():
+    """T5: masks of the encoder; keys of another sequence in the decoder."""
+    for encoder, decoder in run_ranks(layers_that_cannot_run_burst, 2):
+        assert encoder.endswith("got attn_mask_type=arbitrary; train this model without burst")
+        assert "DotProductAttention" in decoder or "attention_type=cross" in decoder
+
+
+def attention_without_the_flag(rank):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_burst.mcore.launch import prepare
+
+    start_groups(Parallel(cp=2))
+    prepare([])
+    layer = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    with pytest.raises(BurstError) as refused:
+        DotProductAttention(config=config_of(Parallel(cp=2), cp_comm_type="p2p"), **layer)
+    DotProductAttention(config=config_of(), **layer)
+    return str(refused.value)
+
+
+def test_context_parallelism_that_needs_the_flag_says_so():
+    """Megatron asserts that only TransformerEngine has it; a CPU has no TransformerEngine."""
+    for said in run_ranks(attention_without_the_flag, 2):
+        assert "got --context-parallel-size 2; pass --context-parallel-impl burst" in said
+
+
+# ---- by spec ------------------------------------------------------------------------------------
+
+
+def built_by_spec(flags: str, spec=None, **overrides):
+    """Core attentions of a model that Megatron builds under these flags, and what was said."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import global_vars
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    from megatron_burst.spec import layer_spec
+
+    global_vars._GLOBAL_ARGS = Namespace(**parse(flags, validate=False)[0])
+    config = config_of(Parallel(cp=2), transformer_impl="local", **overrides)
+    model_config = GPTModelConfig(
+        transformer=config, transformer_layer_spec=spec or layer_spec, vocab_size=VOCAB,
+        seq_length=SEQ, position_embedding_type="rope", parallel_output=False,
+    )  # fmt: skip
+    with hearing() as lines:
+        model = GPTModelBuilder(model_config).build_model(
+            ProcessGroupCollection.use_mpu_process_groups()
+        )
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    return [type(core).__name__ for core in cores], lines
+
+
+REFUSED_BY_SPEC = {
+    "--reset-attention-mask": "reset_attention_mask=True; leave it out",
+    "--dataloader-inter-document-masking": "dataloader_inter_document_masking=",
+    "--sft": "sft=True; leave it out",
+    "--hybrid-context-parallel": "hybrid_context_parallel=True; leave it out",
+    "--cuda-graph-impl local": "cuda_graph_impl=local; leave it out",
+    "--flash-attention-version 3": "flash_attention_version=3; leave it out",
+    "--seq-length 62": "--seq-length 62 and --context-parallel-size 2; choose",
+}
+
+
+def refused_by_spec(rank):
+    start_groups(Parallel(cp=2))
+    for flags, got in REFUSED_BY_SPEC.items():
+        with pytest.raises(BurstError, match=f"^burst core attention: .*got {got}"):
+            built_by_spec(f"{BY_SPEC} {NO_MASK} {flags}")
+    with pytest.raises(BurstError, match=f"mask_in_dataloader=True; pass {NO_MASK}$"):
+        built_by_spec(BY_SPEC)
+    with pytest.raises(BurstError, match="got --mtp-num-layers 1; start the script by python -m"):
+        built_by_spec(f"{BY_SPEC} {NO_MASK}", mtp_num_layers=1)
+    with pytest.raises(BurstError, match=r"with --cuda-graph-impl.*cuda_graph_impl=local; leave"):
+        built_by_spec(f"{BY_SPEC} {NO_MASK}", cuda_graph_impl="local")
+    return [built_by_spec(f"{BY_SPEC} {NO_MASK}") for _ in range(2)]
+
+
+def test_by_spec_the_same_is_refused_as_by_the_flag():
+    """When the model is built: before anything is computed, and on every rank."""
+    first, other = run_ranks(refused_by_spec, 2)
+    core = ["BurstCoreAttention"] * 2
+    assert [cores for cores, _ in (*first, *other)] == [core] * 4
+    assert not other[0][1] + other[1][1] + first[1][1]
+    assert not first[0][1]  # said when the first of the refused models was built
+
+
+def release_said(rank):
+    """What is said while the first model of a process is built, and the second."""
+    start_groups(Parallel(cp=2))
+    return [built_by_spec(f"{BY_SPEC} {NO_MASK}")[1] for _ in range(2)]
+
+
+def test_a_run_says_once_which_megatron_it_runs():
+    megatron = find_megatron()
+    line = f"burst attention: Megatron-Core {megatron.version} in {megatron.folder}"
+    assert run_ranks(release_said, 2) == [[[line], []], [[], []]]
+
+
+def spec_and_flag(rank):
+    """Models of --spec under the flag, of a spec that went through burst_spec twice; of MTP."""
+    from megatron_burst import burst_spec
+    from megatron_burst.mcore.launch import prepare
+    from megatron_burst.spec import layer_spec
+
+    start_groups(Parallel(cp=2))
+    prepare([])
+    flags = f"{BY_SPEC} {NO_MASK}"
+    found = [built_by_spec(flags, lambda config: burst_spec(layer_spec(config)))[0]]
+    flags += " --context-parallel-impl burst"
+    found.append(built_by_spec(flags)[0])
+    found.append(built_by_spec(flags, mtp_num_layers=1)[0])
+    return found
+
+
+def test_burst_twice_is_burst():
+    assert run_ranks(spec_and_flag, 2) == [[["BurstCoreAttention"] * 2] * 3] * 2
+
+
+# ---- Megatron's release -------------------------------------------------------------------------
+
+
+def tree(folder: Path, release: str | None, packages=("core", "training")) -> Path:
+    """A checkout of Megatron-LM without pip's metadata, as far as its release is told."""
+    for name in packages:
+        (folder / "megatron" / name).mkdir(parents=True)
+        (folder / "megatron" / name / "__init__.py").write_text("raise ImportError('too far')")
+    if release and "core" in packages:
+        info = folder / "megatron" / "core" / "package_info.py"
+        info.write_text(f"__version__ = {release!r}\n__version__ += '+1a2b3c4'\n")
+    return folder
+
+
+def python(*arguments: str, path: str) -> subprocess.CompletedProcess:
+    """A Python with more on its path, away from this folder."""
+    environment = os.environ | {"PYTHONPATH": f"{path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd="/"
+    )
+
+
+DOORS = {
+    "python -m megatron_burst": None,
+    "import megatron_burst.patch": "import megatron_burst.patch",
+    "megatron_burst.spec": "import megatron_burst.spec",
+    "megatron_burst.spec ": "from megatron_burst import burst_spec",
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_another_release_is_refused_at_every_door(door, tmp_path):
+    """Before anything of it is imported; where it has no metadata too."""
+    folder = tree(tmp_path / "Megatron-LM", "0.18.2")
+    (folder / "pretrain_gpt.py").write_text("import megatron.core")
+    script = ["-m", "megatron_burst", str(folder / "pretrain_gpt.py"), "--distributed-backend=gloo"]
+    code, path = DOORS[door], str(folder)
+    done = python("-c", code, path=path) if code else python(*script, path="")
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.count("Megatron-Core") == 2
+    assert f"{door.strip()}: Megatron-Core must be 0.19, " in said
+    assert f"; got Megatron-Core 0.18.2 in {folder}/megatron; " in said
+    assert code or len(done.stderr.splitlines()) == 1  # the launcher's own: no traceback
+
+
+def test_a_release_that_is_not_told_is_unknown(tmp_path):
+    done = python("-c", "import megatron_burst.spec", path=str(tree(tmp_path / "a", None)))
+    assert "; got Megatron-Core unknown in " in done.stderr.splitlines()[-1]
+
+
+def test_parts_of_two_megatrons_are_refused(tmp_path):
+    one = tree(tmp_path / "one", "0.19.1", ["core"])
+    other = tree(tmp_path / "other", None, ["training"])
+    done = python("-c", "import megatron_burst.spec", path=f"{one}:{other}")
+    said = done.stderr.splitlines()[-1]
+    assert f"; got {one}/megatron and {other}/megatron; put one of them first" in said
+
+
+def test_without_megatron_every_door_says_so():
+    code = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {}"
+    done = python("-c", code.format("megatron_burst.spec"), path="")
+    said = done.stderr.splitlines()[-1]
+    assert "megatron.core must be importable, " in said and "; got none on sys.path; " in said
+
+
+SCRIPT = """
+import megatron.core, megatron.training
+print(megatron.core.__file__)
+print(megatron.training.__file__)
+"""
+
+
+def test_a_checkouts_script_runs_with_its_own_megatron(tmp_path):
+    """From another folder, beside an installed wheel: nothing of that is mixed in."""
+    (tmp_path / "megatron").symlink_to(find_megatron().folder)
+    (tmp_path / "pretrain_own.py").write_text(SCRIPT)
+    script = str(tmp_path / "pretrain_own.py")
+    done = python("-m", "megatron_burst", script, "--distributed-backend", "gloo", path="")
+    assert done.stdout.split() == [
+        f"{tmp_path}/megatron/core/__init__.py", f"{tmp_path}/megatron/training/__init__.py",
+    ], done.stderr[-2000:]  # fmt: skip
+
+
+def test_versions_are_told_without_metadata(monkeypatch):
+    assert version_of("no-such-package") == "unknown"
+    assert version_of("megatron-core") == find_megatron().version == software()["megatron-core"]
+    require_megatron("this test")
+    monkeypatch.setattr(installed, "_place_of", lambda package: None)
+    assert find_megatron() is None and version_of("megatron-core") == "unknown"
+    assert "megatron-core" not in software()
+
+
+@pytest.mark.parametrize("release", ["0.18.2", "unknown"])
+def test_doctor_tells_a_megatron_that_is_refused(release, monkeypatch):
+    other = Megatron(release, Path("/checkout/megatron"), Path("/checkout/megatron"))
+    monkeypatch.setattr(installed, "find_megatron", lambda: other)
+    found = check_seams()
+    assert found.status is Status.FAIL and found.change
+    assert found.what.endswith(f"got Megatron-Core {release} in /checkout/megatron")
+    versions = check_versions({"megatron-core": release})
+    assert versions.status is Status.FAIL and f"megatron-core {release};" in versions.what
