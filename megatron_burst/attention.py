@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.state import GroupState, state_of
+from megatron_burst.comm.groups import GroupState, communicator_of, state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call

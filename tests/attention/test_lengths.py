@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatron_burst import attention
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.state import state_of
+from megatron_burst.comm.groups import state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import facts
-from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.errors import DisagreementError
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.hardware_file import as_toml
@@ -118,23 +118,6 @@ def test_facts_that_differ_between_machines_are_told_on_all_ranks(tmp_path):
         assert "=132 on cp rank 0" in found["multiprocessors"] or "=114" in found["multiprocessors"]
         assert "heads_per_round" in found["multiprocessors"]
         assert "backend=torch-cpu" in found["backend"] and "reference" in found["backend"]
-
-
-def refused_alone(rank):
-    """After an agreement rank 1 alone brings a length that cannot be dealt out."""
-    config = BurstConfig(timeout_s=4)
-    call(4, config=config)
-    try:
-        call(3 if rank == 1 else 4, config=config)
-    except BurstError as error:
-        return str(error)
-
-
-def test_a_rank_that_refuses_a_length_alone_is_named_on_the_others():
-    one, own, other = run_ranks(refused_alone, 3)
-    assert "multiple of 2" in own and "cp rank" not in own
-    for text in (one, other):
-        assert "cp rank 1" in text and "multiple of 2" in text
 
 
 def terms(tokens=4, batch=1, heads=2, **changes):
