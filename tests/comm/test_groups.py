@@ -1,11 +1,15 @@
 """Communicators of a group: which sub-groups they use, and that buffers are allocated once."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.groups import communicator_of, state_of
+from megatron_burst.comm.watch import seconds_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.schedule import Cargo
@@ -117,3 +121,72 @@ def test_hop_buffers_are_allocated_once_and_only_ever_grow():
     for small, grown, *later in run_ranks(addresses, 4):
         assert len(small) == len(grown) == 2 + 1 + 3  # visitors, home, gradients
         assert all(pointers == grown for pointers in later)
+
+
+def shared_groups(rank):
+    """Sub-groups of many configurations, and how many process groups there are in all."""
+    alike = [
+        BurstConfig(hosts=2), BurstConfig(hosts=2, overlap=False),
+        BurstConfig(hosts=2, transfer="send"),
+    ]  # fmt: skip
+    world = dist.group.WORLD
+    first = communicator_of(world, alike[0])
+    count = len(distributed_c10d._world.pg_map)
+    others = [communicator_of(world, config) for config in alike[1:]]
+    same = all(made._groups == first._groups and made is not first for made in others)
+    more = len(distributed_c10d._world.pg_map) - count
+    flat = communicator_of(world, BurstConfig(hosts=2), flat=True)._groups
+    whole = communicator_of(world, BurstConfig(hosts=1))._groups
+    apart = communicator_of(world, BurstConfig(hosts=4))._groups  # a column of all ranks
+    bounded = communicator_of(world, BurstConfig(hosts=2, nccl_ctas=4))._groups
+    own = all(bounded[key] is not group for key, group in first._groups.items())
+    column = {(Link.INTRA, cargo): apart[Link.INTER, cargo] for cargo in Cargo}
+    calls = [run_all(config) for config in (*alike, BurstConfig(hosts=4))]
+    return same, more, flat == whole == column, own, max(calls)
+
+
+def run_all(config):
+    """Largest difference of a call from one that goes round a flat ring."""
+    torch.manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64) for _ in range(3))
+    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig(hosts=1)))
+    return float((out - flat).abs().max())
+
+
+def test_configurations_share_groups_of_equal_ranks():
+    for same, more, is_one, own, error in run_ranks(shared_groups, 4):
+        assert same and more == 0 and is_one and own and error < 1e-12
+
+
+def lacking_on_one_rank(rank):
+    """A rank that lacks a group which the others have makes it with them."""
+    state = state_of(dist.group.WORLD, 20.0)
+    communicator_of(dist.group.WORLD, BurstConfig())
+    if rank == 0:
+        state.sub_groups._made.clear()
+    made = communicator_of(dist.group.WORLD, BurstConfig(overlap=False))
+    x = torch.ones(1)
+    dist.all_reduce(x, group=made._groups[Link.INTRA, Cargo.GRAD])
+    return x.item()
+
+
+def test_a_group_that_one_rank_lacks_is_made_by_all():
+    assert run_ranks(lacking_on_one_rank, 3) == [3.0] * 3
+
+
+def patience(rank):
+    """Time-outs of sub-groups: as given, as the group's own, and as that is later."""
+    world = dist.group.WORLD
+    distributed_c10d._set_pg_timeout(timedelta(seconds=50), world)
+    found = []
+    for given, later in ((None, None), (20.0, None), (None, None), (None, 70)):
+        if later:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=later), world)
+        made = communicator_of(world, BurstConfig(timeout_s=given))
+        found.append((made.board.timeout_s, *map(seconds_of, made._groups.values())))
+    return found
+
+
+def test_groups_wait_as_long_as_the_context_parallel_group_unless_told():
+    expected = [(seconds,) * (1 + len(Cargo)) for seconds in (50.0, 20.0, 50.0, 70.0)]
+    assert run_ranks(patience, 2) == [expected] * 2

@@ -1,5 +1,7 @@
 """When symmetric buffers grow; their memory is pretended."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -7,8 +9,11 @@ from torch.distributed import distributed_c10d
 from megatron_burst.comm import symmetric
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.schedule import Cargo
 from tests.ranks import run_ranks
+from tests.said import hearing
 
 
 class Stream:
@@ -62,3 +67,56 @@ def sizes_of_slots(rank):
 def test_slots_grow_where_they_must_and_nobody_waits_for_other_hosts():
     found = run_ranks(sizes_of_slots, 4)
     assert found == [[2048, 2048, 4096]] * 2 + [[1536, 2048, 4096]] * 2
+
+
+def without_room(rank, asked):
+    """On rank 1 a second allocation fails; by rank, what came of it and how long that took."""
+    asked_for = []
+
+    def room_once(num_bytes, dtype, device):
+        asked_for.append(num_bytes)
+        if rank == 1 and num_bytes > 4096:
+            raise RuntimeError("out of memory\nat some line")
+        return room(num_bytes, dtype, device)
+
+    pretend(room_once)
+    carrier = communicator_of(dist.group.WORLD, BurstConfig(hosts=2, timeout_s=30))
+    carrier.transfer, carrier._asked = Choice("pull"), asked
+    device, begin = torch.device("cpu"), time.monotonic()
+    carrier.slots(Cargo.READ, 2, 1024, device)
+    try:
+        with hearing() as lines:
+            slots = carrier.slots(Cargo.GRAD, 2, 8192, device)
+    except BurstError as error:
+        return str(error), carrier.transfer.value, time.monotonic() - begin
+    return type(slots).__name__, str(carrier.transfer), time.monotonic() - begin, len(lines)
+
+
+def test_a_rank_without_room_is_told_to_all_of_its_host_before_they_meet():
+    (one, *_), (other, *_), *far = run_ranks(without_room, 4, "pull")
+    assert one == other and "cp rank 1: out of memory;" in one and "--burst-transfer send" in one
+    assert [found[:2] for found in far] == [("PulledSlots", "pull")] * 2
+
+
+def test_ranks_that_chose_to_pull_by_themselves_send_where_one_has_no_room():
+    (one, *near), (other, *_), *far = run_ranks(without_room, 4, "auto")
+    assert one == other == "SentSlots" and near[0].startswith("send (")
+    assert "cp rank 1: out of memory)" in near[0] and near[1] < 20 and near[2] == 1
+    assert [found[:2] for found in far] == [("PulledSlots", "pull")] * 2
+
+
+def tried(rank, fails):
+    """Why ranks cannot pull, where one of another host has no symmetric memory."""
+
+    def none_at_all(num_bytes, dtype, device):
+        raise RuntimeError("no such driver")
+
+    pretend(none_at_all if fails and rank == 3 else room)
+    carrier = communicator_of(dist.group.WORLD, BurstConfig(hosts=2, timeout_s=30))
+    begin = time.monotonic()
+    return carrier._pool.refusal(carrier.board), time.monotonic() - begin < 20
+
+
+def test_trying_out_fails_on_all_ranks_together():
+    assert run_ranks(tried, 4, True) == [("cp rank 3: no such driver", True)] * 4
+    assert run_ranks(tried, 4, False) == [(None, True)] * 4

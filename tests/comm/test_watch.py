@@ -1,9 +1,11 @@
 """Agreement out of band: who is missing, who differs, and what a failed hop means."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_burst.comm.watch import Board
 from megatron_burst.errors import BurstError, DisagreementError
@@ -57,3 +59,74 @@ def test_a_failed_hop_names_the_hop_or_the_rank_that_went_astray():
     assert type(plain) is BurstError
     assert "got a failure in the intra hop: Connection closed; look at" in str(plain)
     assert type(astray) is DisagreementError and '{"q": "(1, 2)"}' in str(astray)
+
+
+def again_on_one_store(rank):
+    """A board after a board on the same keys, as after destroying and making a group again; the
+    first one ends in the middle of a topic. Ranks come one after the other."""
+    store, found = dist.group.WORLD.get_group_store(), []
+    for generation in range(3):
+        board = Board(dist.group.WORLD, 20)
+        time.sleep(0.2 * ((rank + generation) % 3))
+        found.append([board.share(f"{generation} {topic} of {rank}", "test") for topic in range(2)])
+        dist.barrier()
+        if rank > 0:  # rank 0 has died meanwhile: nobody takes these keys back
+            board.given_timeout_s = 0.2
+            with pytest.raises(BurstError, match=r"from cp ranks \[0"):
+                board.share("left behind", "test")
+        store.set("megatron_burst/hello/2", "one that died before it was answered")
+        dist.barrier()
+    return found
+
+
+def test_what_an_earlier_group_left_in_the_store_is_never_read():
+    said = [
+        [[f"{generation} {topic} of {rank}" for rank in range(3)] for topic in range(2)]
+        for generation in range(3)
+    ]
+    assert run_ranks(again_on_one_store, 3) == [said] * 3
+
+
+def many_topics(rank):
+    store, board = dist.group.WORLD.get_group_store(), Board(dist.group.WORLD, 20)
+    before = store.num_keys()
+    for number in range(600):
+        board.agree({"a": str(number)}, "test")
+    dist.barrier()
+    return store.num_keys() - before, len(board._agreed)
+
+
+def test_neither_the_store_nor_the_board_grows():
+    for keys, agreements in run_ranks(many_topics, 2):
+        assert keys == 0 and agreements == 256
+
+
+def patience(rank):
+    """Seconds that a board waits: the group's own, also when these change; or what is given."""
+    group = dist.new_group([0, 1], timeout=timedelta(minutes=3))
+    own, given = Board(group), Board(group, 7.0)
+    first = own.timeout_s, given.timeout_s
+    distributed_c10d._set_pg_timeout(timedelta(seconds=90), group)
+    return first, (own.timeout_s, given.timeout_s)
+
+
+def test_a_board_waits_as_long_as_its_group_unless_told():
+    assert run_ranks(patience, 2) == [((180.0, 7.0), (90.0, 7.0))] * 2
+
+
+def told(rank):
+    board = Board(dist.group.WORLD, 20)
+    board.share("the first topic", "test")
+    if rank == 0:
+        board.tell("a refusal of its own")
+    dist.barrier()
+    found = board.news(), str(board.explain(RuntimeError("x"), "test", "hop"))
+    board.tell("a refusal of its own")  # if all have refused alike it is no news
+    dist.barrier()
+    return found, board.news()
+
+
+def test_a_rank_that_takes_no_part_leaves_word():
+    (_, ours), ((news, sentence), shared) = run_ranks(told, 2)
+    assert news == {0: "a refusal of its own"} and "cp rank 0" in sentence
+    assert "a refusal of its own" in sentence and ours == shared == {}

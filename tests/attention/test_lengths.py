@@ -1,0 +1,159 @@
+"""Calls of changing lengths: ranks agree once on what lengths do not change.
+
+Catches posts, keys, lines or memory for each new length, and choices that follow from something
+that differs between the ranks' machines.
+"""
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst import attention
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import state_of
+from megatron_burst.comm.watch import Board
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine import facts
+from megatron_burst.errors import DisagreementError
+from megatron_burst.plan.choose import Choice
+from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware_file import as_toml
+from megatron_burst.plan.layout import Layout
+from megatron_burst.terms import terms_of
+from tests.attention.test_processes import inputs, truth_of, worst
+from tests.oracle import rows_of
+from tests.ranks import run_ranks
+from tests.said import hearing
+
+LENGTHS = range(2, 302, 2)
+
+
+def call(tokens, batch=1, heads=2, **options):
+    return burst_attention(*(torch.ones(batch, tokens, heads, 4) for _ in range(3)), **options)
+
+
+def many_lengths(rank):
+    """Keys in the store, posts, lines and settled calls over many lengths; errors of some."""
+    store = dist.group.WORLD.get_group_store()
+    call(2)
+    dist.barrier()
+    before, errors = store.num_keys(), []
+    with hearing() as lines, mock.patch.object(Board, "share", autospec=True) as share:
+        for tokens in LENGTHS:
+            call(tokens, batch=1 + tokens % 3)
+        for tokens in (14, 302):
+            tensors = inputs(2, tokens, (2, 2), (4, 4), torch.float32)
+            rows = rows_of(Layout.ZIGZAG, rank, 2, tokens)
+            got = burst_attention(*(x[:, rows] for x in tensors[:3]))
+            errors.append(worst([got], truth_of(tensors, True, 4**-0.5), rows))
+    dist.barrier()
+    settled = state_of(dist.group.WORLD, None).settled
+    return store.num_keys() - before, share.call_count, lines, len(settled), max(errors)
+
+
+def test_new_lengths_of_a_configuration_cost_no_post_no_key_and_no_line():
+    for keys, posts, lines, settled, error in run_ranks(many_lengths, 2):
+        assert keys == posts == 0 and lines == [] and settled == 128
+        assert error < 1e-5
+
+
+def lines_of_calls(rank):
+    """What is said of calls whose choices change with the length."""
+    choose = attention._choose
+
+    def choose_by_length(q, *others):
+        call, keeping, choices = choose(q, *others)
+        size = Choice("many" if q.shape[1] > 8 else "few", f"{q.shape[1]} tokens")
+        return call, keeping, [*choices, size]
+
+    with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
+        for tokens in (2, 4, 6, 10, 4, 12):
+            call(tokens)
+        call(4, causal=False)
+    return [line.rpartition("; ")[2] for line in lines]
+
+
+def test_a_line_is_said_once_for_a_configuration_and_when_a_choice_changes():
+    first, other = run_ranks(lines_of_calls, 2)
+    assert first == ["few (2 tokens)", "many (10 tokens)", "few (4 tokens)"] and other == []
+
+
+def other_machine(rank, folder):
+    """By what differs on rank 1: the sentence on this rank, or that the call went well."""
+    found = {}
+    os.chdir(os.path.join(folder, str(rank)))  # one name, another file
+    cases = {
+        "hardware": {"hardware": "machine.toml", "hosts": 2},
+        "multiprocessors": {"intra": "gather"},
+        "backend": {},
+        "none": {"intra": "gather", "heads_per_round": 1},
+    }
+    choose = facts.choose_backend
+    with mock.patch.object(facts, "multiprocessors", lambda device: 132 - 18 * rank):
+        for name, options in cases.items():
+            able = ("auto", "reference")[rank] if name == "backend" else "auto"
+            with mock.patch.object(facts, "choose_backend", lambda p, _, a=able: choose(p, a)):
+                try:
+                    call(4, config=BurstConfig(timeout_s=20, **options))
+                except DisagreementError as error:
+                    found[name] = str(error)
+                else:
+                    found[name] = "well"
+    return found
+
+
+def test_facts_that_differ_between_machines_are_told_on_all_ranks(tmp_path):
+    machine = preset("h200")
+    slower = replace(machine, gpu=replace(machine.gpu, peak_tflops=1.0))
+    for rank, one in enumerate((machine, slower)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "machine.toml").write_text(as_toml(one))
+    for found in run_ranks(other_machine, 2, str(tmp_path)):
+        assert found["none"] == "well"
+        assert "hardware=machine.toml, whose figures are" in found["hardware"]
+        assert "=132 on cp rank 0" in found["multiprocessors"] or "=114" in found["multiprocessors"]
+        assert "heads_per_round" in found["multiprocessors"]
+        assert "backend=torch-cpu" in found["backend"] and "reference" in found["backend"]
+
+
+def terms(tokens=4, batch=1, heads=2, **changes):
+    q, k, v = (torch.ones(batch, tokens, heads, 4) for _ in range(3))
+    given = {"causal": True, "scale": 0.5, "layout": "zigzag", "qkv_format": "bshd"} | changes
+    return terms_of(q, k, v, config=given.pop("config", BurstConfig()), **given)
+
+
+OTHERS = [
+    {"heads": 1}, {"causal": False}, {"scale": 0.25}, {"layout": "striped"},
+    {"qkv_format": "sbhd"}, {"config": BurstConfig(hosts=2)},
+]  # fmt: skip
+
+
+def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of_them():
+    one = terms()
+    for same in (terms(tokens=8), terms(batch=3)):
+        assert same.configuration() == one.configuration() and same.digest() != one.digest()
+    for changes in OTHERS:
+        other = terms(**changes)
+        assert other.configuration() != one.configuration() and other.digest() != one.digest()
+    assert terms().digest() == one.digest() and len(one.digest()) == 8
+
+
+def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
+    q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
+    odd = terms_of(q, k, k, True, 0.5, "zigzag", "bshd", BurstConfig())
+    flat = terms_of(q[0], q[0], q[0], True, 0.5, "zigzag", "bshd", BurstConfig())
+    assert odd.configuration() == odd and flat.configuration() == flat
+
+
+@pytest.mark.parametrize("given, seconds", [(None, 60.0), (5.0, 5.0)])
+def test_calls_wait_as_long_as_their_group_unless_told(given, seconds):
+    assert run_ranks(waits, 1, given) == [seconds]
+
+
+def waits(rank, given):
+    call(4, config=BurstConfig(timeout_s=given))
+    return state_of(dist.group.WORLD, given).board.timeout_s

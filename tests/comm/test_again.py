@@ -1,0 +1,111 @@
+"""Process groups destroyed and made again on one store: nothing of the first lives on.
+
+Catches answers of the first group that the second reads, and caches that hold on to groups,
+communicators or buffers.
+"""
+
+import os
+import time
+from datetime import timedelta
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst.comm import groups
+from megatron_burst.comm.groups import communicator_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.plan.layout import Layout
+from tests.attention.test_processes import inputs, run, truth_of, worst
+from tests.oracle import rows_of
+from tests.ranks import run_ranks
+
+WORLD = 4
+RUNS = (  # of one group after the other: options of the calls
+    {"hosts": 2},
+    {"hosts": 4, "circulate": "q"},
+    {"intra": "gather", "heads_per_round": 1},
+)
+
+
+def lasting_store(rank, kind, folder):
+    """A store that outlives process groups, and what none of them must find in it: addresses."""
+    if kind == "file":
+        return dist.FileStore(os.path.join(folder, "lasting"), WORLD)
+    first = dist.group.WORLD.get_group_store()
+    options = {"is_master": rank == 0, "timeout": timedelta(seconds=30)}
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, WORLD, wait_for_workers=False, **options)
+        first.set("port", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(first.get("port")), WORLD, **options)
+
+
+def forget_addresses(store, rank, number):
+    """gloo itself finds its old addresses in a store, and fails; ours must stay where they are."""
+
+    def meet(place):
+        store.add(f"{place} {number}", 1)
+        while store.add(f"{place} {number}", 0) < WORLD:
+            time.sleep(0.01)
+
+    meet("destroyed")
+    if rank == 0:
+        for key in store.list_keys():
+            if "cpu//" in key:
+                store.delete_key(key)
+    meet("forgotten")
+
+
+def several_groups(rank, kind, folder):
+    """By group: the largest error; whether what belonged to it is gone after it is destroyed."""
+    store, found = lasting_store(rank, kind, folder), []
+    dist.barrier()
+    dist.destroy_process_group()
+    for number, options in enumerate(RUNS):
+        forget_addresses(store, rank, number)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+        )
+        time.sleep(0.3 * ((rank + number) % 3))  # the first to come must not take old answers
+        tensors = inputs(WORLD, 6, (4, 2), (8, 5), torch.float64)
+        rows = rows_of(Layout.ZIGZAG, rank, WORLD, 6)
+        config = BurstConfig(**options)
+        got = run(tensors, rows, config=config)
+        error = worst(got, truth_of(tensors, True, 8**-0.5), rows)
+        made = communicator_of(dist.group.WORLD, config)
+        buffers = [ref(x) for pool in made._buffers.values() for x in pool]
+        things = [ref(dist.group.WORLD), ref(made), *map(ref, made._groups.values()), *buffers]
+        topology = str(made.topology)
+        del made
+        if number + 1 < len(RUNS):  # the last one is destroyed by whoever runs this
+            dist.barrier()
+            dist.destroy_process_group()
+            things = [thing() for thing in things if thing() is not None]
+        found.append((error, topology, len(things), len(groups._STATES)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_each_group_agrees_anew_and_leaves_nothing(kind, tmp_path):
+    expected = ["2 hosts x 2 ranks", "4 hosts x 1 rank", "1 host x 4 ranks"]
+    for found in run_ranks(several_groups, WORLD, kind, str(tmp_path)):
+        for (error, topology, *_), words in zip(found, expected, strict=True):
+            assert error <= 1e-12 and words in topology, (topology, words)
+        assert [left for _, _, left, _ in found[:-1]] == [0, 0]
+        assert [states for *_, states in found[:-1]] == [0, 0]
+
+
+def held_by_the_user(rank):
+    """What belongs to a destroyed group goes when the next one is used, if somebody holds it."""
+    old = dist.new_group([0, 1])
+    made = ref(communicator_of(old, BurstConfig()))
+    before = made() is not None
+    dist.destroy_process_group(old)
+    communicator_of(dist.group.WORLD, BurstConfig())
+    return before, made() is None, old in groups._STATES
+
+
+def test_a_destroyed_group_that_is_still_held_keeps_no_buffers():
+    assert run_ranks(held_by_the_user, 2) == [(True, True, False)] * 2

@@ -1,0 +1,40 @@
+"""What users see of what the package logs: a line by default, once, and no more than they want."""
+
+import subprocess
+import sys
+
+import pytest
+
+SAYS = "from megatron_burst.say import say; say('a line'); say('another'); "
+MEGATRONS = "import sys, logging; logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s'); "  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "before, after, out, err",
+    [
+        ("", "", "", "a line\nanother\n"),
+        (MEGATRONS, "", "a line\nanother\n", ""),
+        ("import logging; logging.warning('w'); ", "", "", "WARNING:root:w\nINFO:megatron_burst:a line\nINFO:megatron_burst:another\n"),  # noqa: E501
+        ("import logging; logging.getLogger('megatron_burst').setLevel('WARNING'); ", "", "", ""),
+        ("import logging; logging.basicConfig(level=logging.ERROR); ", "", "", ""),
+        ("", f"{MEGATRONS} say('last')", "last\n", "a line\nanother\n"),
+        ("import megatron_burst, logging; assert not logging.getLogger('megatron_burst').handlers; import sys; sys.exit() #", "", "", ""),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_lines_go_where_logging_says_and_else_to_standard_error(before, after, out, err):
+    command = [sys.executable, "-c", before + SAYS + after]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (out, err)
+
+
+def test_nothing_but_the_command_line_prints():
+    from pathlib import Path
+
+    import megatron_burst
+
+    package = Path(megatron_burst.__file__).parent
+    printing = [
+        path for path in package.rglob("*.py")
+        if "print(" in path.read_text() and "cli" not in path.parts
+    ]  # fmt: skip
+    assert printing == []
