@@ -5,11 +5,13 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import HalfCall, Rates
 from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.hardware_file import hardware
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
@@ -28,11 +30,13 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
         config: what the user asked for; unchanged if its `hardware` is None.
 
     Raises:
-        BurstError: if the hardware is unknown, or what was asked for cannot run.
+        BurstError: if the hardware is unknown, has no speed of the kernel that was asked for, or if
+            what was asked for cannot run.
     """
     if config.hardware is None or call.topology.cp_size == 1:
         return config, []
     machine = _hardware(config.hardware)
+    _check_kernel(machine, config.backend)
     chosen = choose_call(call, machine)
     way = chosen.call
     in_rounds = way.mode != "ring" and way.pieces
@@ -56,6 +60,16 @@ def speeds_digest(config: BurstConfig) -> str:
         return "None"
     speeds = repr(_hardware(config.hardware)).encode()
     return f"{config.hardware}, whose figures are {blake2b(speeds, digest_size=4).hexdigest()}"
+
+
+def _check_kernel(machine: Hardware, backend: str) -> None:
+    known = {kernel.backend: None for kernel in machine.kernels}
+    if backend != "auto" and known.keys().isdisjoint(backend.split(",")):
+        raise BurstError(
+            f"burst attention: hardware {machine.name} must tell the speed of the kernel, because "
+            f"what is auto is what simulation finds fastest; got {backend}, and speeds of "
+            f"{', '.join(known)}; leave out --burst-hardware (hardware), or choose one of these"
+        )
 
 
 def rates(config: BurstConfig) -> Rates:

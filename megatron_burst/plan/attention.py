@@ -26,6 +26,9 @@ from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology, pretend_hosts
 
+# kernels whose causal tiles may have more keys than queries
+_RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -220,7 +223,7 @@ class AttentionCall:
             return a2a_schedule(topology, cp_rank, **options)
         whole = self.rectangular_causal
         if whole is None:
-            whole = self.backend.partition(",")[0] in ("auto", "fa4", "flash")
+            whole = self.backend.partition(",")[0] in _RECTANGULAR
         options["recalls"] = self.recalls and direction is Direction.BACKWARD
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 

@@ -51,6 +51,24 @@ def test_what_was_asked_for_stays(asked):
     assert "auto" not in (config.intra, config.inter)
 
 
+def test_several_kernels_are_timed_as_the_fastest_that_is_known():
+    reasons = {}
+    for backend in ("auto", "fa4", "fa3,fa4,flash", "te,cudnn", "cudnn"):
+        config = BurstConfig(hardware="h200", backend=backend)
+        reasons[backend] = planned(way(config), config)[1]
+    assert reasons["auto"] == reasons["fa4"] == reasons["fa3,fa4,flash"]
+    assert reasons["te,cudnn"] == reasons["cudnn"] != reasons["auto"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "te,reference"])
+def test_a_kernel_without_a_known_speed_is_refused(backend):
+    config = BurstConfig(hardware="h200", backend=backend)
+    with pytest.raises(
+        BurstError, match=f"got {backend}, and speeds of fa4, .*; leave out --burst"
+    ):
+        planned(way(config), config)
+
+
 def attend(rank, tomls):
     """Largest error and what rank 0 said; or the sentence of a refusal."""
     tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)

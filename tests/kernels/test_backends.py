@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
 from megatron_burst.kernels.partial import delta_stand_in, row_delta
+from megatron_burst.plan.attention import _RECTANGULAR
 from tests.oracle import full_attention
 
 ON_CPU = ["reference", "torch-cpu"]
@@ -137,3 +138,9 @@ def test_a_backend_that_cannot_do_the_call_is_refused_with_those_that_can():
         choose_backend(problem(), "flsh")
     with pytest.raises(BurstError, match="int64 on cpu.*choose another dtype"):
         choose_backend(problem(dtype=torch.int64), "auto")
+
+
+def test_the_planner_knows_which_kernels_do_rectangular_causal_tiles():
+    """It has no torch, so it cannot look."""
+    able = {name for name, b in backends().items() if b.capability.rectangular_causal}
+    assert {*_RECTANGULAR} == able | {"auto"}
