@@ -42,9 +42,10 @@ def interpret(tile, sizes, tma):
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_for_numpy(tensor, scope):  # int(array of one element) is an error since numpy 2.5
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patch_for_numpy(tensor, *scope):  # int(array of one element) is an error since numpy 2.5
+        patch(tensor, *scope)
+        put = scope[0].set_attr if scope else setattr  # Triton 3.5 has no scope
+        put(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_for_numpy
     from megatron_burst.kernels import triton_backward, triton_forward
