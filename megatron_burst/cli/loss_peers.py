@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst.cli.sentence import pick
+from megatron_burst.cli.world import World
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.forecast import Forecast
 from megatron_burst.loss.linear import linear_cross_entropy
@@ -242,6 +243,15 @@ PEERS = {
         LossPeer("quack", quack, "quack"),
     )
 }
+
+
+def usual_peers(world: World) -> tuple[LossPeer, ...]:
+    """All implementations that can run; says which others there are, and why they cannot."""
+    refused = {name: peer.refusal(world.size) for name, peer in PEERS.items()}
+    reasons = [f"{name} ({reason})" for name, reason in refused.items() if reason]
+    if reasons:
+        world.progress.say(f"left out: {'; '.join(reasons)}")
+    return tuple(peer for name, peer in PEERS.items() if not refused[name])
 
 
 def peers_of(names) -> tuple[LossPeer, ...]:

@@ -57,10 +57,10 @@ def unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """A refusal ends the command with its sentence, said by one rank, and code 1."""
+    """A refusal ends the command with its sentence, said by one rank, and code 2."""
     try:
         yield
     except BurstError as error:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None

@@ -104,7 +104,7 @@ def test_names_that_are_none_are_refused(text):
     with pytest.raises(BurstError, match="--hosts must list host names, each once"):
         hosts_in(text)
     done = doctor(f"--hosts={text}")
-    assert done.exit_code == 1 and "error: doctor: --hosts" in done.output
+    assert done.exit_code == 2 and "error: doctor: --hosts" in done.output
 
 
 def test_the_default_is_ssh_that_asks_for_no_password():
@@ -127,4 +127,4 @@ def test_options_that_would_be_ignored_are_refused(options, match, monkeypatch):
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     done = doctor(*options)
-    assert done.exit_code == 1 and match in done.output and done.output.count("error: ") == 1
+    assert done.exit_code == 2 and match in done.output and done.output.count("error: ") == 1

@@ -106,7 +106,7 @@ def test_a_bad_option_is_refused_in_one_sentence(options, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments, words = options
     result = CliRunner().invoke(app, ["bench", "attention", *arguments])
-    assert result.exit_code == 1 and result.output.startswith("error: bench") is (
+    assert result.exit_code == 2 and result.output.startswith("error: bench") is (
         "intra=rign" not in arguments[1]
     )
     with pytest.raises(BurstError, match=words):
@@ -133,7 +133,7 @@ def test_other_commands_refuse_under_their_own_name(options, monkeypatch, tmp_pa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments, words = options
     done = CliRunner().invoke(app, ["bench", *arguments])
-    assert done.exit_code == 1 and done.output.startswith("error: bench ")
+    assert done.exit_code == 2 and done.output.startswith("error: bench ")
     assert re.search(words, done.output), done.output
     assert not list(tmp_path.iterdir())
 
@@ -164,7 +164,7 @@ def test_recomputation_is_refused_before_megatron_is_loaded(options, tmp_path):
     """Catches a sentence that stands below Megatron's warnings."""
     command = [sys.executable, "-m", "megatron_burst.cli", "bench", "recompute", "--device", "cpu"]
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: bench recompute: --")
+    assert done.returncode == 2 and done.stderr.startswith("error: bench recompute: --")
     assert done.stderr.count("\n") == 1
 
 
@@ -173,6 +173,7 @@ def test_one_process_alone_measures_and_shows_a_table(tmp_path):
     options = ["--seq", "64", "--heads", "4/2", "--head-dim", "8", "--reps", "1", "--device", "cpu"]
     done = CliRunner().invoke(app, ["bench", "attention", *options, "--out", str(out)])
     assert done.exit_code == 0, done.output
+    assert "1 of 1: " in done.stderr and "1 of 1: " not in done.stdout
     assert "burst / ceiling" in done.output and "te:p2p failed: TransformerEngine" in done.output
     assert len(out.read_text().splitlines()) == 1 + 2 * 6
 

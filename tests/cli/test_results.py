@@ -140,7 +140,7 @@ def test_no_picture_of_memory_where_none_was_measured(tmp_path):
 def refused(command, path):
     """The sentence that a command that shows a CSV ends with."""
     done = CliRunner().invoke(app, ["bench", command, str(path)])
-    assert done.exit_code == 1 and done.output.startswith(f"error: bench: {path}"), done.output
+    assert done.exit_code == 2 and done.output.startswith(f"error: bench: {path}"), done.output
     assert done.output.count("\n") == 1 and isinstance(done.exception, SystemExit)
     return done.output
 
