@@ -176,14 +176,17 @@ def loss(
     device: Device = None,
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
-    from megatron_burst.cli.bench_loss import LossPlan, measure
-    from megatron_burst.cli.loss_peers import cases_of, listed_cases, peers_of, usual_peers
+    from megatron_burst.cli.bench_loss import LOSS_CSV, LossPlan, measure
+    from megatron_burst.cli.loss_heads import cases_of, listed_cases
+    from megatron_burst.cli.loss_peers import peers_of, usual_peers
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
+    from megatron_burst.cli.sweep import check_out
     from megatron_burst.cli.world import started
 
     with in_one_sentence(), started(_LOSS, device) as world:
         dtype = dtype or _usual_dtype(world)
         cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
+        check_out(out, world, LOSS_CSV)
         peers = peers_of(impl) if impl else usual_peers(world)
         plan = LossPlan(cases, peers, reps=reps, budget_s=budget_s, out=out)
         rows = measure(plan, world)

@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from megatron_burst.cli.facts import gpu_state, versions
-from megatron_burst.cli.loss_peers import HeadTensors, LossCase, LossPeer, draw, truth_of
+from megatron_burst.cli.loss_heads import HeadTensors, LossCase, draw, truth_of
+from megatron_burst.cli.loss_peers import LossPeer
 from megatron_burst.cli.results import Sheet
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.sweep import check_out, clock, save, sweep

@@ -9,14 +9,8 @@ import torch
 
 from megatron_burst.cli import loss_peers
 from megatron_burst.cli.bench_loss import LOSS_CSV, LossRow
-from megatron_burst.cli.loss_peers import (
-    PEERS,
-    LossCase,
-    cases_of,
-    listed_cases,
-    peers_of,
-    usual_peers,
-)
+from megatron_burst.cli.loss_heads import LossCase, cases_of, listed_cases
+from megatron_burst.cli.loss_peers import PEERS, peers_of, usual_peers
 from megatron_burst.cli.progress import Progress
 from megatron_burst.cli.results import columns_of, read
 from megatron_burst.errors import BurstError
@@ -128,7 +122,7 @@ def test_cases_come_in_the_order_in_which_they_are_named():
 
 
 def test_logits_of_the_drawn_head_are_of_order_one():
-    from megatron_burst.cli.loss_peers import draw
+    from megatron_burst.cli.loss_heads import draw
 
     group = SimpleNamespace(size=lambda: 2)
     x = draw(LossCase(64, 256, 128, "float32"), 1, torch.device("cpu"), group)

@@ -222,7 +222,7 @@ def test_wrong_options_are_refused_in_a_sentence(options, match):
     given = {"--model": "llama3-8b", "--seq-length": "256k", "--gpus": "16"}
     names = [word for word in options if word.startswith("--")]
     kept = [word for name, value in given.items() if name not in names for word in (name, value)]
-    text = run(*kept, *options, code=1)
+    text = run(*kept, *options, code=2)
     assert text.count("error: ") == 1
     assert re.search(match.replace("(", r"\(").replace(")", r"\)"), text.replace("\n", " "))
 
@@ -233,6 +233,6 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")
     text = run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=1
+        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2
     )
     assert f"plan: {option} must name a file that can be written" in text
