@@ -59,7 +59,7 @@ def doctor(
 ) -> None:
     """Check this machine; under torchrun or srun the whole job; with --hosts before any job.
 
-    Exits with 1 if something would break a run, with 2 if it could not be asked so. Never stops,
+    Exits with 1 if something would break a run, with 2 for options that are refused. Never stops,
     starts or changes anything.
     """
     from megatron_burst.cli.doctor.launched import launch_of
