@@ -102,7 +102,7 @@ def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
         dtype = dtype or _usual_dtype(world)
         sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
         plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))
-        rows = measure(plan, world, console.print)
+        rows = measure(plan, world)
         if world.rank == 0 and rows:
             console.print(terminal_table(rows), *reasons(rows), sep="\n")
             console.print(f"rows were appended to {plan.out}")
@@ -142,10 +142,11 @@ def recompute(
         sizes = layers, hidden, ffn, *one_head_count(heads, _RECOMPUTE), head_dim
         lengths, modes = whole_numbers(seq, "--seq", _RECOMPUTE), modes_of(mode or ())
         with started(_RECOMPUTE, device, hosts) as world:
+            modes = modes_of(mode or (), world.size)
             dtype = dtype or _usual_dtype(world)
             problems = [Widths(*sizes, tokens, batch, dtype) for tokens in lengths]
             plan = Plan(problems, modes, reps=reps, budget_s=budget_s, out=out)
-            rows = measure(plan, world, typer.echo)
+            rows = measure(plan, world)
             if world.rank == 0 and rows:
                 typer.echo(trade_table(rows))
                 for path in draw_if_possible(rows, out.with_suffix("")):
@@ -163,7 +164,10 @@ def loss(
         Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
     ] = None,
     impl: Annotated[
-        list[str] | None, Option(help="repeatable, e.g. burst:auto, megatron:fused, liger")
+        list[str] | None,
+        Option(
+            help="repeatable, e.g. burst:auto, megatron:fused, liger; default: all that can run"
+        ),
     ] = None,
     dtype: Dtype = None,
     out: Out = Path("loss.csv"),
@@ -172,16 +176,20 @@ def loss(
     device: Device = None,
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
-    from megatron_burst.cli.bench_loss import LossPlan, measure
-    from megatron_burst.cli.loss_peers import cases_of, listed_cases, peers_of
+    from megatron_burst.cli.bench_loss import LOSS_CSV, LossPlan, measure
+    from megatron_burst.cli.loss_heads import cases_of, listed_cases
+    from megatron_burst.cli.loss_peers import peers_of, usual_peers
     from megatron_burst.cli.loss_table import draw_if_possible, loss_table
+    from megatron_burst.cli.sweep import check_out
     from megatron_burst.cli.world import started
 
     with in_one_sentence(), started(_LOSS, device) as world:
         dtype = dtype or _usual_dtype(world)
         cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
-        plan = LossPlan(cases, peers_of(impl or ()), reps=reps, budget_s=budget_s, out=out)
-        rows = measure(plan, world, typer.echo)
+        check_out(out, world, LOSS_CSV)
+        peers = peers_of(impl) if impl else usual_peers(world)
+        plan = LossPlan(cases, peers, reps=reps, budget_s=budget_s, out=out)
+        rows = measure(plan, world)
         if world.rank == 0 and rows:
             typer.echo(loss_table(rows))
             for path in draw_if_possible(rows, out.with_suffix("")):

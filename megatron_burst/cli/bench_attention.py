@@ -45,13 +45,13 @@ class Plan:
     out: Path | None = None
 
 
-def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
+def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Row]:
     """Run a plan on all ranks together.
 
     Args:
         plan: the same on all ranks.
         world: all ranks.
-        say: tells rank 0's user how far it is.
+        say: see `sweep`.
 
     Returns:
         the rows, on every rank.
@@ -81,7 +81,8 @@ class _Bench:
         """All rows of one problem; on disk when this returns."""
         shard = draw_shard(case, self.world)
         self.trials, truth = {}, None
-        for peer in peers:
+        for number, peer in enumerate(peers):
+            self.world.progress.now(f"{peer.impl}: trying it out", number / len(peers) / 2)
             trial = try_out(peer, shard, self.world, truth)
             if peer.comparable and trial.status == "ok":
                 truth = truth or trial.sample

@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from megatron_burst.cli.facts import gpu_state, versions
-from megatron_burst.cli.loss_peers import HeadTensors, LossCase, LossPeer, draw, truth_of
+from megatron_burst.cli.loss_heads import HeadTensors, LossCase, draw, truth_of
+from megatron_burst.cli.loss_peers import LossPeer
 from megatron_burst.cli.results import Sheet
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.sweep import check_out, clock, save, sweep
@@ -85,13 +86,15 @@ class LossPlan:
     out: Path | None = None
 
 
-def measure(plan: LossPlan, world: World, say: Callable[[str], None] = print) -> list[LossRow]:
+def measure(
+    plan: LossPlan, world: World, say: Callable[[str], None] | None = None
+) -> list[LossRow]:
     """Run a plan on all ranks together; returns the rows, on every rank.
 
     Args:
         plan: the same on all ranks.
         world: all ranks; they share the vocabulary.
-        say: tells rank 0's user how far it is.
+        say: see `sweep`.
 
     Raises:
         BurstError: if `plan.out` has other columns.
@@ -142,7 +145,8 @@ class _Head:
         x = draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
         truth = truth_of(small)
-        for peer in self.plan.peers:
+        for number, peer in enumerate(self.plan.peers):
+            world.progress.now(f"{peer.name}: trying it out", number / len(self.plan.peers) / 2)
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
         able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
         runs = {peer.name: partial(peer.run, x) for peer in able}

@@ -44,13 +44,13 @@ class Plan:
     out: Path | None = None
 
 
-def measure(plan: Plan, world: World, say: Callable[[str], None] = print) -> list[Row]:
+def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Row]:
     """Run a plan on all ranks together; returns the rows, on every rank.
 
     Args:
         plan: the same on all ranks.
         world: all ranks; they are one context-parallel group.
-        say: tells rank 0's user how far it is.
+        say: see `sweep`.
 
     Raises:
         BurstError: if `plan.out` has other columns.
@@ -99,7 +99,8 @@ class _Part:
         """Measure, and let everything go."""
         modes = [mode for mode in self.plan.modes if mode.impl == self.impl]
         failure = attempt(self._build, self.world)
-        for mode in modes:
+        for number, mode in enumerate(modes):
+            self.world.progress.now(f"{mode}: trying it out", number / len(modes) / 2)
             failure_of_it = failure or self._try_out(mode)
             if failure_of_it:
                 self.failures[str(mode)] = failure_of_it

@@ -16,6 +16,7 @@ from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.plan.topology import Link
 
 _HEAD_DIMS = (64, 128)
+_KINDS_OF_LINKS = 6
 _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 
@@ -56,7 +57,7 @@ def calibrate(
         world: all ranks.
         name: of the machine; None takes the GPU's.
         budget_s: seconds after which nothing new is measured.
-        say: tells rank 0's user what is measured.
+        say: takes lines on rank 0: what begins, what there was no time for.
 
     Returns:
         what was measured, the same on all ranks.
@@ -71,14 +72,18 @@ class _Run:
     deadline: float
     say: Callable[[str], None]
     left_out: list[str] = field(default_factory=list)
+    begun: int = 0
 
     def all(self, name: str | None) -> Calibration:
+        if self.world.rank == 0:
+            self.say("measuring kernels and links")
         topology = topology_of_homes(self.world.gather(my_home()))
         gpu, memory_gib = _device(self.world.device)
         run, flops = matmul(self.world, self.sizes.matmul, self.sizes.dtype)
         rate = flops / max(rank_ms(run, self.world)) / 1e9
         links = tuple(self._links(Mover.of(self.world, topology)))
         kernels = tuple(self._kernels())
+        self.world.progress.end()
         if self.left_out and self.world.rank == 0:
             self.say(f"time was up; not measured: {', '.join(self.left_out)}")
         return Calibration(name or gpu, gpu, _rounded(memory_gib), _rounded(rate), kernels, links)
@@ -137,9 +142,15 @@ class _Run:
         late = self.world.decide(monotonic() > self.deadline)
         if late:
             self.left_out.append(what)
-        elif self.world.rank == 0:
-            self.say(what)
+        else:
+            self.world.progress.now(what, self.begun / self._most)
+            self.begun += 1
         return not late
+
+    @property
+    def _most(self) -> int:
+        """How many things there are to measure, or fewer."""
+        return len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
 
 
 def _device(device: torch.device) -> tuple[str, float]:

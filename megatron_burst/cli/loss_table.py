@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron_burst.cli.bench_loss import LossRow
 from megatron_burst.plan.units import in_units
 
+_TIME, _MEMORY = "µs a token", "GiB besides the gradients"
+
 
 def loss_table(rows: Sequence[LossRow]) -> str:
     """Markdown: one line a head and implementation, beside Megatron's fused loss where it ran."""
@@ -53,7 +55,7 @@ def _is_native(row: LossRow) -> bool:
 
 
 def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
-    """Write `STEM_loss.png`: time a token and memory, a pair of panels for each head.
+    """Write `STEM_loss.png`: time a token and memory where it was measured, for each head.
 
     Returns:
         the file, or nothing where Matplotlib is missing or nothing ran.
@@ -67,31 +69,33 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     if not heads:
         return []
     names = list(dict.fromkeys(row.impl for row in newest))
-    figure = Figure(figsize=(11, 2.8 * len(heads)), layout="constrained")
-    panels = figure.subplots(len(heads), 2, squeeze=False)
-    for (left, right), (hidden, vocab, ranks) in zip(panels, heads, strict=True):
+    kinds = [_TIME, *([_MEMORY] if any(row.peak_gib is not None for row in newest) else [])]
+    figure = Figure(figsize=(5.5 * len(kinds), 2.8 * len(heads)), layout="constrained")
+    panels = figure.subplots(len(heads), len(kinds), squeeze=False)
+    for line, (hidden, vocab, ranks) in zip(panels, heads, strict=True):
         these = [r for r in newest if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
-        _lines(left, right, these, names)
-        for axis, what in ((left, "µs a token"), (right, "GiB besides the gradients")):
+        for axis, what in zip(line, kinds, strict=True):
+            _lines(axis, what, these, names)
             axis.set(xscale="log", xlabel="tokens", ylabel=what)
             axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
             tokens = sorted({row.tokens for row in these})
             axis.set_xticks(tokens, [in_units(number) for number in tokens])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        left.set_ylim(0, None)
-        right.set_ylim(0, None)
-        left.legend(fontsize=7, loc="lower right", ncols=2)
+            axis.set_ylim(0, None)
+        line[0].legend(fontsize=7, loc="lower right", ncols=2)
     path = stem.with_name(f"{stem.name}_loss.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _lines(left, right, rows: Sequence[LossRow], names: Sequence[str]) -> None:
-    """Time a token and memory of each implementation, which has its colour in all panels."""
+def _lines(axis, what: str, rows: Sequence[LossRow], names: Sequence[str]) -> None:
+    """Time or memory of each implementation, which has its colour in all panels."""
     for name in dict.fromkeys(row.impl for row in rows):
         line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
-        tokens, style = [row.tokens for row in line], {"color": f"C{names.index(name)}"}
-        left.plot(tokens, [1e3 * row.ms / row.tokens for row in line], "o-", label=name, **style)
-        memory = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
-        right.plot(tokens, memory, "o-", **style)
+        if what == _TIME:
+            values = [1e3 * row.ms / row.tokens for row in line]
+        else:
+            values = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
+        tokens, color = [row.tokens for row in line], f"C{names.index(name)}"
+        axis.plot(tokens, values, "o-", label=name, color=color)

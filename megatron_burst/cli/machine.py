@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 from typer import Option
 
 from megatron_burst.cli.options import Device, Hosts
+from megatron_burst.cli.progress import Progress, shown
 from megatron_burst.cli.sentence import check_writable, in_one_sentence
 from megatron_burst.errors import BurstError
 
@@ -33,7 +33,7 @@ def calibrate(
 
     with in_one_sentence(), started("calibrate", device, hosts) as world:
         world.refuse_together(lambda: check_writable("calibrate", "--out", out))
-        found = measure(world, name, budget_s, lambda text: typer.echo(text, err=True))
+        found = measure(world, name, budget_s, world.progress.say)
         if world.rank == 0:
             write_calibration(found, out)
             typer.echo(to_toml(found), nl=False)
@@ -65,16 +65,22 @@ def doctor(
     from megatron_burst.cli.doctor.launched import launch_of
     from megatron_burst.cli.doctor.report import print_report
 
-    sizes, say = {"--tp": tp, "--cp": cp, "--pp": pp}, partial(print_report, as_json=as_json)
+    sizes = {"--tp": tp, "--cp": cp, "--pp": pp}
     try:
         launch = None if hosts is not None else launch_of(os.environ)
         _check_doctor(hosts, ssh, launch is not None, sizes)
-        if hosts is not None:
-            breaks = _hosts_break(hosts, ssh, timeout_s, say)
-        elif launch:
-            breaks = _job_breaks(launch, sizes, timeout_s, say)
-        else:
-            breaks = _machine_breaks(timeout_s, say)
+        with shown(0 if launch is None else launch.rank) as progress:
+
+            def say(report: "Report") -> None:
+                progress.end()
+                print_report(report, as_json)
+
+            if hosts is not None:
+                breaks = _hosts_break(hosts, ssh, timeout_s, say, progress)
+            elif launch:
+                breaks = _job_breaks(launch, sizes, timeout_s, say, progress)
+            else:
+                breaks = _machine_breaks(timeout_s, say, progress)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -104,12 +110,16 @@ def _check_doctor(hosts: str | None, ssh: str, in_job: bool, sizes: dict[str, in
         ) from None
 
 
-def _hosts_break(hosts: str, ssh: str, timeout_s: float, say: Callable[["Report"], None]) -> bool:
+def _hosts_break(
+    hosts: str, ssh: str, timeout_s: float, say: Callable[["Report"], None], progress: Progress
+) -> bool:
     """Check hosts over ssh; whether a run on them would break."""
     from megatron_burst.cli.doctor.hosts import SSH, Reach, check_hosts, hosts_in
     from megatron_burst.cli.doctor.survey import run_command
 
-    report = check_hosts(hosts_in(hosts), Reach(run_command, ssh or SSH, timeout_s))
+    names = hosts_in(hosts)
+    progress.now(f"asking {len(names)} hosts")
+    report = check_hosts(names, Reach(run_command, ssh or SSH, timeout_s))
     say(report)
     return report.breaks
 
@@ -119,6 +129,7 @@ def _job_breaks(
     sizes: dict[str, int | None],
     timeout_s: float,
     say: Callable[["Report"], None],
+    progress: Progress,
 ) -> bool:
     """Check the job that this process is a rank of; whether a run would break."""
     from megatron_burst.cli.doctor.job import Job, check_job
@@ -126,15 +137,18 @@ def _job_breaks(
     from megatron_burst.plan.cluster import Sizes
 
     asked = Sizes(*(size or 1 for size in sizes.values())) if any(sizes.values()) else None
-    return check_job(launch, Job(run_command, os.environ, timeout_s, asked, say))
+    return check_job(launch, Job(run_command, os.environ, timeout_s, asked, say, progress))
 
 
-def _machine_breaks(timeout_s: float, say: Callable[["Report"], None]) -> bool:
+def _machine_breaks(timeout_s: float, say: Callable[["Report"], None], progress: Progress) -> bool:
     """Check this machine alone; whether a run would break."""
     from megatron_burst.cli.doctor.local import check_machine
     from megatron_burst.cli.doctor.record import Report
     from megatron_burst.cli.doctor.survey import run_command, survey_here
 
-    report = Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))
+    progress.now("asking this machine")
+    survey = survey_here(run_command, timeout_s)
+    progress.now("kernels, and what of Megatron's burst attaches to", 0.5)
+    report = Report(tuple(check_machine(survey, os.environ)))
     say(report)
     return report.breaks

@@ -38,7 +38,7 @@ def sweep(
     rows_of: Callable[[Any], list],
     world: World,
     out_of_time: Callable[[], bool],
-    say: Callable[[str], None],
+    say: Callable[[str], None] | None = None,
 ) -> list:
     """The rows of one problem after another, until time is up; on every rank.
 
@@ -47,14 +47,16 @@ def sweep(
         rows_of: measures one.
         world: all ranks.
         out_of_time: asked on rank 0 before each.
-        say: tells rank 0's user how far it is.
+        say: takes lines of what is under way, on rank 0; None: shows the world's progress.
     """
-    say = say if world.rank == 0 else lambda text: None
+    say = (say or world.progress.say) if world.rank == 0 else lambda text: None
     rows = []
     for number, problem in enumerate(problems):
         if world.decide(out_of_time()):
             say(f"time is up: {len(problems) - number} problems were not started")
             break
         say(f"{number + 1} of {len(problems)}: {problem}")
+        world.progress.begin(number, len(problems))
         rows += rows_of(problem)
+    world.progress.end()
     return rows

@@ -60,6 +60,10 @@ def interleave(
             break
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             if turn < reps[name]:
+                share = turn / max(reps.values())
+                world.progress.now(
+                    f"{name}: repetition {turn + 1} of {reps[name]}", 0.5 + share / 2
+                )
                 if before:
                     before(name)
                 mine[name].append(timed_ms(runs[name], world))

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from platform import node
 
 import torch
 import torch.distributed as dist
 
+from megatron_burst.cli.progress import Progress, shown
 from megatron_burst.comm.hosts import my_home, nvlink_domains
 from megatron_burst.errors import BurstError
 
@@ -27,6 +28,7 @@ class World:
         hosts: how many hosts (NVLink domains) there are.
         machines: how many machines: fewer where hosts are pretended.
         control: a gloo group: what ranks tell each other passes by the device's streams.
+        progress: what the user sees of the run; silent unless a command shows it.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class World:
     hosts: int
     machines: int
     control: dist.ProcessGroup
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -111,7 +114,8 @@ def started(who: str, device: str | None, hosts: int | None = None) -> Iterator[
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **alone)
     stuck = device == "cuda"  # after a failure kernels may wait forever for another rank's
     try:
-        yield world_of(device)
+        with shown(dist.get_rank()) as progress:
+            yield replace(world_of(device), progress=progress)
         stuck = False
     finally:
         if not stuck:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import impls_of
+from megatron_burst.cli.progress import Progress
 from megatron_burst.cli.results import COLUMNS, read
 from tests.ranks import preload, run_ranks
 
@@ -127,6 +128,7 @@ def stub_world(others, answers=()):
         barrier=lambda: None,
         gather=lambda mine: [mine, others],
         decide=lambda asked: next(answers, asked),
+        progress=Progress(),
     )
 
 

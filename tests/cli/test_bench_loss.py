@@ -1,12 +1,17 @@
 """The loss's benchmark on two processes: rows, agreement with float64, table and picture."""
 
 import csv
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_burst.cli import loss_peers
 from megatron_burst.cli.bench_loss import LOSS_CSV, LossRow
-from megatron_burst.cli.loss_peers import LossCase, cases_of, listed_cases, peers_of
+from megatron_burst.cli.loss_heads import LossCase, cases_of, listed_cases
+from megatron_burst.cli.loss_peers import PEERS, peers_of, usual_peers
+from megatron_burst.cli.progress import Progress
 from megatron_burst.cli.results import columns_of, read
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
@@ -21,8 +26,6 @@ NAMES = (
 
 def bench(rank, folder):
     """Rows of a run, of one without time, and of one with a wrong implementation."""
-    from dataclasses import replace
-
     from megatron_burst.cli.bench_loss import LossPlan, measure
     from megatron_burst.cli.world import world_of
 
@@ -84,6 +87,20 @@ def test_table_and_picture(results, tmp_path):
     assert text.count("\n") == 1 + len(rows) and "| 96 | 32 x 64 |" in text
     (picture,) = draw_if_possible(rows, tmp_path / "a")
     assert picture.stat().st_size > 10_000
+    (wider,) = draw_if_possible([replace(row, peak_gib=1.0) for row in rows], tmp_path / "b")
+    alone, beside = (int.from_bytes(path.read_bytes()[16:20]) for path in (picture, wider))
+    assert beside == 2 * alone  # no panel of memory where none was measured
+
+
+def test_without_names_what_can_run_is_measured(monkeypatch, capsys):
+    """And the others are named once, with their reason."""
+    monkeypatch.setattr(loss_peers, "find_spec", lambda name: name == "megatron" or None)
+    for ranks, left_out in ((1, 4), (2, 5)):
+        world = SimpleNamespace(size=ranks, progress=Progress(talks=True))
+        usual = [peer.name for peer in usual_peers(world)]
+        said = capsys.readouterr().err
+        assert len(usual) == len(PEERS) - left_out and "burst:auto" in usual
+        assert "liger (liger_kernel is not installed)" in said and said.count("\n") == 1
 
 
 def test_unknown_implementations_are_refused():
@@ -105,9 +122,7 @@ def test_cases_come_in_the_order_in_which_they_are_named():
 
 
 def test_logits_of_the_drawn_head_are_of_order_one():
-    from types import SimpleNamespace
-
-    from megatron_burst.cli.loss_peers import draw
+    from megatron_burst.cli.loss_heads import draw
 
     group = SimpleNamespace(size=lambda: 2)
     x = draw(LossCase(64, 256, 128, "float32"), 1, torch.device("cpu"), group)

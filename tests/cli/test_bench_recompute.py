@@ -126,5 +126,9 @@ def test_table_and_picture(results, tmp_path):
 def test_refuses_a_mode_that_there_is_not():
     from megatron_burst.cli.modes import modes_of
 
+    assert "burst:half" not in map(str, modes_of((), 1)) and len(modes_of((), 1)) == 10
+    assert "burst:half" in map(str, modes_of((), 2))
+    with pytest.raises(BurstError, match="burst:half must have 2 ranks.*got 1; start more"):
+        modes_of(["burst:all", "burst:half"], 1)
     with pytest.raises(BurstError, match="got 'burst:some'; choose among burst:none, burst:half, "):
         modes_of(["burst:some"])

@@ -175,6 +175,6 @@ def test_under_srun_ranks_find_each_other_by_slurms_variables(tmp_path):
 def test_a_rank_without_a_store_says_so_in_a_sentence(tmp_path):
     ranks = {1: torchrun(1, 2, free_port(), "a")}
     codes, _, err = doctor(tmp_path, ranks, "--timeout-s", "1")
-    assert codes == {1: 1}
+    assert codes == {1: 2}
     assert "error: doctor: every rank must reach the store of rank 0" in err[1]
     assert "MASTER_ADDR" in err[1]

@@ -16,7 +16,7 @@ from megatron_burst.cli.doctor.network import (
 )
 from megatron_burst.cli.doctor.record import Check, Merged, Report, Status
 from megatron_burst.cli.doctor.report import print_report
-from megatron_burst.cli.doctor.software import check_seams, check_versions
+from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, check_versions
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
     Answer,
@@ -247,6 +247,23 @@ def test_versions_and_seams():
         raise ImportError("No module named 'megatron'")
 
     assert check_seams(missing).status is Status.WARN
+
+
+@pytest.mark.parametrize(
+    "environ, status",
+    [
+        ({}, Status.OK), ({"NVTE_FUSED_ATTN": "0"}, Status.WARN),
+        ({"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}, Status.OK),
+    ],
+)  # fmt: skip
+def test_flash_attention_4_under_transformer_engines_context_parallelism(environ, status):
+    """It computes wrong tensors there; without either package there is nothing to say."""
+    both = {"te": "2.20.2", "fa4": "4.0.0b36"}
+    (found,) = check_te_kernels(both, environ)
+    assert found.status is status and all(number in found.what for number in both.values())
+    assert bool(found.change) == (status is Status.WARN)
+    for name in both:
+        assert check_te_kernels({name: both[name]}, environ) == []
 
 
 def test_a_seam_that_does_not_fit_is_found(monkeypatch):

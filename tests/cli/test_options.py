@@ -173,6 +173,7 @@ def test_one_process_alone_measures_and_shows_a_table(tmp_path):
     options = ["--seq", "64", "--heads", "4/2", "--head-dim", "8", "--reps", "1", "--device", "cpu"]
     done = CliRunner().invoke(app, ["bench", "attention", *options, "--out", str(out)])
     assert done.exit_code == 0, done.output
+    assert "1 of 1: " in done.stderr and "1 of 1: " not in done.stdout
     assert "burst / ceiling" in done.output and "te:p2p failed: TransformerEngine" in done.output
     assert len(out.read_text().splitlines()) == 1 + 2 * 6
 

@@ -3,7 +3,7 @@
 import socket
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -26,6 +26,7 @@ from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_addres
 from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
 from megatron_burst.cli.facts import software
+from megatron_burst.cli.progress import Progress
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.world import World, world_of
 from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
@@ -47,6 +48,7 @@ class Job:
         timeout_s: how long ranks wait for each other in each step.
         sizes: of Megatron's parallelism, to see how its groups lie; None: not asked.
         say: prints a report, on rank 0.
+        progress: what the user sees meanwhile.
     """
 
     run: Runner
@@ -54,6 +56,7 @@ class Job:
     timeout_s: float
     sizes: Sizes | None
     say: Callable[[Report], None]
+    progress: Progress = field(default_factory=Progress)
 
 
 def check_job(launch: Launch, job: Job) -> bool:
@@ -74,6 +77,7 @@ def check_job(launch: Launch, job: Job) -> bool:
         survey = survey_here(job.run, job.timeout_s)
     facts = asdict(_facts(launch, job, survey))
     mine = {"facts": facts, "home": asdict(my_home()), "door": door.at}
+    job.progress.now("waiting for all ranks", 0.2)
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
     checks.before_groups(survey)
@@ -215,6 +219,7 @@ class _Checks:
         def give_up(failure: Check) -> None:
             self.job.say(Report((*self.found, failure), tuple(self.links)))
 
+        self.job.progress.now(stage, 0.6)
         return Watch(self.meeting, stage, self.job.timeout_s, give_up)
 
 

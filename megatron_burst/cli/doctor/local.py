@@ -8,6 +8,7 @@ from megatron_burst.cli.doctor.record import Check, Status
 from megatron_burst.cli.doctor.software import (
     check_backends,
     check_seams,
+    check_te_kernels,
     check_torch,
     check_versions,
 )
@@ -31,7 +32,8 @@ def check_machine(
         environ: environment variables.
         in_job: whether they are those of a training job.
     """
-    found = [check_versions(software())]
+    installed = software()
+    found = [check_versions(installed), *check_te_kernels(installed, environ)]
     if isinstance(survey, Answer):
         why = survey.error or f"exit status {survey.code}"
         found.append(Check("survey", Status.SKIP, f"the machine's state is not known: {why}"))

@@ -1,7 +1,7 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -73,6 +73,30 @@ def check_backends() -> Check:
         change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
         return Check("backends", Status.WARN, what, change)
     return Check("backends", Status.OK, what)
+
+
+def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[Check]:
+    """That TransformerEngine's own context parallelism does not run FlashAttention-4.
+
+    All its modes (p2p, a2a, all_gather) gave wrong tensors then, on H200 with TransformerEngine
+    2.20.2 and flash-attn-4 4.0.0b36: errors as large as the values. Burst runs its own.
+
+    Args:
+        found: versions of software, by name.
+        environ: environment variables.
+    """
+    if not {"te", "fa4"} <= found.keys():
+        return []
+    both = f"TransformerEngine {found['te']} with flash-attn-4 {found['fa4']}"
+    change = "unset NVTE_FUSED_ATTN and leave out --attention-backend flash, or use burst"
+    fused, flash = environ.get("NVTE_FUSED_ATTN", "1"), environ.get("NVTE_FLASH_ATTN", "1")
+    if fused == "0" and flash != "0":
+        what = f"NVTE_FUSED_ATTN=0: {both} computes wrong results under context parallelism"
+        return [
+            Check("te kernels", Status.WARN, f"{what} (measured: 2.20.2 with 4.0.0b36)", change)
+        ]
+    what = f"{both} takes cuDNN, which is right under context parallelism; NVTE_FUSED_ATTN=0 is not"
+    return [Check("te kernels", Status.OK, what)]
 
 
 def check_seams(load: Callable[[], list] | None = None) -> Check:

@@ -1,0 +1,73 @@
+"""What every command has: help, a version, completion, and a bar while it runs."""
+
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.cli.main import app
+from megatron_burst.cli.progress import shown
+from megatron_burst.cli.sweep import clock, sweep
+from megatron_burst.version import __version__
+
+COMMANDS = [[], ["bench"], ["bench", "loss"], ["plan"], ["calibrate"], ["doctor"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_by_its_short_name(command):
+    done = CliRunner().invoke(app, [*command, "-h"])
+    assert done.exit_code == 0 and "Usage:" in done.stdout
+
+
+def test_version():
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.stdout == f"megatron-burst {__version__}\n"
+
+
+def test_a_shell_completes_commands():
+    asked = {
+        "_MEGATRON_BURST_COMPLETE": "complete_bash", "COMP_WORDS": "megatron-burst be",
+        "COMP_CWORD": "1",
+    }  # fmt: skip
+    done = CliRunner().invoke(app, prog_name="megatron-burst", env=asked)
+    assert done.stdout.split() == ["bench"]
+
+
+def run(rank):
+    """Two problems, each of which says what it does."""
+    with shown(rank) as progress:
+
+        def rows_of(problem):
+            progress.now(f"half of {problem}", 0.5)
+            if progress.bars:
+                (task,) = progress.bars.tasks
+                progress.bars.refresh()
+                seen.append((task.description, task.completed))
+            return [problem]
+
+        seen = []
+        rows = sweep(
+            ["one", "two"],
+            rows_of,
+            SimpleNamespace(rank=rank, progress=progress, decide=bool),
+            clock(None),
+        )
+    return rows, seen
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    rows, seen = run(0)
+    out, err = capsys.readouterr()
+    assert rows == ["one", "two"] and out == ""
+    assert seen == [("half of one", 0.25), ("half of two", 0.75)]
+    assert "1 of 2: one" in err and "2 of 2: two" in err and "half of two" in err
+
+
+@pytest.mark.parametrize("rank, lines", [(0, 2), (1, 0)])
+def test_a_line_a_problem_elsewhere_by_the_first_rank(rank, lines, monkeypatch, capsys):
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert run(rank) == (["one", "two"], [])
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == lines
