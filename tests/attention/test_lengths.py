@@ -93,7 +93,7 @@ def other_machine(rank, folder):
         "none": {"intra": "gather", "heads_per_round": 1},
     }
     choose = facts.choose_backend
-    with mock.patch.object(facts, "multiprocessors", lambda device: 132 - 18 * rank):
+    with mock.patch.object(facts, "multiprocessors", return_value=132 - 18 * rank):
         for name, options in cases.items():
             able = ("auto", "reference")[rank] if name == "backend" else "auto"
             with mock.patch.object(facts, "choose_backend", lambda p, _, a=able: choose(p, a)):
