@@ -29,8 +29,9 @@ test: ## run the tests, e.g. make test ARGS="-k layout"
 test-fast: ## run a part of the tests, under 3 minutes
 	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
 
+# Four tests at a time: most of their time is starting processes and compiling kernels.
 gpu-test: ## run only the tests that need CUDA GPUs
-	@$(RUN) -m pytest -m gpu $(ARGS)
+	@$(RUN) -m pytest -m gpu -n 4 --dist worksteal $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

@@ -112,9 +112,8 @@ def twice(rank, world, backend, intra, transfer):
     """Whether two runs, with other work in between, give the same bits."""
     tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
-    config = BurstConfig(
-        intra=intra, heads_per_round=1, backend=backend, deterministic=True, transfer=transfer
-    )
+    rounds = {"heads_per_round": 1, "transfer": transfer} if intra == "gather" else {}
+    config = BurstConfig(intra=intra, backend=backend, deterministic=True, **rounds)
     first = run(tensors, rows, config)
     torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
     if rank == 0:
