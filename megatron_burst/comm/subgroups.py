@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,6 +16,8 @@ from megatron_burst.plan.topology import Link
 _WHO = "burst attention"
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
+# The one cache here: up to which number groups have names, as long as the default group lives.
+_MOST: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class SubGroups:
@@ -75,13 +78,16 @@ class SubGroups:
         torch counts them into the name under which the members of a locally synchronised group
         find each other (distributed_c10d.py, _hash_ranks_to_str); with unequal counts they hang.
         """
-        known = len(distributed_c10d._world.pg_names)
-        mine = json.dumps({"process groups": known, "lacking": lacking})
+        known, default = len(distributed_c10d._world.pg_names), dist.group.WORLD
+        # a number that was used, before a group was destroyed, would give two groups one name
+        used = max(known, _MOST.get(default, 0))
+        mine = json.dumps({"process groups": used, "lacking": lacking})
         everyones = [json.loads(text) for text in self._board.share(mine, _WHO)]
         missing = sorted({place for theirs in everyones for place in theirs["lacking"]})
         most = max(theirs["process groups"] for theirs in everyones)
         for _ in range(most - known if missing else 0):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _MOST[default] = most + len(missing)
         return missing
 
     def _new(self, cp_ranks: Sequence[int], ctas: int | None) -> dist.ProcessGroup:
