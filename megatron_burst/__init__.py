@@ -10,7 +10,7 @@ _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
-    "check_in_step": "megatron_burst.comm.groups",
+    "check_in_step": "megatron_burst.comm.state",
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",

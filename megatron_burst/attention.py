@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.comm.groups import GroupState, communicator_of, state_of
+from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.pass_log import Marks
 from megatron_burst.comm.stamp import Kind
+from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.facts import facts_of

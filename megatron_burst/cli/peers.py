@@ -13,7 +13,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import Impl
 from megatron_burst.cli.world import World
-from megatron_burst.comm.groups import release_buffers, symmetric_bytes
+from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.groups import board_of
 from megatron_burst.comm.latest import Latest
+from megatron_burst.comm.state import board_of
 from megatron_burst.errors import BurstError, DisagreementError, unmet
 from megatron_burst.loss.options import WHO, LossOptions
 from megatron_burst.loss.parallel import TensorParallel, processors_of

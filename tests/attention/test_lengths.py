@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_burst import attention
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.groups import state_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import facts

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm import groups
+from megatron_burst.comm import state
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.layout import Layout
@@ -83,7 +83,7 @@ def several_groups(rank, kind, folder):
             dist.barrier()
             dist.destroy_process_group()
             things = [thing() for thing in things if thing() is not None]
-        found.append((error, topology, len(things), len(groups._STATES)))
+        found.append((error, topology, len(things), len(state._STATES)))
     return found
 
 
@@ -104,7 +104,7 @@ def held_by_the_user(rank):
     before = made() is not None
     dist.destroy_process_group(old)
     communicator_of(dist.group.WORLD, BurstConfig())
-    return before, made() is None, old in groups._STATES
+    return before, made() is None, old in state._STATES
 
 
 def test_a_destroyed_group_that_is_still_held_keeps_no_buffers():
