@@ -55,14 +55,13 @@ def run_ranks(
     crew = (_CREWS.pop(given, None) if shared else None) or Crew(*given)
     try:
         results = crew.run(function, args, timeout_s)
-    except BaseException:
-        crew.end()
-        raise
-    if shared:
-        _CREWS[given] = crew
-    else:
-        crew.end()
-    return results
+        if shared:
+            crew.settle(timeout_s)
+            _CREWS[given], crew = crew, None
+        return results
+    finally:
+        if crew:
+            crew.end()
 
 
 class Crew:
@@ -100,6 +99,10 @@ class Crew:
         for pipe in self._pipes:
             pipe.send((function, str(store), args))
         return _collect(self._pipes, timeout_s)
+
+    def settle(self, timeout_s: int) -> None:
+        """Wait until the processes have left what a function made; who cannot serves no other."""
+        _collect(self._pipes, timeout_s)
 
     def end(self) -> None:
         """End the processes, whatever they do."""
@@ -164,3 +167,4 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
         del result
         gc.collect()
         torch.cuda.empty_cache()
+    pipe.send((True, "ready"))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm.aside import Aside
+from megatron_burst.comm.backend import backend_of
 from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.pass_log import PassLog
@@ -72,7 +73,7 @@ class Communicator:
         self._groups = {(link, Cargo.READ): given[link] for link in several if given}
         self._groups |= sub_groups.of(wanted, config.nccl_ctas)
         self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), sub_groups)
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, board) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, config.transfer, refusal)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_burst.comm.backend import backend_of
 from megatron_burst.comm.fabric import fabric_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
@@ -39,7 +40,7 @@ def check_devices(group: dist.ProcessGroup, board: Board) -> None:
     Raises:
         BurstError: on all ranks, naming those that share one.
     """
-    if dist.get_backend(group) != "nccl":
+    if backend_of(group) != "nccl":
         return
     mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     ranks_of: dict[str, list[int]] = {}

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.backend import backend_of
 from megatron_burst.comm.stamp import Kind, Stamp, differences
 from megatron_burst.comm.subgroups import SubGroups
 from megatron_burst.comm.watch import Board
@@ -79,8 +80,8 @@ class PassLog:
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         # a name of its own: keys of a group that was destroyed may still be in the store
-        names = torch.empty(self._size, dtype=torch.int64)
-        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)])
+        names = torch.empty(self._size, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
         dist.all_gather_into_tensor(names, mine, group=group)
         self._name = f"megatron_burst/passes/{names[0].item()}"
         if not waits:
@@ -94,7 +95,7 @@ class PassLog:
             BurstError: if they do not reach each other.
         """
         try:
-            on_cpu = dist.get_backend(group) == "gloo"
+            on_cpu = backend_of(group) == "gloo"
             return cls(sub_groups.beside(), group.get_group_store(), board, waits=on_cpu)
         except RuntimeError as error:
             raise BurstError(
@@ -144,9 +145,11 @@ class PassLog:
             self._look()
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
-        stamps = torch.empty(2 * self._size, dtype=torch.int64)
-        mine = torch.tensor(stamp.packed())
-        work = dist.all_gather_into_tensor(stamps, mine, group=self._group, async_op=True)
+        # "cpu" whatever the default device is: models are built on "meta"
+        stamps = torch.empty(2 * self._size, dtype=torch.int64, device="cpu")
+        mine = torch.tensor(stamp.packed() * self._size, device="cpu")
+        # gloo gathers round a ring, rank by rank; an all-to-all sends to all ranks at once
+        work = dist.all_to_all_single(stamps, mine, group=self._group, async_op=True)
         self._pending.append(_Entry(self._number, stamp, terms, stamps, work))
 
     def _look(self) -> None:

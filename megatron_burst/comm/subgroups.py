@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_burst.comm.backend import backend_of, set_seconds
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
 from megatron_burst.plan.schedule import Cargo
@@ -35,9 +36,10 @@ class SubGroups:
     """
 
     def __init__(self, group: dist.ProcessGroup, board: Board) -> None:
-        self._ranks, self._backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        self._ranks, self._backend = dist.get_process_group_ranks(group), backend_of(group)
         self._board = board
         self._made: dict[tuple, dist.ProcessGroup] = {}
+        self._beside: dist.ProcessGroup | None = None
         self._timeout_s = 0.0
         self.pools: dict[str, SymmetricPool] = {}
 
@@ -63,14 +65,14 @@ class SubGroups:
         It waits twice as long as others: what gloo says of it names no ranks.
         """
         self._level([0])
-        group = dist.new_group(
+        self._beside = dist.new_group(
             self._ranks,
             timeout=timedelta(seconds=_CONNECT_S),
             backend="gloo",
             use_local_synchronization=True,
         )
-        group.set_timeout(timedelta(seconds=2 * self._board.timeout_s))
-        return group
+        set_seconds(self._beside, 2 * self._board.timeout_s)
+        return self._beside
 
     def _level(self, lacking: Sequence[int]) -> list[int]:
         """Let all ranks know of equally many process groups; what any of them lacks.
@@ -110,7 +112,9 @@ class SubGroups:
         if self._timeout_s != self._board.timeout_s:
             self._timeout_s = self._board.timeout_s
             for group in self._made.values():
-                distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout_s), group)
+                set_seconds(group, self._timeout_s)
+            if self._beside is not None:
+                set_seconds(self._beside, 2 * self._timeout_s)
 
     def release(self) -> None:
         """Give symmetric memory back; all ranks together."""

@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from megatron_burst.comm.backend import seconds_of
 from megatron_burst.comm.latest import Latest
 from megatron_burst.errors import BurstError, DisagreementError
 
@@ -178,12 +179,6 @@ class Board:
 
     def _key(self, rank: int) -> str:
         return f"{self._topic()}/{rank}"
-
-
-def seconds_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a group's own operations fail; of the GPU's where it has two backends."""
-    device = max(group._device_types, key=lambda device: device.type == "cuda")
-    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def _disagreement(

@@ -114,21 +114,3 @@ def patience(rank):
 
 def test_a_board_waits_as_long_as_its_group_unless_told():
     assert run_ranks(patience, 2) == [((180.0, 7.0), (90.0, 7.0))] * 2
-
-
-def told(rank):
-    board = Board(dist.group.WORLD, 20)
-    board.share("the first topic", "test")
-    if rank == 0:
-        board.tell("a refusal of its own")
-    dist.barrier()
-    found = board.news(), str(board.explain(RuntimeError("x"), "test", "hop"))
-    board.tell("a refusal of its own")  # if all have refused alike it is no news
-    dist.barrier()
-    return found, board.news()
-
-
-def test_a_rank_that_takes_no_part_leaves_word():
-    (_, ours), ((news, sentence), shared) = run_ranks(told, 2)
-    assert news == {0: "a refusal of its own"} and "cp rank 0" in sentence
-    assert "a refusal of its own" in sentence and ours == shared == {}

@@ -139,7 +139,7 @@ def two_on_one_gpu(rank):
 
 
 def test_ranks_that_share_a_gpu_are_refused_on_all():
-    for sentence in run_ranks(two_on_one_gpu, 2, backend="nccl"):
+    for sentence in run_ranks(two_on_one_gpu, 2, backend="nccl", fresh=True):
         assert "got cp ranks [0, 1] on GPU" in sentence
 
 

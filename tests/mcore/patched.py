@@ -1,6 +1,7 @@
 """Megatron with the diff of patches/, beside the installed one."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +17,16 @@ def patch_megatron(folder: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(root) / "training", tree / "megatron" / "training", ignore=ignored)
     (tree / "megatron" / "core").symlink_to(Path(root) / "core")
-    command = ["git", "apply", "--verbose", str(DIFF)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    done = git_apply(tree, "--verbose")
     assert done.returncode == 0, done.stderr
     return tree
+
+
+def git_apply(tree: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run `git apply` of the diff in a folder, which may lie in a checkout without being its own.
+
+    git leaves files outside of its part of a checkout alone, without a word.
+    """
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    command = ["git", "apply", *options, str(DIFF)]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment)

@@ -6,7 +6,6 @@ collide: a patched Megatron may be started by `python -m megatron_burst` too.
 
 import difflib
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
-from tests.mcore.patched import DIFF, patch_megatron
+from tests.mcore.patched import DIFF, git_apply, patch_megatron
 from tests.ranks import run_ranks
 
 MODULE = "megatron.training.arguments"
@@ -82,8 +81,7 @@ def test_the_diff_touches_megatrons_parser_only_and_adds_what_it_shows(module):
 
 
 def test_it_can_be_taken_out_again(patched):
-    command = ["git", "apply", "--reverse", "--check", str(DIFF)]
-    assert subprocess.run(command, cwd=patched, check=False).returncode == 0
+    assert git_apply(patched, "--reverse", "--check").returncode == 0
 
 
 @pytest.mark.parametrize("other_door", [False, True])
