@@ -176,7 +176,8 @@ class PassLog:
                 raise self._lost(entry, "another rank has given up")
             if monotonic() > until:
                 raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
-            alarmed = self._store.check([self._alarm(entry)])
+            with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+                alarmed = self._store.check([self._alarm(entry)])
 
     def _alarm(self, entry: _Entry) -> str:
         return f"{self._name}/{entry.number}/alarm"

@@ -24,8 +24,8 @@ _MOST: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class SubGroups:
     """The sub-groups of a group: one for equal ranks, cargo and thread blocks.
 
-    Making one takes up to seconds, so configurations share them. They live as long as their group
-    and wait as long as its board.
+    Making one takes up to seconds, so configurations share them. They wait as long as the group's
+    board; torch keeps them until all groups are destroyed.
 
     Args:
         group: all the ranks.
