@@ -94,7 +94,9 @@ def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) ->
                 axis.plot(x + offset, 0, "x", color=colours[name], clip_on=False)
     for name in (name for name in colours if name not in bars):
         style = _LINES[name.split(":")[0]]
-        _line(axis, members, name, "tflops_per_gpu", color="black", linestyle=style)
+        colour = "black" if name.endswith(":auto") else colours[name]  # of a kernel by name
+        _line(axis, members, name, "tflops_per_gpu", color=colour, linestyle=style)
+    axis.set_xlim(-0.5, len(members) - 0.5)
 
 
 def _memory(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
