@@ -93,10 +93,9 @@ class Report:
 
 
 def choices_in(output: Path) -> list[str]:
-    """What each `auto` chose, as the run printed it once."""
-    said = "burst attention: "
-    lines = [line for line in output.read_text().splitlines() if line.startswith(said)]
-    return [line.removeprefix(said) for line in lines if "; backend " in line]
+    """What each `auto` chose, as the run logged it once, behind what a log line begins with."""
+    parts = [line.partition("burst attention: ") for line in output.read_text().splitlines()]
+    return [choices for _, _, choices in parts if "; backend " in choices]
 
 
 def table(report: Report) -> Table:

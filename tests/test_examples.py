@@ -185,3 +185,20 @@ def test_benchmarks_start_as_scripts_from_anywhere(name, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
+
+
+def test_the_demo_tells_what_burst_chose(tmp_path, monkeypatch):
+    """Lines of logging begin with what the handler puts before them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from demo_report import choices_in
+
+    output = tmp_path / "run.log"
+    output.write_text(
+        "INFO:megatron_burst:burst attention: adds --cp-comm-type burst\n"
+        "INFO:megatron_burst:burst attention: 1 host x 2 ranks; backend fa4 (fast)\n"
+        "burst attention: 2 hosts x 2 ranks; backend flash\n"
+    )
+    assert choices_in(output) == [
+        "1 host x 2 ranks; backend fa4 (fast)",
+        "2 hosts x 2 ranks; backend flash",
+    ]
