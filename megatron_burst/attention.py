@@ -128,7 +128,7 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     is_new = state.board.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
-        call, keeping, choices = _choose(q, k, v, terms, group, state, hcp_groups)
+        *settled, choices = _choose(q, k, v, terms, group, state, hcp_groups)
     except BurstError:
         if not is_new:  # the others may be in the call
             Marks.of(state.log, words).begin(Kind.REFUSAL)
@@ -137,11 +137,11 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if told not in state.said and dist.get_rank() == 0:
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
-    return call, keeping, Marks.of(state.log, words)
+    return tuple(settled)
 
 
 def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
-    """(call, keeping, choices): how a call that fits runs."""
+    """(call, keeping, marks, choices): how a call that fits runs."""
     board = state.board
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
@@ -161,7 +161,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     over_all = partial(communicator_of, group, any_two, flat=True)
     marks = Marks.of(state.log, terms.in_words())
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)
-    return call, keeping, [*plan, *between, *choices, *kept]
+    return call, keeping, marks, [*plan, *between, *choices, *kept]
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:

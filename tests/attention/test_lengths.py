@@ -67,9 +67,9 @@ def lines_of_calls(rank):
     choose = attention._choose
 
     def choose_by_length(q, *others):
-        call, keeping, choices = choose(q, *others)
+        *settled, choices = choose(q, *others)
         size = Choice("many" if q.shape[1] > 8 else "few", f"{q.shape[1]} tokens")
-        return call, keeping, [*choices, size]
+        return *settled, [*choices, size]
 
     with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
         for tokens in (2, 4, 6, 10, 4, 12):
