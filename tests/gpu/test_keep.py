@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from numpy.linalg import norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +67,12 @@ def steps(rank: int, weights: list, tokens: int, config: BurstConfig, live: Live
     grads = []
     for step in range(3):
         draw = torch.Generator().manual_seed(100 * rank + step)
-        x = torch.randn(1, tokens, SIZES[0], generator=draw).to(weights[0]).requires_grad_()
+        x = (
+            torch.randn(1, tokens, SIZES[0], generator=draw)
+            .bfloat16()
+            .to(weights[0])
+            .requires_grad_()
+        )
         y = x
         for weight in weights:
             y = checkpoint(layer, y, weight, config, use_reentrant=True)
@@ -81,33 +87,39 @@ def steps(rank: int, weights: list, tokens: int, config: BurstConfig, live: Live
 
 def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     """By mode: whether gradients of three steps are those of "none" bit by bit, their largest
-    relative error, and bytes between forward and backward."""
+    relative error in the norm, and bytes between forward and backward.
+
+    The truth is the same in the next larger dtype, without keeping."""
     planned.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
     for patch in torch_patches():
         patch.apply()
-    found, truth = {}, []
+    found, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))
     weights = [
         (torch.randn(shape, generator=generator) / SIZES[0] ** 0.5).to(device, dtype)
         for _ in range(LAYERS)
     ]
+    larger = {torch.bfloat16: torch.float32, torch.float32: torch.float64}[dtype]
     with nullcontext() if device == "cuda" else Live() as live:
+        truth, _ = steps(rank, [x.to(larger) for x in weights], tokens, MODES["none"], live)
         for name, config in MODES.items():
             grads, between = steps(rank, weights, tokens, config, live)
-            truth = truth or grads
-            pairs = list(zip(grads, truth, strict=True))
-            error = max(float(abs(got - true).max() / abs(true).max()) for got, true in pairs)
-            found[name] = all((got == true).all() for got, true in pairs), error, between
+            plain = plain or grads
+            same = all((got == one).all() for got, one in zip(grads, plain, strict=True))
+            error = max(
+                norm(got - true) / norm(true) for got, true in zip(grads, truth, strict=True)
+            )
+            found[name] = same, error, between
     return found
 
 
-def check(results, kept_bytes: int, tolerance: float, slack: int) -> None:
-    """Args: what is kept in mode "all"; bound of gradients' errors; of bytes' differences."""
+def check(results, kept_bytes: int, slack: int) -> None:
+    """Args: what is kept in mode "all"; bound of bytes' differences."""
     added = dict(none=0, all=kept_bytes, offload=0, half=kept_bytes / 2)
     for found in results:
         assert found["all"][0] and found["offload"][0]
         for name in ("half", "half, hosts"):
-            assert found[name][1] <= tolerance
+            assert 0 < found[name][1] <= 2 * found["none"][1], (name, found)
         for name in MODES:
             hosts = ", hosts" if name.endswith(", hosts") else ""  # have hop buffers of their own
             extra = found[name][-1] - found[f"none{hosts}"][-1]
@@ -121,10 +133,10 @@ def test_bits_and_bytes_of_what_is_kept():
     kept = LAYERS * TOKENS * HEADS[0] * (DIM * 2 + 4)  # out in bf16, lse in fp32
     args = ("cuda", torch.bfloat16, TOKENS)
     results = run_ranks(run, world, *args, backend="nccl", fresh=True)
-    check(results, kept, 2e-2, slack=LAYERS * 4096)  # rounding of the allocator
+    check(results, kept, slack=LAYERS * 4096)  # rounding of the allocator
 
 
 def test_the_same_on_cpu():
     """To the byte."""
     kept = LAYERS * 16 * HEADS[0] * (DIM + 1) * 4
-    check(run_ranks(run, 2, "cpu", torch.float32, 16), kept, 1e-5, slack=0)
+    check(run_ranks(run, 2, "cpu", torch.float32, 16), kept, slack=0)
