@@ -19,6 +19,7 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.emitter import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,11 @@ def set_up(
     )
     way = replace(
         way_of(shape, q.device, carrier.topology, pattern, config),
-        rectangular_causal=backend.capability.rectangular_causal,
+        kernel=Kernel(
+            backend.capability.rectangular_causal,
+            backend.capability.takes_delta,
+            backend.capability.wide_grads,
+        ),
     )
     # whatever is kept: backward after a replay, and the one that follows its very forward
     replayed, followed = (replace(way, again=again) for again in (True, False))

@@ -12,9 +12,7 @@ and values, gathered inside the node in each step; or in backward queries, which
 gathered once a round.
 """
 
-from collections.abc import Sequence
-
-from megatron_burst.plan.gather import GatherStep, gather_schedule
+from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.plan.mask import Span, Tile
 from megatron_burst.plan.schedule import Cargo, Circulate
 from megatron_burst.schedule.emitter import (

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.schedule import Cargo, Circulate
 from megatron_burst.plan.topology import Link
-from megatron_burst.schedule.emitter import Emitter, Spec, Sum, add_up
+from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.program import (
     Add,
     Copy,
