@@ -4,7 +4,7 @@ import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Container, Iterator
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig, given_tuning
 from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.mcore.argument_values import OFF, other_value
 from megatron_burst.mcore.attention_backend import say_attention_backend, with_attention_backend
@@ -101,7 +101,7 @@ def check_args(args: Namespace, who: str = WHO) -> None:
 
 
 def _needs(args: Namespace) -> Iterator[Need]:
-    cp_size, hosts = args.context_parallel_size, getattr(args, "burst_hosts", None)
+    cp_size, hosts = args.context_parallel_size, given_tuning(args).hosts
     yield (
         cp_size == 1 or args.seq_length is None or args.seq_length % (2 * cp_size) == 0,
         "needs a sequence length divisible by twice the context parallel size, because zigzag "
@@ -113,7 +113,7 @@ def _needs(args: Namespace) -> Iterator[Need]:
         hosts is None or (hosts >= 1 and cp_size % hosts == 0),
         "needs a number of hosts that divides the context parallel size, because nested rings "
         "need equally many ranks on each",
-        f"--burst-hosts {hosts} and --context-parallel-size {cp_size}",
+        f"--burst-tune hosts={hosts} and --context-parallel-size {cp_size}",
         f"choose among the divisors of {cp_size}",
     )
     kinds, pattern = args.cp_comm_type, getattr(args, "hybrid_layer_pattern", None)

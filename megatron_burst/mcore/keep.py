@@ -128,7 +128,7 @@ def _own_kept(forward):
         burst = own_config(self.config, self.layer_number, query, value)
         if burst.keep == "none":
             return forward(self, query, key, value, *args, **options)
-        keeping = Keeping(WHOLE, packer(query.device, burst), burst.keep_debug)
+        keeping = Keeping(WHOLE, packer(query.device, burst), burst.tuning.keep_debug)
         return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
     return forward_kept

@@ -1,9 +1,9 @@
 """Refuses flags of burst that nothing in the run would read."""
 
 from argparse import Namespace
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import LOSS_FLAG
 from megatron_burst.mcore.loss_arguments import wants_fused_loss
@@ -19,7 +19,9 @@ def check_unused(args: Namespace) -> None:
     """
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
-        names = [f.name for f in fields(BurstConfig) if not f.name.startswith("keep")]
+        names = [f.name for f in fields(BurstConfig) if not f.name.startswith(("keep", "tuning"))]
+        if replace(given_tuning(args), keep_debug=False) != Tuning():
+            names.append("tune")
         _refuse_given(args, "burst", names, "--context-parallel-impl burst")
     if not wants_fused_loss(args):
         names = [f.name for f in fields(FusedLossConfig)]

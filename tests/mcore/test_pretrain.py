@@ -37,23 +37,23 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload --burst-keep-offload-inputs
-    --burst-keep-debug"""
+    --burst-tune keep_debug=true"""
 PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,
     "--context-parallel-impl": "burst",
-    "--burst-circulate": "q",
+    "--burst-tune": "circulate=q",
 }
 RUNS = {  # ranks, what torchrun starts, its flags
     "megatron": (1, [str(SCRIPT)], ""),
     "launcher": (
         4,
         ["-m", "megatron_burst", str(SCRIPT)],
-        f"{FLAG_DOOR} 4 --burst-hosts 2 --burst-fused-loss {KEEP}",
+        f"{FLAG_DOOR} 4 --burst-tune hosts=2 --burst-fused-loss {KEEP}",
     ),
     "spec": (4, ["-m", "megatron_burst", str(SCRIPT)], SPEC_DOOR),
     "import": (2, ["own_script.py"], f"{FLAG_DOOR} 2 --burst-plan plan.json"),
-    "diff": (2, [str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-circulate kv"),
+    "diff": (2, [str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-tune circulate=kv"),
 }
 
 
