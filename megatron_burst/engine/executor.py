@@ -17,9 +17,11 @@ from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.memory import (
     Dtypes,
     Fields,
+    Place,
     cut_out,
-    fields_in,
+    fields_at,
     num_bytes,
+    places,
     raw_rows,
     shape_of,
 )
@@ -76,9 +78,14 @@ class Executor:
         return found
 
     @cached_property
-    def views(self) -> dict[tuple, Fields]:
-        """Of buffers that outlive a call, by where they are and which part."""
-        return {}
+    def places(self) -> dict[str, tuple[Place, ...]]:
+        """By buffer, where its fields lie."""
+        program = self.program
+        return {
+            name: places(buffer, program.batch, self.dtypes)
+            for name, buffer in program.buffers.items()
+            if buffer.home not in (Home.CALL, Home.PART)
+        }
 
     def run(self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None) -> "Run":
         """Run the program.
@@ -136,22 +143,14 @@ class Run:
     def of(self, ref: Ref) -> Fields:
         """The tensors of a part of a buffer."""
         fields = self.fields.get(ref.buffer)
-        if fields is not None:
-            return cut_out(fields, ref)
-        buffer = self.program.buffers[ref.buffer]
-        if buffer.home is Home.PART or buffer.home is Home.CALL:
-            self.fields[ref.buffer] = self._made(buffer)
-            return cut_out(self.fields[ref.buffer], ref)
-        flat = self.bytes_of(buffer)
-        if buffer.home is Home.LEFT:
-            self.fields[ref.buffer] = fields_in(flat, buffer, self.program.batch, self.dtypes)
-            return cut_out(self.fields[ref.buffer], ref)
-        views, key = self.executor.views, (ref, flat.data_ptr())
-        if key not in views:
-            if len(views) > 4096:  # buffers have moved again and again
-                views.clear()
-            views[key] = cut_out(fields_in(flat, buffer, self.program.batch, self.dtypes), ref)
-        return views[key]
+        if fields is None:
+            buffer = self.program.buffers[ref.buffer]
+            if buffer.home in (Home.PART, Home.CALL):
+                fields = self._made(buffer)
+            else:
+                fields = fields_at(self.bytes_of(buffer), self.executor.places[ref.buffer])
+            self.fields[ref.buffer] = fields
+        return cut_out(fields, ref)
 
     def is_made(self, ref: Ref) -> bool:
         """Whether the buffer has memory: parts are made by whoever writes them first."""

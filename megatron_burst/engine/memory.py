@@ -1,6 +1,7 @@
 """The tensors of a program's buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -37,11 +38,43 @@ def raw_rows(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Tensor
     return flat.view(buffer.rows, batch, row_bytes(buffer, dtypes))
 
 
-def fields_in(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Fields:
-    """The fields of a buffer out of its bytes."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a field lies in the bytes of its buffer, in elements of its dtype."""
+
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def places(buffer: Buffer, batch: int, dtypes: Dtypes) -> tuple[Place, ...]:
+    """Where the fields of a buffer lie: found once, as it depends on shapes alone."""
+    flat = torch.empty(num_bytes(buffer, batch, dtypes), dtype=torch.uint8, device="meta")
     if buffer.interleaved:
-        return _interleaved(raw_rows(flat, buffer, batch, dtypes), buffer, dtypes)
-    return _dense(flat, buffer, batch, dtypes)
+        fields = _interleaved(raw_rows(flat, buffer, batch, dtypes), buffer, dtypes)
+    else:
+        fields = _dense(flat, buffer, batch, dtypes)
+    return tuple(
+        Place(name, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+        for name, x in fields.items()
+    )
+
+
+def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
+    """The fields of a buffer out of its bytes.
+
+    They are made for each call: views that stay would hold on to buffers that have been replaced by
+    larger ones.
+    """
+    found = {}
+    for place in where:
+        width = place.dtype.itemsize
+        typed = flat[: len(flat) // width * width].view(place.dtype)
+        start = typed.storage_offset() + place.offset
+        found[place.name] = typed.as_strided(place.size, place.stride, start)
+    return found
 
 
 def _interleaved(rows: Tensor, buffer: Buffer, dtypes: Dtypes) -> Fields:
