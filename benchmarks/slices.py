@@ -27,9 +27,9 @@ from typer import Argument, Option
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-from megatron_burst.cli.facts import commit, gpu_state, versions
-from megatron_burst.cli.options import Budget
-from megatron_burst.cli.results import Sheet, append, check_appendable
+from benchmarks.facts import commit, gpu_state, versions
+from benchmarks.rows import Sheet, append, check_appendable
+from benchmarks.sweep import Budget
 from megatron_burst.cli.sentence import in_one_sentence, pick
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of

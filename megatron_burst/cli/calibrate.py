@@ -11,7 +11,6 @@ from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, ri
 from megatron_burst.cli.timing import clean_up
 from megatron_burst.cli.world import World
 from megatron_burst.comm.hosts import my_home, topology_of_homes
-from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.plan.topology import Link
 
@@ -93,7 +92,8 @@ class _Run:
             for seq, heads_q, heads_kv in self.sizes.attention:
                 if not self._starts(f"attention of {seq} tokens, head dimension {dim}"):
                     continue
-                call = self._attention(dim, seq, heads_q, heads_kv)
+                heads, dtype = (heads_q, heads_kv), self.sizes.dtype
+                call = Attention.drawn(self.world, seq, heads, dim, dtype)
                 passes = {"forward": (call.forward, 1.0), "backward": (call.backward(), 2.5)}
                 for direction, (run, factor) in passes.items():
                     ms = max(rank_ms(run, self.world, reps=3))
@@ -102,15 +102,6 @@ class _Run:
                     yield KernelSpeed(name, direction, dim, seq, tflops)
                 del call, passes, run
                 clean_up(self.world)
-
-    def _attention(self, dim: int, seq: int, heads_q: int, heads_kv: int) -> Attention:
-        device, dtype = self.world.device, self.sizes.dtype
-        q, k, v, dout = (
-            torch.randn(1, seq, heads, dim, device=device, dtype=dtype)
-            for heads in (heads_q, heads_kv, heads_kv, heads_q)
-        )
-        backend, _ = choose_backend(problem_of(q, k, v), "auto")
-        return Attention(backend, q, k, v, dout)
 
     def _links(self, mover: Mover) -> Iterator[LinkSpeed]:
         found = rings(mover.topology)

@@ -1,4 +1,4 @@
-"""`megatron-burst calibrate` and `doctor`: options in, calls out. Heavy imports wait for a run."""
+"""`bench`, `calibrate` and `doctor`: options in, calls out. Heavy imports wait for a run."""
 
 import os
 import shlex
@@ -14,9 +14,52 @@ from megatron_burst.cli.progress import Progress, shown
 from megatron_burst.cli.sentence import check_writable, in_one_sentence
 from megatron_burst.errors import BurstError
 
+_WIDTH = 160  # where no terminal says
+
 if TYPE_CHECKING:
     from megatron_burst.cli.doctor.launched import Launch
     from megatron_burst.cli.doctor.record import Report
+
+
+def bench(
+    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K or 1M")] = "64K",
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
+    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
+    reps: Annotated[int, Option(min=1, help="repetitions, in turns")] = 10,
+    hosts: Hosts = None,
+    device: Device = None,
+) -> None:
+    """Burst's attention beside TransformerEngine's and the kernel alone; alone or under torchrun.
+
+    bf16 on GPUs, float32 on CPU, where small sizes are for trying it out.
+    """
+    from rich.console import Console
+
+    from megatron_burst.cli.bench import Problem, measure, table
+    from megatron_burst.cli.world import started
+    from megatron_burst.plan.units import whole_number
+
+    with in_one_sentence():
+        tokens, pair = whole_number(seq, "--seq", "bench"), _heads(heads)
+        with started("bench", device, hosts) as world:
+            problem = Problem(tokens, pair, head_dim)
+            found = measure(problem, world, reps)
+            if world.rank == 0:
+                width = None if Console().is_terminal else _WIDTH
+                Console(width=width, markup=False).print(table(problem, found, world.size))
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """Query and KV heads."""
+    from megatron_burst.plan.units import whole_numbers
+
+    pair = whole_numbers(text.replace("/", ","), "--heads", "bench")
+    if len(pair) != 2 or pair[0] % pair[1]:
+        raise BurstError(
+            "bench: --heads must be query heads / KV heads, because each KV head serves equally "
+            f"many query heads; got {text!r}; write for example 32/8"
+        )
+    return pair
 
 
 def calibrate(

@@ -4,13 +4,13 @@ from typing import Annotated
 
 import typer
 
-from megatron_burst.cli import bench, machine
+from megatron_burst.cli import machine
 from megatron_burst.cli.plan import plan
 from megatron_burst.version import __version__
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP)
-app.add_typer(bench.app, name="bench")
+app.command()(machine.bench)
 app.command()(plan)
 app.command()(machine.calibrate)
 app.command()(machine.doctor)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.cli.links import shift_once
 from megatron_burst.cli.timing import attempt, timed_ms
 from megatron_burst.cli.world import World
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 from megatron_burst.plan.topology import Link, Topology
 
 Run = Callable[[], object]
@@ -144,6 +143,15 @@ class _Window:
         return lambda: self.target[:num_bytes].copy_(self.theirs[:num_bytes])
 
 
+def shift_once(send: Tensor, recv: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
+    """Send to one global rank while another's bytes come."""
+    operations = [
+        dist.P2POp(dist.isend, send, to, group), dist.P2POp(dist.irecv, recv, source, group),
+    ]  # fmt: skip
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
 def matmul(world: World, width: int, dtype: torch.dtype) -> tuple[Run, float]:
     """A square product, and its FLOPs."""
     a, b = (torch.randn(width, width, device=world.device).to(dtype) for _ in range(2))
@@ -164,6 +172,17 @@ class Attention:
     k: Tensor
     v: Tensor
     dout: Tensor
+
+    @classmethod
+    def drawn(
+        cls, world: World, seq: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
+    ) -> "Attention":
+        """Random tensors of query and KV heads, and the backend that burst chooses for them."""
+        q, k, v, dout = (
+            torch.randn(1, seq, count, dim, device=world.device, dtype=dtype)
+            for count in (heads[0], heads[1], heads[1], heads[0])
+        )
+        return cls(choose_backend(problem_of(q, k, v), "auto")[0], q, k, v, dout)
 
     @property
     def forward_flops(self) -> float:

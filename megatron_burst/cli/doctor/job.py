@@ -24,8 +24,8 @@ from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
 from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
 from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
+from megatron_burst.cli.doctor.software import software
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
-from megatron_burst.cli.facts import software
 from megatron_burst.cli.progress import Progress
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.world import World, world_of

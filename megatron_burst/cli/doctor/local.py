@@ -11,6 +11,7 @@ from megatron_burst.cli.doctor.software import (
     check_te_kernels,
     check_torch,
     check_versions,
+    software,
 )
 from megatron_burst.cli.doctor.survey import Answer, Survey
 from megatron_burst.cli.doctor.system import (
@@ -19,7 +20,6 @@ from megatron_burst.cli.doctor.system import (
     check_limits,
     check_shm,
 )
-from megatron_burst.cli.facts import software
 
 
 def check_machine(

@@ -1,7 +1,9 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
+import platform
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -9,8 +11,26 @@ from megatron_burst.cli.doctor.record import Check, Status
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import find_megatron, require_megatron, supported
 from megatron_burst.kernels.backends import Problem, backends, in_words
+from megatron_burst.version import __version__
 
 _FOR_FA4 = (9, 10)
+_PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
+
+
+def software() -> dict[str, str]:
+    """Versions of what takes part, by name; all hosts of a job should have the same."""
+    found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if megatron := find_megatron():  # a checkout has no distribution
+        found["megatron-core"] = megatron.version
+    for name, package in _PACKAGES.items():  # what it is called here, and its distribution
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def check_versions(found: dict[str, str]) -> Check:
