@@ -64,6 +64,21 @@ def test_only_mcore_imports_megatron():
             assert "import megatron." not in text and "from megatron." not in text, path
 
 
+def test_the_wheel_never_imports_the_benchmarks():
+    """They import it, and are not in it."""
+    roots = {path: roots_of(path) for path in PACKAGE.rglob("*.py")}
+    assert [path for path, found in roots.items() if found & {"benchmarks", "tests"}] == []
+    assert "benchmarks" in roots_of(PACKAGE.parent / "benchmarks" / "show.py")
+
+
+def roots_of(path: Path) -> set[str]:
+    """The packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
 def loaded_by(statement: str) -> set[str]:
     """Which of torch and megatron a fresh interpreter has loaded after a statement."""
     code = f"{statement}\nimport sys; print(*({{'torch', 'megatron'}} & set(sys.modules)))"
