@@ -41,8 +41,7 @@ from benchmarks.sweep import (
 )
 from benchmarks.tables import reasons, terminal_table
 from benchmarks.trial import Trial, try_out
-from megatron_burst.cli.options import Device, Hosts
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
 from megatron_burst.cli.timing import attempt, clean_up, interleave
 from megatron_burst.cli.world import World, started
 from megatron_burst.errors import BurstError

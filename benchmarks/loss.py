@@ -38,9 +38,8 @@ from benchmarks.sweep import (
     sweep,
     usual_dtype,
 )
-from megatron_burst.cli.options import Device
-from megatron_burst.cli.sentence import in_one_sentence
 from megatron_burst.cli.speeds import matmul
+from megatron_burst.cli.terminal import Device, in_one_sentence
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World, started
 

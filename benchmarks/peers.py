@@ -2,6 +2,7 @@
 communication. Each is prepared for a problem, run, and releases what it holds.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -167,12 +168,23 @@ class TransformerEngine(Autograd):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attention(q, k, v)
-        self.note = f"kernel {self.attention.kernel}"
+        self.note = self.note or f"kernel {_chosen_kernel()}"
         return out
 
     def release(self) -> None:
         super().release()
         self.attention.attention = None
+
+
+def _chosen_kernel() -> str:
+    """Which of its kernels the last call took, as its own debug output would say."""
+    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    chosen = getattr(sys.modules.get(module), "_attention_backends", {})
+    if chosen.get("use_flash_attention"):
+        return f"FlashAttention {chosen['flash_attention_backend']}"
+    if chosen.get("use_fused_attention"):
+        return f"cuDNN (sub-backend {int(chosen['fused_attention_backend'])})"
+    return "unfused" if chosen.get("use_unfused_attention") else "unknown"
 
 
 class Kernel(Peer):

@@ -27,7 +27,7 @@ from benchmarks.layers import ATTENTION, Mode, modes_of
 from benchmarks.planned import predict
 from benchmarks.rows import Row, Sheet, append, check_appendable
 from benchmarks.sweep import Out
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import whole_numbers
 

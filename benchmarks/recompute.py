@@ -32,8 +32,7 @@ from benchmarks.sweep import (
     sweep,
     usual_dtype,
 )
-from megatron_burst.cli.options import Device, Hosts
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World, started
 from megatron_burst.config import BurstConfig

@@ -13,7 +13,7 @@ from benchmarks import loss_table, recompute_table
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, Sheet, read
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.errors import BurstError
 
 app = new_app()

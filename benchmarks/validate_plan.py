@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import ANY_CSV, COLUMNS, Row, read
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import in_units
 

@@ -6,6 +6,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from megatron_burst.plan.units import in_units, nearest_multiples
 
 BURST, KERNEL = "burst", "kernel alone"
 _WARM_UP = 2
+_WIDTH = 160  # where no terminal says
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,13 @@ class Problem:
     dim: int
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be sharded in zigzag over the ranks."""
+        """Refuse heads that do not fit, and what cannot be sharded in zigzag over the ranks."""
+        if len(self.heads) != 2 or self.heads[0] % self.heads[1]:
+            raise BurstError(
+                "bench: --heads must be query heads / KV heads, because each KV head serves "
+                f"equally many query heads; got {'/'.join(map(str, self.heads))!r}; write for "
+                "example 32/8"
+            )
         if self.seq % (2 * ranks):
             raise BurstError(
                 "bench: --seq must be a multiple of twice the ranks, because zigzag gives each "
@@ -185,6 +193,12 @@ def _try_out(
     results[:] = []
     clean_up(world)
     return sample
+
+
+def show(problem: Problem, found: dict[str, Contender], ranks: int) -> None:
+    """Print the table."""
+    width = None if Console().is_terminal else _WIDTH
+    Console(width=width, markup=False).print(table(problem, found, ranks))
 
 
 def table(problem: Problem, found: dict[str, Contender], ranks: int) -> Table:

@@ -13,7 +13,7 @@ from typer import Argument, Exit, Option
 from megatron_burst.cli.plan_checks import check_outputs, check_policy, writing
 from megatron_burst.cli.plan_notes import no_room, warnings_of
 from megatron_burst.cli.plan_table import Shown, show
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_burst.cli.sentence import check_writable, unwritable
+from megatron_burst.cli.terminal import check_writable, unwritable
 from megatron_burst.errors import BurstError
 
 

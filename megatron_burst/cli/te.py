@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import sys
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,6 @@ class TransformerEngine:
 
     def __init__(self, mode: str, world: World) -> None:
         self.mode, self.world = mode, world
-        self.kernel = ""  # which of its kernels the first call took
         self.attention: torch.nn.Module | None = None
         if not self._missing:
             _prefer_torchs_cudnn()
@@ -78,7 +76,6 @@ class TransformerEngine:
         """Make it for query and KV heads, widths of q, k and of v, and a mask; all ranks."""
         from transformer_engine.pytorch import DotProductAttention
 
-        self.kernel = ""
         self.attention = DotProductAttention(
             num_attention_heads=heads[0],
             kv_channels=dims,
@@ -92,9 +89,7 @@ class TransformerEngine:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of this rank's rows, [s_local, b, h * d_v]."""
-        out = self.attention(q, k, v)
-        self.kernel = self.kernel or _chosen_kernel()
-        return out
+        return self.attention(q, k, v)
 
 
 def _prefer_torchs_cudnn() -> None:
@@ -106,14 +101,3 @@ def _prefer_torchs_cudnn() -> None:
     folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
     if folder.is_dir() and "CUDNN_PATH" not in os.environ:
         os.environ.setdefault("CUDNN_HOME", str(folder))
-
-
-def _chosen_kernel() -> str:
-    """Which of its kernels the last call took, as its own debug output would say."""
-    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-    chosen = getattr(sys.modules.get(module), "_attention_backends", {})
-    if chosen.get("use_flash_attention"):
-        return f"FlashAttention {chosen['flash_attention_backend']}"
-    if chosen.get("use_fused_attention"):
-        return f"cuDNN (sub-backend {int(chosen['fused_attention_backend'])})"
-    return "unfused" if chosen.get("use_unfused_attention") else "unknown"

@@ -109,15 +109,10 @@ def _in_one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class Memory:
-    """Device memory of a call above what was there when this was made.
-
-    Attributes:
-        world: all ranks.
-        before: bytes that were allocated.
-    """
+    """Device memory of a call above what was there when this was made."""
 
     world: World
-    before: int = 0
+    before: int = 0  # bytes that were allocated
 
     def __post_init__(self) -> None:
         if self.world.device.type == "cuda":

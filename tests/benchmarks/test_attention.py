@@ -9,7 +9,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.rows import COLUMNS, read
-from megatron_burst.cli.progress import Progress
+from megatron_burst.cli.terminal import Progress
 from tests.ranks import preload, run_ranks
 
 preload("benchmarks.attention")

@@ -12,7 +12,7 @@ from benchmarks.loss_heads import LossCase, cases_of, listed_cases
 from benchmarks.loss_peers import PEERS, peers_of, usual_peers
 from benchmarks.loss_table import LOSS_CSV, LossRow
 from benchmarks.rows import columns_of, read
-from megatron_burst.cli.progress import Progress
+from megatron_burst.cli.terminal import Progress
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 

@@ -7,15 +7,13 @@ import subprocess
 import pytest
 
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, matrix_of
-from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.network import (
     check_network,
     choose_hcas,
     environment,
     interfaces_of,
 )
-from megatron_burst.cli.doctor.record import Check, Merged, Report, Status
-from megatron_burst.cli.doctor.report import print_report
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, print_report
 from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, check_versions
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
@@ -29,6 +27,7 @@ from megatron_burst.cli.doctor.system import (
     check_connections,
     check_environment,
     check_limits,
+    check_machine,
     check_shm,
 )
 from megatron_burst.mcore.seams import Seam, seams

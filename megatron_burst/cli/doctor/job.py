@@ -19,15 +19,15 @@ from megatron_burst.cli.doctor.compare import (
     link_rates,
 )
 from megatron_burst.cli.doctor.gpus import gpus_of
+from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.launched import Launch
-from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
-from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
-from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
+from megatron_burst.cli.doctor.report import Check, LinkRate, Merged, Report, Status, skip
 from megatron_burst.cli.doctor.software import software
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
-from megatron_burst.cli.progress import Progress
+from megatron_burst.cli.doctor.system import check_machine
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
+from megatron_burst.cli.terminal import Progress
 from megatron_burst.cli.world import World, world_of
 from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
 from megatron_burst.plan.cluster import Sizes, cp_groups
@@ -40,22 +40,13 @@ _PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (256, torch.float32)}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How a job is checked.
-
-    Attributes:
-        run: runs commands.
-        environ: environment variables.
-        timeout_s: how long ranks wait for each other in each step.
-        sizes: of Megatron's parallelism, to see how its groups lie; None: not asked.
-        say: prints a report, on rank 0.
-        progress: what the user sees meanwhile.
-    """
+    """How a job is checked."""
 
     run: Runner
     environ: Mapping[str, str]
-    timeout_s: float
-    sizes: Sizes | None
-    say: Callable[[Report], None]
+    timeout_s: float  # ranks wait for each other in each step
+    sizes: Sizes | None  # of Megatron's parallelism, to see how its groups lie; None: not asked
+    say: Callable[[Report], None]  # on rank 0
     progress: Progress = field(default_factory=Progress)
 
 
@@ -71,12 +62,12 @@ def check_job(launch: Launch, job: Job) -> bool:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     store = open_store(launch, job.timeout_s)
-    door = Door(own_address(launch.address, job.environ))
+    door = open_door(own_address(launch.address, job.environ))
     survey = Answer(0, "", "the first rank of this host is not there")
     if launch.local_rank == 0:  # one rank of a host is enough
         survey = survey_here(job.run, job.timeout_s)
     facts = asdict(_facts(launch, job, survey))
-    mine = {"facts": facts, "home": asdict(my_home()), "door": door.at}
+    mine = {"facts": facts, "home": asdict(my_home()), "door": door.getsockname()[:2]}
     job.progress.now("waiting for all ranks", 0.2)
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
@@ -111,13 +102,7 @@ def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
 
 
 class _Checks:
-    """Collects what is found; the same steps on all ranks.
-
-    Args:
-        meeting: of the ranks.
-        job: how it is checked.
-        said: what each rank that came said of itself.
-    """
+    """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
     def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, dict]) -> None:
         self.meeting, self.job = meeting, job
@@ -142,11 +127,7 @@ class _Checks:
         return not broken and len(self.facts) > 1
 
     def before_groups(self, survey: Survey | Answer) -> None:
-        """What needs no process group.
-
-        Args:
-            survey: of this machine, on its first rank.
-        """
+        """What needs no process group; the first rank of each machine has its survey."""
         meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
         self.found += [check_attendance(meeting), check_seats(self.facts)]
         speaks = self.speakers[host] == meeting.launch.rank
@@ -166,7 +147,7 @@ class _Checks:
 
     def _groups(self, sizes: Sizes) -> Check:
         if len(self.facts) < self.meeting.launch.size:
-            return Check("groups", Status.SKIP, "ranks are missing")
+            return skip("groups", "ranks are missing")
         first = {home.host: rank for rank, home in reversed(self.homes.items())}
         places = [(first[home.host], home.place) for home in self.homes.values()]
         with warnings.catch_warnings():

@@ -11,24 +11,16 @@ _PORTS = range(20000, 30000)  # for srun, which names none
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher told this process.
-
-    Attributes:
-        rank, size: of the job.
-        local_rank, local_size: on the host.
-        address, port: where ranks meet.
-        joins: whether somebody else (torchrun's agent) keeps the store.
-        nodes: host names in order, where the launcher knows them.
-    """
+    """What the launcher told this process."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    address: str
+    address: str  # where ranks meet
     port: int
-    joins: bool = False
-    nodes: tuple[str, ...] = ()
+    joins: bool = False  # somebody else (torchrun's agent) keeps the store
+    nodes: tuple[str, ...] = ()  # host names in order, where the launcher knows them
 
     def node_of(self, rank: int) -> str:
         """What is known of the host where a rank should be."""
@@ -92,10 +84,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def expand_hosts(text: str) -> tuple[str, ...]:
     """The host names of a Slurm list such as "gpu[01-03,7],login"."""
-    names = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        names += _expand(part)
-    return tuple(names)
+    parts = re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
+    return tuple(name for part in parts for name in _expand(part))
 
 
 def _expand(part: str) -> list[str]:
@@ -106,6 +96,5 @@ def _expand(part: str) -> list[str]:
     numbers = []
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
-        last = last or first
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
     return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
