@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.loss_heads import HeadTensors
-from megatron_burst.cli.terminal import pick
+from benchmarks.sweep import pick
 from megatron_burst.cli.world import World
 from megatron_burst.loss.linear import linear_cross_entropy
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,23 +28,16 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.units import in_units, nearest_multiples
 
 BURST, KERNEL = "burst", "kernel alone"
-_WARM_UP = 2
 _WIDTH = 160  # where no terminal says
+Results = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Causal attention over all ranks, one sequence.
+class Problem(NamedTuple):
+    """Causal attention over all ranks, one sequence."""
 
-    Attributes:
-        seq: tokens of the whole sequence.
-        heads: query and KV heads of all ranks together.
-        dim: width of a head.
-    """
-
-    seq: int
-    heads: tuple[int, int]
-    dim: int
+    seq: int  # tokens of the whole sequence
+    heads: tuple[int, ...]  # query and KV heads of all ranks together
+    dim: int  # width of a head
 
     def check(self, ranks: int) -> None:
         """Refuse heads that do not fit, and what cannot be sharded in zigzag over the ranks."""
@@ -65,34 +59,26 @@ class Problem:
         """Of a forward and a backward pass on all ranks: 7 products over half of the pairs."""
         return 7.0 * self.heads[0] * self.dim * self.seq**2
 
-    def draw(self, world: World) -> tuple[Tensor, ...]:
+    def draw(self, world: World) -> Results:
         """This rank's q, k, v, which take gradients, and dout: [s_local, 1, h, d]."""
         torch.manual_seed(world.rank)
-        options, rows = {"dtype": _dtype(world), "device": world.device}, self.seq // world.size
+        options = {"dtype": _dtype(world), "device": world.device}
+        counts = self.heads[0], self.heads[1], self.heads[1], self.heads[0]
         q, k, v, dout = (
-            torch.randn(rows, 1, heads, self.dim, **options)
-            for heads in (self.heads[0], self.heads[1], self.heads[1], self.heads[0])
+            torch.randn(self.seq // world.size, 1, heads, self.dim, **options) for heads in counts
         )
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
 @dataclass(slots=True)
 class Contender:
-    """One implementation, tried out.
+    """One implementation, tried out."""
 
-    Attributes:
-        forward: a forward pass as in inference.
-        both: a forward and a backward pass; returns its results.
-        failure: why it did not run; None if it did.
-        gib: the worst rank's memory above inputs and results; None on CPU.
-        ms: of the slowest rank, by repetition: forward, and both.
-    """
-
-    forward: Callable[[], object] = lambda: None
-    both: Callable[[], tuple[Tensor, ...]] = tuple
-    failure: str | None = None
-    gib: float | None = None
-    ms: tuple[list[float], list[float]] = ((), ())
+    forward: Callable[[], object] = lambda: None  # as in inference
+    both: Callable[[], Results] = tuple  # a forward and a backward pass
+    failure: str | None = None  # why it did not run; None if it did
+    gib: float | None = None  # the worst rank's memory above inputs and results; None on CPU
+    ms: tuple[list[float], list[float]] = ((), ())  # of the slowest rank: forward, both
 
 
 def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
@@ -113,51 +99,46 @@ def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
     tensors = problem.draw(world)
     burst = partial(burst_attention, group=world.group, causal=True, qkv_format="sbhd")
     found = {BURST: _attention(burst, tensors)}
-    engines = {mode: TransformerEngine(mode, world) for mode in MODES}
-    for mode, engine in engines.items():
-        failure = engine.refusal(problem.heads[1])
-        failure = failure or attempt(
-            lambda engine=engine: engine.prepare(problem.heads, (problem.dim,) * 2, True), world
-        )
-        found[f"te {mode}"] = Contender(failure=failure) if failure else _attention(engine, tensors)
+    found |= {f"te {mode}": _engine(mode, problem, world, tensors) for mode in MODES}
     found[KERNEL] = _kernel(problem, world)
-    truth: tuple[Tensor, ...] = ()
+    truth: Results = ()
     for name, one in found.items():
         world.progress.now(f"{name}: trying it out")
         sample = _try_out(one, name, world, truth)
         truth = truth or sample
     able = {name: one for name, one in found.items() if not one.failure}
     counts = dict.fromkeys(able, reps)
-    forward = interleave({n: one.forward for n, one in able.items()}, counts, world, _never)
-    both = interleave({n: one.both for n, one in able.items()}, counts, world, _never)
+    forward, both = (
+        interleave({name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool)
+        for pass_ in ("forward", "both")
+    )
     for name, one in able.items():
         one.ms = forward[name], both[name]
     world.progress.end()
     return found
 
 
-def _never() -> bool:
-    return False
-
-
 def _dtype(world: World) -> torch.dtype:
     return torch.bfloat16 if world.device.type == "cuda" else torch.float32
 
 
-def _attention(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Contender:
+def _attention(attend: Callable[..., Tensor], tensors: Results) -> Contender:
     """An implementation that is one differentiable call on the ranks' shards."""
     *leaves, dout = tensors
 
-    def forward() -> None:
-        with torch.no_grad():
-            attend(*leaves)
-
-    def both() -> tuple[Tensor, ...]:
+    def both() -> Results:
         out = attend(*leaves)
-        grads = torch.autograd.grad(out, leaves, dout.view(out.shape))
-        return out.detach(), *grads
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.view(out.shape))
 
-    return Contender(forward, both)
+    return Contender(torch.no_grad()(partial(attend, *leaves)), both)
+
+
+def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Contender:
+    engine, dims = TransformerEngine(mode, world), (problem.dim, problem.dim)
+    refusals = world.gather(engine.refusal(problem.heads[1]))
+    failure = next(filter(None, refusals), None)
+    failure = failure or attempt(lambda: engine.prepare(problem.heads, dims, causal=True), world)
+    return Contender(failure=failure) if failure else _attention(engine, tensors)
 
 
 def _kernel(problem: Problem, world: World) -> Contender:
@@ -170,9 +151,7 @@ def _kernel(problem: Problem, world: World) -> Contender:
     return Contender(call.forward, lambda: call.backward()())
 
 
-def _try_out(
-    one: Contender, name: str, world: World, truth: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results:
     """Run it twice, the second time for its memory; a wrong answer is a failure."""
     results: list[Tensor] = []
     memory = Memory(world)
@@ -181,7 +160,7 @@ def _try_out(
         results[:] = []
         results[:] = one.both()
 
-    for _ in range(_WARM_UP):
+    for _ in range(2):
         memory.restart()
         one.failure = one.failure or attempt(run, world)
     sample = sample_of(results)
@@ -196,22 +175,30 @@ def _try_out(
 
 
 def show(problem: Problem, found: dict[str, Contender], ranks: int) -> None:
-    """Print the table."""
+    """Print the table, and why others are not in it."""
     width = None if Console().is_terminal else _WIDTH
-    Console(width=width, markup=False).print(table(problem, found, ranks))
+    console = Console(width=width, markup=False, highlight=False)
+    console.print(table(problem, found, ranks))
+    reasons: dict[str, list[str]] = {}
+    for name, one in found.items():
+        if one.failure:
+            reasons.setdefault(one.failure, []).append(name)
+    for reason, names in reasons.items():
+        console.print(f"not measured: {', '.join(names)}: {reason}", soft_wrap=True)
 
 
 def table(problem: Problem, found: dict[str, Contender], ranks: int) -> Table:
-    """One line an implementation, beside burst."""
+    """One line an implementation that could run, beside burst."""
     sizes = f"{in_units(problem.seq)} tokens, heads {problem.heads[0]}/{problem.heads[1]}"
-    shown = Table(title=f"causal attention, {sizes} x {problem.dim}, {ranks} ranks")
-    for column in ("", "forward ms", "forward + backward ms (min-max)", "TFLOP/s per GPU",
-                   "burst is", "GiB", "not measured"):  # fmt: skip
-        shown.add_column(column, justify="left" if column in ("", "not measured") else "right")
+    many = f"{ranks} rank{'s' * (ranks > 1)}"
+    shown = Table("", title=f"causal attention, {sizes} x {problem.dim}, {many}")
+    for column in (
+        "forward ms", "forward + backward ms (min-max)", "TFLOP/s per GPU", "burst is", "GiB"
+    ):  # fmt: skip
+        shown.add_column(column, justify="right")
     burst = found[BURST].ms[1]
     for name, one in found.items():
         if one.failure:
-            shown.add_row(name, *[""] * 5, one.failure)
             continue
         forward, both = one.ms
         ms = median(both)
@@ -219,6 +206,6 @@ def table(problem: Problem, found: dict[str, Contender], ranks: int) -> Table:
         shown.add_row(
             name, f"{median(forward):.4g}", f"{ms:.4g} ({min(both):.4g}-{max(both):.4g})",
             f"{problem.flops / ranks / ms / 1e9:.3g}", beside,
-            "" if one.gib is None else f"{one.gib:.2f}", "",
+            "" if one.gib is None else f"{one.gib:.2f}",
         )  # fmt: skip
     return shown

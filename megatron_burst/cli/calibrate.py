@@ -21,19 +21,12 @@ _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on a kind of device.
+    """What is measured on a kind of device."""
 
-    Attributes:
-        dtype: of products and attention.
-        matmul: width of a square matrix.
-        attention: tokens with query and key heads.
-        messages: bytes.
-    """
-
-    dtype: torch.dtype
-    matmul: int
-    attention: tuple[tuple[int, int, int], ...]
-    messages: tuple[int, ...]
+    dtype: torch.dtype  # of products and attention
+    matmul: int  # width of a square matrix
+    attention: tuple[tuple[int, int, int], ...]  # tokens with query and KV heads
+    messages: tuple[int, ...]  # bytes
 
 
 _SIZES = {
@@ -50,16 +43,13 @@ _SIZES = {
 def calibrate(
     world: World, name: str | None, budget_s: float, say: Callable[[str], None]
 ) -> Calibration:
-    """Measure; all ranks together.
+    """Measure, all ranks together, until so many seconds have passed; the same on all ranks.
 
     Args:
         world: all ranks.
         name: of the machine; None takes the GPU's.
         budget_s: seconds after which nothing new is measured.
         say: takes lines on rank 0: what begins, what there was no time for.
-
-    Returns:
-        what was measured, the same on all ranks.
     """
     return _Run(world, _SIZES[world.device.type], monotonic() + budget_s, say).all(name)
 
@@ -134,14 +124,10 @@ class _Run:
         if late:
             self.left_out.append(what)
         else:
-            self.world.progress.now(what, self.begun / self._most)
+            most = len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
+            self.world.progress.now(what, self.begun / most)
             self.begun += 1
         return not late
-
-    @property
-    def _most(self) -> int:
-        """How many things there are to measure, or fewer."""
-        return len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
 
 
 def _device(device: torch.device) -> tuple[str, float]:

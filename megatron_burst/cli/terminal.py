@@ -1,7 +1,7 @@
 """What commands share: options, refusals in one sentence, and how far a run is."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,30 +19,8 @@ Hosts = Annotated[int | None, Option(min=1, help="pretend that this machine is N
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 
-def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
-    """What is known by a list of names; none named means all.
-
-    Args:
-        names: what was asked for.
-        known: by name.
-        must: who asks, what must hold and why.
-
-    Raises:
-        BurstError: if a name is not known.
-    """
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
-    return tuple(known[name] for name in names or known)
-
-
 def check_writable(who: str, option: str, path: Path) -> None:
-    """Refuse a file that could not be written, before anything is computed.
-
-    Args:
-        who: refuses.
-        option: that named the file.
-        path: of the file; it may be there.
+    """Refuse a file, of an option, that could not be written, before anything is computed.
 
     Raises:
         BurstError: if its folder is missing, it is a folder, or the system will not write it.
@@ -82,7 +60,7 @@ class Progress:
 
     talks: bool = False  # whether lines are printed
     bars: Bars | None = field(default=None, repr=False)  # of a terminal
-    number: int = 0  # of the problem that is under way
+    number: int = 0  # of the problem that is under way, counted from 0
     total: int = 1
 
     def say(self, text: str) -> None:
@@ -93,7 +71,7 @@ class Progress:
             typer.echo(text, err=True)
 
     def begin(self, number: int, total: int) -> None:
-        """A problem, counted from 0."""
+        """Of so many problems."""
         self.number, self.total = number, total
 
     def now(self, text: str, fraction: float = 0.0) -> None:

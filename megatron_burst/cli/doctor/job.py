@@ -3,7 +3,7 @@
 import socket
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -51,10 +51,7 @@ class Job:
 
 
 def check_job(launch: Launch, job: Job) -> bool:
-    """Check a job; all its ranks together. Rank 0 reports.
-
-    Returns:
-        whether a run would break; the same on all ranks.
+    """Check a job, all its ranks together; rank 0 reports. Whether a run would break, on all ranks.
 
     Raises:
         BurstError: if this rank finds no store, or came too late.
@@ -66,8 +63,7 @@ def check_job(launch: Launch, job: Job) -> bool:
     survey = Answer(0, "", "the first rank of this host is not there")
     if launch.local_rank == 0:  # one rank of a host is enough
         survey = survey_here(job.run, job.timeout_s)
-    facts = asdict(_facts(launch, job, survey))
-    mine = {"facts": facts, "home": asdict(my_home()), "door": door.getsockname()[:2]}
+    mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
     job.progress.now("waiting for all ranks", 0.2)
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
@@ -89,26 +85,22 @@ def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
         name, uuid = properties.name, str(properties.uuid)
     return Facts(
         host=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
-        gpu=name,
-        gpu_id=uuid,
-        gpus=torch.cuda.device_count(),
+        gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
         clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
         driver=gpus[0].driver if gpus else "none",
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        versions=software(),
+        local_rank=launch.local_rank, local_size=launch.local_size, versions=software(),
         variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
-    )
+    )  # fmt: skip
 
 
 class _Checks:
     """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
-    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, dict]) -> None:
+    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
         self.meeting, self.job = meeting, job
-        self.facts = {rank: Facts(**words["facts"]) for rank, words in said.items()}
-        self.homes = {rank: Home(**words["home"]) for rank, words in said.items()}
-        self.doors = {rank: tuple(words["door"]) for rank, words in said.items()}
+        self.facts: dict[int, Facts] = {rank: facts for rank, (facts, _, _) in said.items()}
+        self.homes: dict[int, Home] = {rank: home for rank, (_, home, _) in said.items()}
+        self.doors = {rank: door for rank, (_, _, door) in said.items()}
         self.hosts = {rank: fact.host for rank, fact in self.facts.items()}
         # the first rank of each host speaks for it
         self.speakers = {host: rank for rank, host in reversed(self.hosts.items())}
@@ -133,14 +125,13 @@ class _Checks:
         speaks = self.speakers[host] == meeting.launch.rank
         doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != host}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
-        self.found.append(
-            check_pairs({self.hosts[rank]: w for rank, w in reached.items() if w is not None})
-        )
+        told = {self.hosts[rank]: why for rank, why in reached.items() if why is not None}
+        self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         merged = Merged(len(self.speakers))
-        for rank, checks in meeting.share("machine", [asdict(c) for c in own]).items():
+        for rank, checks in meeting.share("machine", own).items():
             if rank == self.speakers[self.hosts[rank]]:
-                merged.add(self.hosts[rank], (_check(words) for words in checks))
+                merged.add(self.hosts[rank], checks)
         self.found += merged.checks() + check_alike(list(self.facts.values()))
         if self.job.sizes:
             self.found.append(self._groups(self.job.sizes))
@@ -202,7 +193,3 @@ class _Checks:
 
         self.job.progress.now(stage, 0.6)
         return Watch(self.meeting, stage, self.job.timeout_s, give_up)
-
-
-def _check(words: Mapping[str, str]) -> Check:
-    return Check(**{**words, "status": Status(words["status"])})

@@ -1,7 +1,7 @@
 """Who is there: ranks meet in a store, which unlike a collective can say who is missing."""
 
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Meeting:
 
     def post(self, topic: str, value: object) -> None:
         """Say something under a topic."""
-        self.store.set(_key(topic, self.launch.rank), json.dumps(value))
+        self.store.set(_key(topic, self.launch.rank), pickle.dumps(value))
 
     def collect(self, topic: str, ranks: Sequence[int]) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
@@ -43,7 +43,7 @@ class Meeting:
         while True:
             for rank in ranks:
                 if rank not in found and self.store.check([_key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(_key(topic, rank)))
+                    found[rank] = pickle.loads(self.store.get(_key(topic, rank)))
             if len(found) == len(ranks) or time.monotonic() > deadline:
                 return dict(sorted(found.items()))
             time.sleep(_POLL_S)
@@ -56,7 +56,7 @@ class Meeting:
     def part(self, verdict: bool | None) -> bool:
         """End together: rank 0's verdict on all; it stays until the others have read it."""
         if self.leads:
-            self.store.set(_key("verdict", 0), json.dumps(verdict))
+            self.store.set(_key("verdict", 0), pickle.dumps(verdict))
             self.collect("bye", [rank for rank in self.present if rank])
             return bool(verdict)
         found = self.collect("verdict", [0])
@@ -75,12 +75,9 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
         BurstError: if it cannot be reached.
     """
     try:
+        keeps, patience = launch.rank == 0 and not launch.joins, timedelta(seconds=timeout_s)
         return dist.TCPStore(
-            launch.address,
-            launch.port,
-            is_master=launch.rank == 0 and not launch.joins,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            launch.address, launch.port, is_master=keeps, timeout=patience, wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:  # DistNetworkError and others are sub-classes
         raise BurstError(
@@ -101,7 +98,7 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     meeting.post("here", mine)
     if meeting.leads:
         here = meeting.collect("here", range(launch.size))
-        store.set(_key("present", 0), json.dumps([*here]))
+        store.set(_key("present", 0), pickle.dumps([*here]))
     patient = Meeting(launch, store, 2 * timeout_s)  # rank 0 may have come last
     present = patient.collect("present", [0]).get(0)
     if present is None or launch.rank not in present:
