@@ -15,7 +15,7 @@ from typing import Annotated, get_args
 from rich.console import Console
 from typer import Option
 
-from benchmarks.cases import PRESETS, Case, Grid, Pass, head_counts, head_dims, problems
+from benchmarks.cases import PRESETS, Case, Grid, Pass, grid_of, head_dims, problems
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.impls import Impl, impls_of
 from benchmarks.peers import (
@@ -44,8 +44,6 @@ from benchmarks.trial import Trial, try_out
 from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
 from megatron_burst.cli.timing import attempt, clean_up, interleave
 from megatron_burst.cli.world import World, started
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import whole_numbers
 
 _WHO = "benchmarks.attention"
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
@@ -220,25 +218,9 @@ def main(
 ) -> None:
     """Attention over all ranks, beside its peers; alone or under torchrun."""
     with in_one_sentence():
-        grid = _grid(seq, heads, batch, mask)
+        grid = grid_of(seq, heads, batch, mask)
         plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
         _run(plan, head_dims(head_dim), dtype, device, hosts)
-
-
-def _grid(seq: str, heads: str, batch: str, mask: str) -> Grid:
-    """The lists that were given."""
-    masks = tuple(mask.split(",")) if mask else ()
-    if not set(masks) <= {"causal", "full"}:
-        raise BurstError(
-            f"{_WHO}: --mask must list causal or full, because these are measured; got "
-            f"{mask!r}; write for example causal,full"
-        )
-    return Grid(
-        seqs=whole_numbers(seq, "--seq", _WHO) if seq else (),
-        heads=head_counts(heads, _WHO) if heads else (),
-        batches=whole_numbers(batch, "--batch", _WHO) if batch else (),
-        masks=masks,
-    )
 
 
 def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> Plan:

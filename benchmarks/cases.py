@@ -136,6 +136,22 @@ class Grid:
         return all(not allowed or value in allowed for allowed, value in pairs)
 
 
+def grid_of(seq: str, heads: str, batch: str, mask: str) -> Grid:
+    """The lists that were given as options."""
+    masks = tuple(mask.split(",")) if mask else ()
+    if not set(masks) <= {"causal", "full"}:
+        raise BurstError(
+            f"{_WHO}: --mask must list causal or full, because these are measured; got "
+            f"{mask!r}; write for example causal,full"
+        )
+    return Grid(
+        seqs=whole_numbers(seq, "--seq", _WHO) if seq else (),
+        heads=head_counts(heads, _WHO) if heads else (),
+        batches=whole_numbers(batch, "--batch", _WHO) if batch else (),
+        masks=masks,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Problems and the implementations that they are measured with."""

@@ -1,5 +1,6 @@
 """Which implementations are compared: what `--impl` says, as data."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import get_args
 
@@ -51,6 +52,23 @@ def _parse(text: str) -> tuple[Impl, ...]:
         f"{text!r}; choose among burst[:auto|gather|ring|FIELD=VALUE,...], te[:{'|'.join(te.MODES)}"
         "], ceiling[:BACKEND], one-gpu[:BACKEND]"
     )
+
+
+def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
+    """What is known by a list of names; none named means all.
+
+    Args:
+        names: what was asked for.
+        known: by name.
+        must: who asks, what must hold and why.
+
+    Raises:
+        BurstError: if a name is not known.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
+    return tuple(known[name] for name in names or known)
 
 
 def burst_config(text: str) -> BurstConfig:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.impls import pick
 from benchmarks.loss_heads import HeadTensors
-from benchmarks.sweep import pick
 from megatron_burst.cli.world import World
 from megatron_burst.loss.linear import linear_cross_entropy
 

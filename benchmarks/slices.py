@@ -28,8 +28,9 @@ from typer import Argument, Option
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.facts import commit, gpu_state, versions
+from benchmarks.impls import pick
 from benchmarks.rows import Sheet, append, check_appendable
-from benchmarks.sweep import Budget, pick
+from benchmarks.sweep import Budget
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of

@@ -1,6 +1,6 @@
 """What the run loops share: options, the file that rows go to, time that runs out, the loop."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -10,7 +10,6 @@ from typer import Option, Typer
 
 from benchmarks.rows import ATTENTION_CSV, Sheet, append, check_appendable
 from megatron_burst.cli.world import World
-from megatron_burst.errors import BurstError
 
 Out = Annotated[Path, Option(help="CSV to append to")]
 Dtype = Annotated[
@@ -24,23 +23,6 @@ def new_app() -> Typer:
     """A command line, like that of `megatron-burst`."""
     names = {"help_option_names": ["-h", "--help"]}
     return Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=names)
-
-
-def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
-    """What is known by a list of names; none named means all.
-
-    Args:
-        names: what was asked for.
-        known: by name.
-        must: who asks, what must hold and why.
-
-    Raises:
-        BurstError: if a name is not known.
-    """
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
-    return tuple(known[name] for name in names or known)
 
 
 def usual_dtype(world: World) -> str:

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_burst.cli.doctor.report import Check, LinkRate, Status, fail, ok, skip, warn
+from megatron_burst.cli.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
 from megatron_burst.plan.topology import Link, Topology
 
 SLOW = 0.7  # of the median
-_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,8 @@ def odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> Ch
         return None
     common, _ = counts.most_common(1)[0]
     others = {host: value for host, value in values.items() if value != common}
-    named = "; ".join(f"{host} has {value}" for host, value in list(others.items())[:_NAMED])
-    more = f"; {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-    what = f"{name} differs: {named}{more}; the others {common}"
+    named = few([f"{host} has {value}" for host, value in others.items()])
+    what = f"{name} differs: {named}; the others {common}"
     return Check("alike", status, what, change, ", ".join(others))
 
 
@@ -120,18 +118,18 @@ def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
     slow = sorted((link for link in links if link.ratio < SLOW), key=lambda link: link.ratio)
     if not slow:
         return ok(name, what)
-    named = "; ".join(
+    named = [
         f"rank {link.source} on {link.hosts[0]} -> rank {link.dest} on {link.hosts[1]}: "
         f"{link.gb_per_s:.3g} GB/s ({link.ratio:.0%})"
-        for link in slow[:_NAMED]
-    )
+        for link in slow
+    ]
     ends = Counter(rank for link in slow for rank in {link.source, link.dest})
     shared = sorted(rank for rank, count in ends.items() if count > 1)
     change = "look at NVLink and clocks" if kind is Link.INTRA else "look at its HCA and cable"
     if shared:
         change += f" of ranks {shared}, which slow links have in common"
     where = ", ".join(sorted({host for link in slow for host in link.hosts}))
-    return warn(name, f"{len(slow)} slow: {named}; of {what}", change, where)
+    return warn(name, f"{len(slow)} slow: {few(named)}; of {what}", change, where)
 
 
 def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Check:
@@ -141,13 +139,13 @@ def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Chec
     slow = [rank for rank, rate in tflops.items() if rate < SLOW * middle]
     if not slow:
         return ok("compute", what)
-    named = "; ".join(
+    named = [
         f"rank {rank} on {hosts[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
-        for rank in slow[:_NAMED]
-    )
+        for rank in slow
+    ]
     change = "look at clocks, power and other processes there: the slowest sets the pace"
     where = ", ".join(sorted({hosts[rank] for rank in slow}))
-    return warn("compute", f"slow: {named}; {what}", change, where)
+    return warn("compute", f"slow: {few(named)}; {what}", change, where)
 
 
 def check_groups(topologies: Mapping[str, Topology]) -> Check:
@@ -158,5 +156,5 @@ def check_groups(topologies: Mapping[str, Topology]) -> Check:
     what = "; ".join(f"{count} x {text}" for text, count in counts.items())
     if flat:
         change = "place equally many ranks of each group on each host"
-        return warn("groups", f"{what}; flat: {', '.join(flat[:_NAMED])}", change)
+        return warn("groups", f"{what}; flat: {few(flat)}", change)
     return ok("groups", what)

@@ -17,14 +17,23 @@ from megatron_burst.cli.doctor.network import (
     interfaces_of,
     shared_networks,
 )
-from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, fail, ok, skip, warn
+from megatron_burst.cli.doctor.report import (
+    Check,
+    Merged,
+    Report,
+    Status,
+    fail,
+    few,
+    ok,
+    skip,
+    warn,
+)
 from megatron_burst.cli.doctor.survey import SCRIPT, Answer, Runner, Survey, parse_survey
 from megatron_burst.cli.doctor.system import check_shm
 from megatron_burst.errors import BurstError
 
 _AT_ONCE = 64
 _SIOCGIFADDR = 0x8915
-_NAMED = 4  # pairs that are named
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 
@@ -201,9 +210,8 @@ def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
     closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
     if not closed:
         return ok("reachable", f"all {hosts} hosts reach each other by TCP")
-    named = "; ".join(f"{a} -> {b} ({why})" for a, b, why in closed[:_NAMED])
-    more = f"; {len(closed) - _NAMED} more" if len(closed) > _NAMED else ""
-    what = f"{len(closed)} of {hosts * (hosts - 1)} ways between hosts are closed: {named}{more}"
+    named = few([f"{a} -> {b} ({why})" for a, b, why in closed])
+    what = f"{len(closed)} of {hosts * (hosts - 1)} ways between hosts are closed: {named}"
     change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
     where = ", ".join(sorted({b for _, b, _ in closed}))
     return fail("reachable", what, f"{change}GLOO_SOCKET_IFNAME", where)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
@@ -49,6 +49,12 @@ def warn(name: str, what: str, change: str, where: str = "") -> Check:
 def fail(name: str, what: str, change: str, where: str = "") -> Check:
     """A run would break."""
     return Check(name, Status.FAIL, what, change, where)
+
+
+def few(items: Sequence[str], most: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return "; ".join([*items[:most], *more])
 
 
 @dataclass(frozen=True, slots=True)
