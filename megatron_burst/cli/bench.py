@@ -12,16 +12,9 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.cli import timing
 from megatron_burst.cli.speeds import Attention
 from megatron_burst.cli.te import MODES, TransformerEngine
-from megatron_burst.cli.timing import (
-    Memory,
-    attempt,
-    clean_up,
-    disagreement,
-    interleave,
-    sample_of,
-)
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
@@ -109,7 +102,9 @@ def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
     able = {name: one for name, one in found.items() if not one.failure}
     counts = dict.fromkeys(able, reps)
     forward, both = (
-        interleave({name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool)
+        timing.interleave(
+            {name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool
+        )
         for pass_ in ("forward", "both")
     )
     for name, one in able.items():
@@ -137,7 +132,9 @@ def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Cont
     engine, dims = TransformerEngine(mode, world), (problem.dim, problem.dim)
     refusals = world.gather(engine.refusal(problem.heads[1]))
     failure = next(filter(None, refusals), None)
-    failure = failure or attempt(lambda: engine.prepare(problem.heads, dims, causal=True), world)
+    failure = failure or timing.attempt(
+        lambda: engine.prepare(problem.heads, dims, causal=True), world
+    )
     return Contender(failure=failure) if failure else _attention(engine, tensors)
 
 
@@ -154,7 +151,7 @@ def _kernel(problem: Problem, world: World) -> Contender:
 def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results:
     """Run it twice, the second time for its memory; a wrong answer is a failure."""
     results: list[Tensor] = []
-    memory = Memory(world)
+    memory = timing.Memory(world)
 
     def run() -> None:
         results[:] = []
@@ -162,15 +159,15 @@ def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results
 
     for _ in range(2):
         memory.restart()
-        one.failure = one.failure or attempt(run, world)
-    sample = sample_of(results)
+        one.failure = one.failure or timing.attempt(run, world)
+    sample = timing.sample_of(results)
     if not one.failure and truth and name != KERNEL:
-        one.failure = disagreement(sample, truth, world)
+        one.failure = timing.disagreement(sample, truth, world)
     if not one.failure:
         uncounted = symmetric_bytes(world.group) if name == BURST else 0
         one.gib = memory.peak_gib(sum(x.nbytes for x in results), uncounted)
     results[:] = []
-    clean_up(world)
+    timing.clean_up(world)
     return sample
 
 

@@ -9,14 +9,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from megatron_burst.cli.doctor import network
 from megatron_burst.cli.doctor.compare import odd
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, gpus_of
-from megatron_burst.cli.doctor.network import (
-    check_network,
-    environment,
-    interfaces_of,
-    shared_networks,
-)
 from megatron_burst.cli.doctor.report import (
     Check,
     Merged,
@@ -92,7 +87,12 @@ def _reachable(host: str, found: Survey | Answer) -> Check:
 
 
 def _of_host(survey: Survey) -> list[Check]:
-    found = [*check_state(survey), check_nvlink(survey), *check_network(survey), check_shm(survey)]
+    found = [
+        *check_state(survey),
+        check_nvlink(survey),
+        *network.check_network(survey),
+        check_shm(survey),
+    ]
     return [check for check in found if check.name != "free"]
 
 
@@ -124,7 +124,7 @@ def _alike(surveys: dict[str, Survey]) -> Check:
 
 def _network(surveys: dict[str, Survey]) -> Check:
     """That hosts share an IP network."""
-    if shared := shared_networks(surveys):
+    if shared := network.shared_networks(surveys):
         return ok("network", f"hosts share {', '.join(sorted(map(str, shared)))}")
     what = "no IP network has all hosts in it: they must be routed"
     change = "see that the hosts reach each other; below is the interface of the default route"
@@ -135,13 +135,13 @@ def _block(surveys: dict[str, Survey]) -> list[str]:
     """Lines to paste: the environment, then how to start."""
     first, *_ = surveys
     usable = [len(free_gpus(survey)) for survey in surveys.values()]
-    addresses = interfaces_of(surveys[first])
+    addresses = network.interfaces_of(surveys[first])
     address = str(next(iter(addresses.values())).ip) if addresses else first
     start = (
         f"# torchrun --nnodes {len(surveys)} --nproc-per-node {min(usable)} --node-rank N "
         f"--master-addr {address} --master-port 29500 -m megatron_burst pretrain_gpt.py ..."
     )
-    return [*environment(surveys), start]
+    return [*network.environment(surveys), start]
 
 
 def open_door(address: str) -> socket.socket:

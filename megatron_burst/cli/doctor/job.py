@@ -9,15 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_burst.cli.doctor.compare import (
-    Facts,
-    check_alike,
-    check_compute,
-    check_groups,
-    check_links,
-    check_seats,
-    link_rates,
-)
+from megatron_burst.cli.doctor import compare
 from megatron_burst.cli.doctor.gpus import gpus_of
 from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.launched import Launch
@@ -29,7 +21,7 @@ from megatron_burst.cli.doctor.system import check_machine
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.terminal import Progress
 from megatron_burst.cli.world import World, world_of
-from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.hosts import my_home, nvlink_domains, topology_of_homes
 from megatron_burst.plan.cluster import Sizes, cp_groups
 
 _KNOCK_S = 5.0
@@ -77,13 +69,13 @@ def check_job(launch: Launch, job: Job) -> bool:
     return meeting.part(report.breaks if meeting.leads else None)
 
 
-def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
+def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> compare.Facts:
     gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
     name, uuid = "CPU", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, uuid = properties.name, str(properties.uuid)
-    return Facts(
+    return compare.Facts(
         host=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
         gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
         clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
@@ -98,8 +90,8 @@ class _Checks:
 
     def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
         self.meeting, self.job = meeting, job
-        self.facts: dict[int, Facts] = {rank: facts for rank, (facts, _, _) in said.items()}
-        self.homes: dict[int, Home] = {rank: home for rank, (_, home, _) in said.items()}
+        self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
+        self.homes = {rank: home for rank, (_, home, _) in said.items()}
         self.doors = {rank: door for rank, (_, _, door) in said.items()}
         self.hosts = {rank: fact.host for rank, fact in self.facts.items()}
         # the first rank of each host speaks for it
@@ -121,7 +113,7 @@ class _Checks:
     def before_groups(self, survey: Survey | Answer) -> None:
         """What needs no process group; the first rank of each machine has its survey."""
         meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
-        self.found += [check_attendance(meeting), check_seats(self.facts)]
+        self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
         speaks = self.speakers[host] == meeting.launch.rank
         doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != host}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
@@ -132,7 +124,7 @@ class _Checks:
         for rank, checks in meeting.share("machine", own).items():
             if rank == self.speakers[self.hosts[rank]]:
                 merged.add(self.hosts[rank], checks)
-        self.found += merged.checks() + check_alike(list(self.facts.values()))
+        self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
         if self.job.sizes:
             self.found.append(self._groups(self.job.sizes))
 
@@ -144,7 +136,8 @@ class _Checks:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the record says it
             groups = cp_groups(nvlink_domains(list(self.homes.values())), sizes, places)
-        return check_groups({f"ranks {list(group.ranks)}": group.topology for group in groups})
+        named = {f"ranks {list(group.ranks)}": group.topology for group in groups}
+        return compare.check_groups(named)
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""
@@ -160,7 +153,7 @@ class _Checks:
             ms = rank_ms(run, world)
         ranks = list(self.facts)
         rates = {rank: flops / took / 1e9 for rank, took in zip(ranks, ms, strict=True)}
-        self.found.append(check_compute(rates, self.hosts))
+        self.found.append(compare.check_compute(rates, self.hosts))
         num_bytes = _SHIFT_BYTES[world.device.type]
         for link, found in rings(topology).items():
             links = []
@@ -169,9 +162,9 @@ class _Checks:
                     ms = rank_ms(mover.shift(link, num_bytes), world)
                 took = dict(zip(ranks, ms, strict=True))
                 own = [[ranks[place] for place in ring] for ring in found]
-                links = link_rates(link, own, took, num_bytes, self.hosts)
+                links = compare.link_rates(link, own, took, num_bytes, self.hosts)
             self.links += links
-            self.found.append(check_links(link, links))
+            self.found.append(compare.check_links(link, links))
         dist.destroy_process_group()
 
     def _world(self) -> World:

@@ -3,17 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from megatron_burst.cli.doctor import software
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, gpus_of
 from megatron_burst.cli.doctor.network import check_network, hcas_of
 from megatron_burst.cli.doctor.report import Check, Status, fail, ok, skip, warn
-from megatron_burst.cli.doctor.software import (
-    check_backends,
-    check_seams,
-    check_te_kernels,
-    check_torch,
-    check_versions,
-    software,
-)
 from megatron_burst.cli.doctor.survey import Answer, Survey
 
 _SHM_GIB = 1.0  # a container's default of 64 MiB is too little for NCCL and data loaders
@@ -31,8 +24,8 @@ def check_machine(
         environ: environment variables.
         in_job: whether they are those of a training job.
     """
-    installed, gpus = software(), []
-    found = [check_versions(installed), *check_te_kernels(installed, environ)]
+    installed, gpus = software.software(), []
+    found = [software.check_versions(installed), *software.check_te_kernels(installed, environ)]
     if isinstance(survey, Answer):
         why = survey.error or f"exit status {survey.code}"
         found.append(skip("survey", f"the machine's state is not known: {why}"))
@@ -42,7 +35,7 @@ def check_machine(
         found += check_state(survey.without("processes") if in_job else survey)
         found += [check_nvlink(survey), *check_network(survey), check_shm(survey)]
         found += [*check_limits(survey), check_connections(survey, environ, in_job)]
-    found += [check_torch(len(gpus)), check_backends(), check_seams()]
+    found += [software.check_torch(len(gpus)), software.check_backends(), software.check_seams()]
     return found + check_environment(environ)
 
 
