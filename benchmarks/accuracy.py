@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
-from benchmarks.peers import Burst, Shard, TransformerEngine
+from benchmarks.peers import Burst, Shard
+from benchmarks.te_peer import TransformerEngine
 from megatron_burst.cli.timing import attempt
 from megatron_burst.cli.world import started
 from megatron_burst.config import BurstConfig

@@ -18,15 +18,7 @@ from typer import Option
 from benchmarks.cases import PRESETS, Case, Grid, Pass, grid_of, head_dims, problems
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.impls import Impl, impls_of
-from benchmarks.peers import (
-    Burst,
-    Ceiling,
-    OneGpu,
-    Peer,
-    Shard,
-    TransformerEngine,
-    draw_shard,
-)
+from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
 from benchmarks.rows import Row
 from benchmarks.sweep import (
     Budget,
@@ -40,6 +32,7 @@ from benchmarks.sweep import (
     usual_dtype,
 )
 from benchmarks.tables import reasons, terminal_table
+from benchmarks.te_peer import TransformerEngine
 from benchmarks.trial import Trial, try_out
 from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
 from megatron_burst.cli.timing import attempt, clean_up, interleave

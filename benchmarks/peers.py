@@ -1,8 +1,8 @@
-"""The implementations that are compared: burst, TransformerEngine, and kernels without
-communication. Each is prepared for a problem, run, and releases what it holds.
+"""The implementations that are compared: burst, and kernels without any communication.
+
+Each is prepared for a problem, run, and releases what it holds.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli import te
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
@@ -148,43 +147,6 @@ class Burst(Autograd):
 
     def uncounted_bytes(self) -> int:
         return symmetric_bytes(self.world.group)
-
-
-class TransformerEngine(Autograd):
-    """TransformerEngine's; `impl.mode` is its cp_comm_type."""
-
-    def __init__(self, impl: Impl, world: World) -> None:
-        super().__init__(impl, world)
-        self.attention = te.TransformerEngine(impl.mode, world)
-
-    def refusal(self, case: Case) -> str | None:
-        return self.attention.refusal(case.heads_kv)
-
-    def prepare(self, shard: Shard) -> None:
-        super().prepare(shard)
-        self.note, case = "", shard.case
-        dims = case.head_dim_qk, case.head_dim_v
-        self.attention.prepare((case.heads_q, case.heads_kv), dims, case.mask == "causal")
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = self.attention(q, k, v)
-        self.note = self.note or f"kernel {_chosen_kernel()}"
-        return out
-
-    def release(self) -> None:
-        super().release()
-        self.attention.attention = None
-
-
-def _chosen_kernel() -> str:
-    """Which of its kernels the last call took, as its own debug output would say."""
-    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-    chosen = getattr(sys.modules.get(module), "_attention_backends", {})
-    if chosen.get("use_flash_attention"):
-        return f"FlashAttention {chosen['flash_attention_backend']}"
-    if chosen.get("use_fused_attention"):
-        return f"cuDNN (sub-backend {int(chosen['fused_attention_backend'])})"
-    return "unfused" if chosen.get("use_unfused_attention") else "unknown"
 
 
 class Kernel(Peer):

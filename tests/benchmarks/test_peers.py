@@ -12,7 +12,8 @@ import torch.distributed as dist
 from benchmarks import facts
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.peers import Ceiling, OneGpu, TransformerEngine, draw_shard
+from benchmarks.peers import Ceiling, OneGpu, draw_shard
+from benchmarks.te_peer import TransformerEngine
 from megatron_burst.cli import te
 from tests.oracle import full_attention
 

@@ -117,7 +117,7 @@ def test_nvlink_that_is_missing_or_partly_down():
 
 def test_the_matrix_of_links():
     read = matrix_of(survey())
-    assert len(read.gpus) == 8 and len(read.nics) == 9
+    assert len(read.labels(gpus=True)) == 8 and len(read.labels(gpus=False)) == 9
     assert read.cells["GPU2", "NIC2"] == "PIX" and read.cells["GPU2", "GPU3"] == "NV18"
     assert read.cells["GPU4", "NIC8"] == "SYS" and read.names["NIC8"] == "mlx5_bond_0"
 

@@ -152,15 +152,10 @@ class Matrix:
     cells: dict[tuple[str, str], str]
     names: dict[str, str]
 
-    @property
-    def gpus(self) -> list[str]:
-        """Labels of GPUs, in order."""
-        return [row for row, column in self.cells if row == column and row.startswith("GPU")]
-
-    @property
-    def nics(self) -> list[str]:
-        """Labels of NICs, in order."""
-        return [row for row, column in self.cells if row == column and not row.startswith("GPU")]
+    def labels(self, gpus: bool) -> list[str]:
+        """Labels of GPUs, or of NICs, in order."""
+        rows = [row for row, column in self.cells if row == column]
+        return [row for row in rows if row.startswith("GPU") is gpus]
 
 
 def matrix_of(survey: Survey) -> Matrix:
@@ -183,7 +178,7 @@ def matrix_of(survey: Survey) -> Matrix:
 def check_nvlink(survey: Survey) -> Check:
     """NVLink between all GPUs, and as many live links on each."""
     matrix = matrix_of(survey)
-    gpus = matrix.gpus
+    gpus = matrix.labels(gpus=True)
     if len(gpus) < 2:
         return skip("nvlink", "no two GPUs to join")
     pairs = [(a, b) for a in gpus for b in gpus if a < b]

@@ -9,20 +9,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megatron_burst.cli.doctor import network
+from megatron_burst.cli.doctor import network, report
 from megatron_burst.cli.doctor.compare import odd
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, gpus_of
-from megatron_burst.cli.doctor.report import (
-    Check,
-    Merged,
-    Report,
-    Status,
-    fail,
-    few,
-    ok,
-    skip,
-    warn,
-)
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, fail, ok, skip, warn
 from megatron_burst.cli.doctor.survey import SCRIPT, Answer, Runner, Survey, parse_survey
 from megatron_burst.cli.doctor.system import check_shm
 from megatron_burst.errors import BurstError
@@ -210,7 +200,7 @@ def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
     closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
     if not closed:
         return ok("reachable", f"all {hosts} hosts reach each other by TCP")
-    named = few([f"{a} -> {b} ({why})" for a, b, why in closed])
+    named = report.few([f"{a} -> {b} ({why})" for a, b, why in closed])
     what = f"{len(closed)} of {hosts * (hosts - 1)} ways between hosts are closed: {named}"
     change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
     where = ", ".join(sorted({b for _, b, _ in closed}))

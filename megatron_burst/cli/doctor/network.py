@@ -84,9 +84,9 @@ def choose_hcas(survey: Survey) -> Choice:
 def _nearest(survey: Survey, hcas: Sequence[Hca]) -> dict[str, tuple[str, ...]]:
     """The nearest HCAs of each GPU, if they are near at all."""
     matrix, names = matrix_of(survey), {hca.name for hca in hcas}
-    labels = {nic: matrix.names.get(nic, nic) for nic in matrix.nics}
+    labels = {nic: matrix.names.get(nic, nic) for nic in matrix.labels(gpus=False)}
     nearest = {}
-    for gpu in matrix.gpus:
+    for gpu in matrix.labels(gpus=True):
         distances = {
             name: _DISTANCE.get(matrix.cells[gpu, nic], len(_DISTANCE))
             for nic, name in labels.items()
