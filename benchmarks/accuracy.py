@@ -19,11 +19,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-
-from megatron_burst.cli.cases import Case
-from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.peers import Burst, Shard
-from megatron_burst.cli.te_peer import TransformerEngine
+from benchmarks.cases import Case
+from benchmarks.impls import impls_of
+from benchmarks.peers import Burst, Shard
+from benchmarks.te_peer import TransformerEngine
 from megatron_burst.cli.timing import attempt
 from megatron_burst.cli.world import started
 from megatron_burst.config import BurstConfig, Tuning

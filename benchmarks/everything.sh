@@ -36,7 +36,7 @@ within() { # seconds, then a command that takes --budget-s; less if TOTAL_S is n
     echo "== $SECONDS s since the start"
 }
 
-bench() { within "$1" torchrun --nproc-per-node "$gpus" -m megatron_burst.cli bench "${@:2}"; }
+bench() { within "$1" torchrun --nproc-per-node "$gpus" -m "benchmarks.$2" "${@:3}"; }
 
 attention() { # seconds, lengths, file, more options
     local sizes

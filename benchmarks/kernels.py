@@ -26,8 +26,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.candidates import candidates
-from megatron_burst.cli.results import Sheet, append, check_appendable
-from megatron_burst.cli.sentence import in_one_sentence
+from benchmarks.rows import Sheet, append, check_appendable
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
 from megatron_burst.kernels.triton_blocks import Blocks, Pass, blocks_for
 

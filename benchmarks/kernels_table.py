@@ -14,8 +14,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.kernels import KERNELS_CSV, Row
-from megatron_burst.cli.results import read
-from megatron_burst.cli.sentence import in_one_sentence
+from benchmarks.rows import read
+from megatron_burst.cli.terminal import in_one_sentence
 
 _PROBLEM = ("dim", "causal", "direction", "seq", "heads_q", "heads_kv")
 _LINE = _PROBLEM[:3]

@@ -3,10 +3,12 @@
 python benchmarks/predict.py attention --ranks 8 --preset one-host --out attention_8xh200.csv
 python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
 
-Options are those of `bench attention` and `bench recompute`. Commit the CSV, measure, and compare:
+Options are those of `benchmarks.attention` and `benchmarks.recompute`. Commit the CSV, measure,
+and compare:
 python benchmarks/validate_plan.py MEASURED.csv --predictions PREDICTED.csv
 """
 
+import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -16,14 +18,16 @@ from typing import Annotated, get_args
 import typer
 from typer import Option
 
-from megatron_burst.cli.cases import Case, Grid, Pass, head_counts, one_head_count, problems
-from megatron_burst.cli.facts import commit
-from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.modes import ATTENTION, Mode, modes_of
-from megatron_burst.cli.options import Out
-from megatron_burst.cli.predictions import predict
-from megatron_burst.cli.results import Row, Sheet, append, check_appendable
-from megatron_burst.cli.sentence import in_one_sentence
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.cases import Case, Grid, Pass, head_counts, one_head_count, problems
+from benchmarks.facts import commit
+from benchmarks.impls import impls_of
+from benchmarks.layers import ATTENTION, Mode, modes_of
+from benchmarks.planned import predict
+from benchmarks.rows import Row, Sheet, append, check_appendable
+from benchmarks.sweep import Out
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import whole_numbers
 
@@ -72,7 +76,7 @@ def attention(
     hardware: Machine = "h200",
     link: Link = "",
 ) -> None:
-    """Problems of `bench attention`, forward and both passes."""
+    """Problems of `benchmarks.attention`, forward and both passes."""
     with in_one_sentence():
         grid = Grid(_lengths(seq) if seq else (), head_counts(heads, _WHO) if heads else ())
         cases, usual = problems(preset, grid)
@@ -101,7 +105,7 @@ def recompute(
     hardware: Machine = "h200",
     link: Link = "",
 ) -> None:
-    """Problems of `bench recompute`, and attention's forward alone."""
+    """Problems of `benchmarks.recompute`, and attention's forward alone."""
     with in_one_sentence():
         heads_q, heads_kv = one_head_count(heads, _WHO)
         note = f"{layers} layers, hidden {hidden}, ffn {ffn}"

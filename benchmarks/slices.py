@@ -27,10 +27,11 @@ from typer import Argument, Option
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-from megatron_burst.cli.facts import commit, gpu_state, versions
-from megatron_burst.cli.options import Budget
-from megatron_burst.cli.results import Sheet, append, check_appendable
-from megatron_burst.cli.sentence import in_one_sentence, pick
+from benchmarks.facts import commit, gpu_state, versions
+from benchmarks.impls import pick
+from benchmarks.rows import Sheet, append, check_appendable
+from benchmarks.sweep import Budget
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.model import Model

@@ -6,6 +6,7 @@ python benchmarks/timeline.py draw OUT.csv docs/timeline.png
 
 import csv
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,10 @@ import typer
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.impls import burst_config
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli.impls import burst_config
 
 KINDS = (  # what a kernel's name contains, what it is, its colour; the first that fits counts
     ("nccl", "NCCL", "tab:orange"),

@@ -8,6 +8,7 @@ Speeds of the H200's preset were fitted to one host's rows of 64K and 256K token
 other implementations, of CPUs and failures are not predicted, and counted as such.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from typing import Annotated
 import typer
 from matplotlib.figure import Figure
 
-from megatron_burst.cli.predictions import Prediction, is_of_layers, is_standin, predict
-from megatron_burst.cli.results import ANY_CSV, COLUMNS, Row, read
-from megatron_burst.cli.sentence import in_one_sentence
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
+from benchmarks.rows import ANY_CSV, COLUMNS, Row, read
+from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.units import in_units
 

@@ -167,12 +167,13 @@ def test_megatron_and_burst_take_the_flags_of_slices():
 
 
 def test_the_script_of_all_benchmarks_has_options_that_exist():
+    from benchmarks import attention, loss, recompute
     from benchmarks.slices import app as slices
 
     script = ROOT / "benchmarks" / "everything.sh"
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    bench, of_slices = get_command(app).commands["bench"], get_command(slices)
-    commands = [*bench.commands.values(), *of_slices.commands.values()]
+    commands = [get_command(one.app) for one in (attention, loss, recompute)]
+    commands += get_command(slices).commands.values()
     known = {option for one in commands for param in one.params for option in param.opts}
     found = flags_in(code_of(script))
     assert len(found) > 10 and found <= known | options(get_args_parser())

@@ -12,7 +12,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors", "say"},
     {"installed"},
     {"patching"},
-    {"plan"},
+    {"plan", "schedule"},
     {"config", "environment", "transforms"},
     {"kernels"},
     {"comm"},
@@ -62,6 +62,21 @@ def test_only_mcore_imports_megatron():
         text = path.read_text()
         if path.parent.name != "mcore":
             assert "import megatron." not in text and "from megatron." not in text, path
+
+
+def test_the_wheel_never_imports_the_benchmarks():
+    """They import it, and are not in it."""
+    roots = {path: roots_of(path) for path in PACKAGE.rglob("*.py")}
+    assert [path for path, found in roots.items() if found & {"benchmarks", "tests"}] == []
+    assert "benchmarks" in roots_of(PACKAGE.parent / "benchmarks" / "show.py")
+
+
+def roots_of(path: Path) -> set[str]:
+    """The packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -1,257 +1,208 @@
-"""`megatron-burst bench ...`: options in, calls out. Heavy imports wait until a command runs."""
+"""`megatron-burst bench`: burst beside what is installed here, on one attention problem."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import NamedTuple
 
-import typer
-from typer import Argument, Option
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-from megatron_burst.cli.cases import (
-    PRESETS,
-    Grid,
-    head_counts,
-    head_dims,
-    one_head_count,
-    problems,
-)
-from megatron_burst.cli.impls import impls_of
-from megatron_burst.cli.options import Budget, Device, Dtype, Hosts, Out
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.attention import burst_attention
+from megatron_burst.cli import timing
+from megatron_burst.cli.speeds import Attention
+from megatron_burst.cli.te import MODES, TransformerEngine
+from megatron_burst.cli.world import World
+from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import whole_numbers
+from megatron_burst.plan.units import in_units, nearest_multiples
 
-if TYPE_CHECKING:
-    from megatron_burst.cli.bench_attention import Plan
-    from megatron_burst.cli.world import World
-
-_ATTENTION, _RECOMPUTE, _LOSS = "bench attention", "bench recompute", "bench loss"
-app = typer.Typer(no_args_is_help=True, help="Measure beside the peers; show what was measured.")
-Csvs = Annotated[list[Path], Argument(help="CSV files that bench attention wrote")]
+BURST, KERNEL = "burst", "kernel alone"
+_WIDTH = 160  # where no terminal says
+Results = tuple[Tensor, ...]
 
 
-@app.command()
-def attention(
-    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,128K,1M")] = "",
-    heads: Annotated[str, Option(help="query heads / key heads, e.g. 32/32,32/8")] = "",
-    batch: Annotated[str, Option(help="sequences, e.g. 1,2")] = "",
-    mask: Annotated[str, Option(help="causal, full, or both: causal,full")] = "",
-    head_dim: Annotated[str, Option(help="width of a head, or 192/128 for q, k / v")] = "128",
-    dtype: Dtype = None,
-    impl: Annotated[
-        list[str] | None,
-        Option(
-            help="repeatable: burst[:auto|gather|ring|FIELD=VALUE,...], te[:MODE], "
-            "ceiling[:BACKEND], one-gpu[:BACKEND]; default: burst:auto, te, ceiling"
-        ),
-    ] = None,
-    preset: Annotated[
-        str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
-    ] = "",
-    out: Out = Path("attention.csv"),
-    reps: Annotated[
-        int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
-    ] = None,
-    budget_s: Budget = None,
-    hosts: Hosts = None,
-    device: Device = None,
-) -> None:
-    """Attention over all ranks, beside its peers; alone or under torchrun."""
-    with in_one_sentence():
-        grid = _grid(seq, heads, batch, mask)
-        plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
-        _run(plan, head_dims(head_dim), dtype, device, hosts)
+class Problem(NamedTuple):
+    """Causal attention over all ranks, one sequence."""
 
+    seq: int  # tokens of the whole sequence
+    heads: tuple[int, ...]  # query and KV heads of all ranks together
+    dim: int  # width of a head
 
-def _grid(seq: str, heads: str, batch: str, mask: str) -> Grid:
-    """The lists that were given."""
-    masks = tuple(mask.split(",")) if mask else ()
-    if not set(masks) <= {"causal", "full"}:
-        raise BurstError(
-            f"{_ATTENTION}: --mask must list causal or full, because these are measured; got "
-            f"{mask!r}; write for example causal,full"
-        )
-    return Grid(
-        seqs=whole_numbers(seq, "--seq", _ATTENTION) if seq else (),
-        heads=head_counts(heads, _ATTENTION) if heads else (),
-        batches=whole_numbers(batch, "--batch", _ATTENTION) if batch else (),
-        masks=masks,
-    )
-
-
-def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> "Plan":
-    """Problems and implementations of a preset or of lists."""
-    from megatron_burst.cli.bench_attention import Plan
-
-    cases, usual = problems(preset, grid)
-    return Plan(cases, impls_of(impls or usual), **limits)
-
-
-def _run(plan: "Plan", dims: tuple[int, int], dtype, device, hosts) -> None:
-    """Measure, then show what was measured."""
-    from dataclasses import replace
-
-    from rich.console import Console
-
-    from megatron_burst.cli.bench_attention import measure
-    from megatron_burst.cli.tables import reasons, terminal_table
-    from megatron_burst.cli.world import started
-
-    width = None if Console().is_terminal else 200
-    console = Console(width=width, markup=False, highlight=False)
-    with started(_ATTENTION, device, hosts) as world:
-        dtype = dtype or _usual_dtype(world)
-        sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
-        plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))
-        rows = measure(plan, world)
-        if world.rank == 0 and rows:
-            console.print(terminal_table(rows), *reasons(rows), sep="\n")
-            console.print(f"rows were appended to {plan.out}")
-
-
-def _usual_dtype(world: "World") -> str:
-    return "bfloat16" if world.device.type == "cuda" else "float32"
-
-
-@app.command()
-def recompute(
-    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,256K,1M")] = "64K",
-    heads: Annotated[str, Option(help="query heads / key heads")] = "32/8",
-    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
-    layers: Annotated[int, Option(min=1, help="layers of the stack")] = 4,
-    hidden: Annotated[int, Option(min=1, help="model width")] = 4096,
-    ffn: Annotated[int, Option(min=1, help="width of the gated MLP")] = 14336,
-    batch: Annotated[int, Option(min=1, help="sequences")] = 1,
-    mode: Annotated[
-        list[str] | None, Option(help="repeatable, e.g. burst:all, megatron:full; default: all")
-    ] = None,
-    dtype: Dtype = None,
-    out: Out = Path("recompute.csv"),
-    reps: Annotated[int, Option(min=1)] = 5,
-    budget_s: Budget = None,
-    hosts: Hosts = None,
-    device: Device = None,
-) -> None:
-    """Time and memory of a stack of Megatron's layers by how it recomputes and what it keeps."""
-    from megatron_burst.cli.bench_recompute import Plan, measure
-    from megatron_burst.cli.modes import modes_of
-    from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
-    from megatron_burst.cli.world import started
-    from megatron_burst.mcore.widths import Widths
-
-    with in_one_sentence():
-        sizes = layers, hidden, ffn, *one_head_count(heads, _RECOMPUTE), head_dim
-        lengths, modes = whole_numbers(seq, "--seq", _RECOMPUTE), modes_of(mode or ())
-        with started(_RECOMPUTE, device, hosts) as world:
-            modes = modes_of(mode or (), world.size)
-            dtype = dtype or _usual_dtype(world)
-            problems = [Widths(*sizes, tokens, batch, dtype) for tokens in lengths]
-            plan = Plan(problems, modes, reps=reps, budget_s=budget_s, out=out)
-            rows = measure(plan, world)
-            if world.rank == 0 and rows:
-                typer.echo(trade_table(rows))
-                for path in draw_if_possible(rows, out.with_suffix("")):
-                    typer.echo(path)
-
-
-@app.command()
-def loss(
-    tokens: Annotated[str, Option(help="of all ranks together, e.g. 8K,32K,128K")] = "",
-    hidden: Annotated[str, Option(help="width of the hidden states, e.g. 4096,8192")] = "",
-    vocab: Annotated[str, Option(help="classes of all ranks, e.g. 32K,128K")] = "",
-    preset: Annotated[Literal["quick", "full"], Option(help="what is not listed")] = "quick",
-    case: Annotated[
-        list[str] | None,
-        Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
-    ] = None,
-    impl: Annotated[
-        list[str] | None,
-        Option(
-            help="repeatable, e.g. burst:auto, megatron:fused, liger; default: all that can run"
-        ),
-    ] = None,
-    dtype: Dtype = None,
-    out: Out = Path("loss.csv"),
-    reps: Annotated[int, Option(min=1)] = 5,
-    budget_s: Budget = None,
-    device: Device = None,
-) -> None:
-    """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
-    from megatron_burst.cli.bench_loss import LOSS_CSV, LossPlan, measure
-    from megatron_burst.cli.loss_heads import cases_of, listed_cases
-    from megatron_burst.cli.loss_peers import peers_of, usual_peers
-    from megatron_burst.cli.loss_table import draw_if_possible, loss_table
-    from megatron_burst.cli.sweep import check_out
-    from megatron_burst.cli.world import started
-
-    with in_one_sentence(), started(_LOSS, device) as world:
-        dtype = dtype or _usual_dtype(world)
-        cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
-        check_out(out, world, LOSS_CSV)
-        peers = peers_of(impl) if impl else usual_peers(world)
-        plan = LossPlan(cases, peers, reps=reps, budget_s=budget_s, out=out)
-        rows = measure(plan, world)
-        if world.rank == 0 and rows:
-            typer.echo(loss_table(rows))
-            for path in draw_if_possible(rows, out.with_suffix("")):
-                typer.echo(path)
-
-
-@app.command()
-def recompute_show(
-    csvs: Annotated[list[Path], Argument(help="CSV files of bench recompute")],
-) -> None:
-    """Print what bench recompute measured as a Markdown table; draw it beside the first CSV."""
-    from megatron_burst.cli.recompute_table import draw_if_possible, trade_table
-    from megatron_burst.cli.results import RECOMPUTE_CSV, read
-
-    with in_one_sentence():
-        rows = read(csvs, RECOMPUTE_CSV)
-        typer.echo(trade_table(rows))
-        for path in draw_if_possible(rows, csvs[0].with_suffix("")):
-            typer.echo(path)
-
-
-@app.command()
-def loss_show(csvs: Annotated[list[Path], Argument(help="CSV files of bench loss")]) -> None:
-    """Print what bench loss measured as a Markdown table; draw it beside the first CSV."""
-    from megatron_burst.cli.bench_loss import LOSS_CSV
-    from megatron_burst.cli.loss_table import draw_if_possible, loss_table
-    from megatron_burst.cli.results import read
-
-    with in_one_sentence():
-        rows = read(csvs, LOSS_CSV)
-        typer.echo(loss_table(rows))
-        for path in draw_if_possible(rows, csvs[0].with_suffix("")):
-            typer.echo(path)
-
-
-@app.command()
-def table(
-    csvs: Csvs,
-    pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
-) -> None:
-    """Print a Markdown table: burst beside TransformerEngine's best mode and the ceiling."""
-    from megatron_burst.cli.results import read
-    from megatron_burst.cli.tables import markdown_table
-
-    with in_one_sentence():
-        rows = read(csvs)
-        typer.echo(markdown_table(rows, pass_))
-
-
-@app.command()
-def plot(csvs: Csvs) -> None:
-    """Draw TFLOP/s and memory over the sequence length, as PNG beside the first CSV."""
-    from megatron_burst.cli.results import read
-
-    with in_one_sentence():
-        rows = read(csvs)
-        try:
-            from megatron_burst.cli.plots import draw
-        except ModuleNotFoundError as error:
+    def check(self, ranks: int) -> None:
+        """Refuse heads that do not fit, and what cannot be sharded in zigzag over the ranks."""
+        if len(self.heads) != 2 or self.heads[0] % self.heads[1]:
             raise BurstError(
-                "bench plot: Matplotlib must be installed, because it draws the pictures; got "
-                f"{error}; pip install matplotlib"
-            ) from None
-        for path in draw(rows, csvs[0].with_suffix("")):
-            typer.echo(path)
+                "bench: --heads must be query heads / KV heads, because each KV head serves "
+                f"equally many query heads; got {'/'.join(map(str, self.heads))!r}; write for "
+                "example 32/8"
+            )
+        if self.seq % (2 * ranks):
+            raise BurstError(
+                "bench: --seq must be a multiple of twice the ranks, because zigzag gives each "
+                f"rank two chunks; got {self.seq} on {ranks} ranks; choose a "
+                f"{nearest_multiples(self.seq, 2 * ranks)}"
+            )
+
+    @property
+    def flops(self) -> float:
+        """Of a forward and a backward pass on all ranks: 7 products over half of the pairs."""
+        return 7.0 * self.heads[0] * self.dim * self.seq**2
+
+    def draw(self, world: World) -> Results:
+        """This rank's q, k, v, which take gradients, and dout: [s_local, 1, h, d]."""
+        torch.manual_seed(world.rank)
+        options = {"dtype": _dtype(world), "device": world.device}
+        counts = self.heads[0], self.heads[1], self.heads[1], self.heads[0]
+        q, k, v, dout = (
+            torch.randn(self.seq // world.size, 1, heads, self.dim, **options) for heads in counts
+        )
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+@dataclass(slots=True)
+class Contender:
+    """One implementation, tried out."""
+
+    forward: Callable[[], object] = lambda: None  # as in inference
+    both: Callable[[], Results] = tuple  # a forward and a backward pass
+    failure: str | None = None  # why it did not run; None if it did
+    gib: float | None = None  # the worst rank's memory above inputs and results; None on CPU
+    ms: tuple[list[float], list[float]] = ((), ())  # of the slowest rank: forward, both
+
+
+def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
+    """Burst, each mode of TransformerEngine, and burst's kernel alone; all ranks together.
+
+    Args:
+        problem: the same on all ranks.
+        world: all ranks.
+        reps: repetitions, in turns.
+
+    Returns:
+        by name, the same on all ranks.
+
+    Raises:
+        BurstError: if the problem cannot be sharded.
+    """
+    problem.check(world.size)
+    tensors = problem.draw(world)
+    burst = partial(burst_attention, group=world.group, causal=True, qkv_format="sbhd")
+    found = {BURST: _attention(burst, tensors)}
+    found |= {f"te {mode}": _engine(mode, problem, world, tensors) for mode in MODES}
+    found[KERNEL] = _kernel(problem, world)
+    truth: Results = ()
+    for name, one in found.items():
+        world.progress.now(f"{name}: trying it out")
+        sample = _try_out(one, name, world, truth)
+        truth = truth or sample
+    able = {name: one for name, one in found.items() if not one.failure}
+    counts = dict.fromkeys(able, reps)
+    forward, both = (
+        timing.interleave(
+            {name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool
+        )
+        for pass_ in ("forward", "both")
+    )
+    for name, one in able.items():
+        one.ms = forward[name], both[name]
+    world.progress.end()
+    return found
+
+
+def _dtype(world: World) -> torch.dtype:
+    return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+
+
+def _attention(attend: Callable[..., Tensor], tensors: Results) -> Contender:
+    """An implementation that is one differentiable call on the ranks' shards."""
+    *leaves, dout = tensors
+
+    def both() -> Results:
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.view(out.shape))
+
+    return Contender(torch.no_grad()(partial(attend, *leaves)), both)
+
+
+def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Contender:
+    engine, dims = TransformerEngine(mode, world), (problem.dim, problem.dim)
+    refusals = world.gather(engine.refusal(problem.heads[1]))
+    failure = next(filter(None, refusals), None)
+    failure = failure or timing.attempt(
+        lambda: engine.prepare(problem.heads, dims, causal=True), world
+    )
+    return Contender(failure=failure) if failure else _attention(engine, tensors)
+
+
+def _kernel(problem: Problem, world: World) -> Contender:
+    """Whole heads on each rank, no communication: the bound for all who shard the sequence."""
+    heads = problem.heads[0] // world.size, max(1, problem.heads[1] // world.size)
+    if problem.heads[0] % world.size or heads[0] % heads[1]:
+        each = f"{problem.heads[0]}/{problem.heads[1]} heads over {world.size} ranks"
+        return Contender(failure=f"each rank computes whole heads; got {each}")
+    call = Attention.drawn(world, problem.seq, heads, problem.dim, _dtype(world))
+    return Contender(call.forward, lambda: call.backward()())
+
+
+def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results:
+    """Run it twice, the second time for its memory; a wrong answer is a failure."""
+    results: list[Tensor] = []
+    memory = timing.Memory(world)
+
+    def run() -> None:
+        results[:] = []
+        results[:] = one.both()
+
+    for _ in range(2):
+        memory.restart()
+        one.failure = one.failure or timing.attempt(run, world)
+    sample = timing.sample_of(results)
+    if not one.failure and truth and name != KERNEL:
+        one.failure = timing.disagreement(sample, truth, world)
+    if not one.failure:
+        uncounted = symmetric_bytes(world.group) if name == BURST else 0
+        one.gib = memory.peak_gib(sum(x.nbytes for x in results), uncounted)
+    results[:] = []
+    timing.clean_up(world)
+    return sample
+
+
+def show(problem: Problem, found: dict[str, Contender], ranks: int) -> None:
+    """Print the table, and why others are not in it."""
+    width = None if Console().is_terminal else _WIDTH
+    console = Console(width=width, markup=False, highlight=False)
+    console.print(table(problem, found, ranks))
+    reasons: dict[str, list[str]] = {}
+    for name, one in found.items():
+        if one.failure:
+            reasons.setdefault(one.failure, []).append(name)
+    for reason, names in reasons.items():
+        console.print(f"not measured: {', '.join(names)}: {reason}", soft_wrap=True)
+
+
+def table(problem: Problem, found: dict[str, Contender], ranks: int) -> Table:
+    """One line an implementation that could run, beside burst."""
+    sizes = f"{in_units(problem.seq)} tokens, heads {problem.heads[0]}/{problem.heads[1]}"
+    many = f"{ranks} rank{'s' * (ranks > 1)}"
+    shown = Table("", title=f"causal attention, {sizes} x {problem.dim}, {many}")
+    for column in (
+        "forward ms", "forward + backward ms (min-max)", "TFLOP/s per GPU", "burst is", "GiB"
+    ):  # fmt: skip
+        shown.add_column(column, justify="right")
+    burst = found[BURST].ms[1]
+    for name, one in found.items():
+        if one.failure:
+            continue
+        forward, both = one.ms
+        ms = median(both)
+        beside = f"{ms / median(burst):.2f} x as fast" if burst and name != BURST else ""
+        shown.add_row(
+            name, f"{median(forward):.4g}", f"{ms:.4g} ({min(both):.4g}-{max(both):.4g})",
+            f"{problem.flops / ranks / ms / 1e9:.3g}", beside,
+            "" if one.gib is None else f"{one.gib:.2f}",
+        )  # fmt: skip
+    return shown

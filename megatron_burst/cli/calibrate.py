@@ -11,7 +11,6 @@ from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, ri
 from megatron_burst.cli.timing import clean_up
 from megatron_burst.cli.world import World
 from megatron_burst.comm.hosts import my_home, topology_of_homes
-from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.plan.topology import Link
 
@@ -22,19 +21,12 @@ _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on a kind of device.
+    """What is measured on a kind of device."""
 
-    Attributes:
-        dtype: of products and attention.
-        matmul: width of a square matrix.
-        attention: tokens with query and key heads.
-        messages: bytes.
-    """
-
-    dtype: torch.dtype
-    matmul: int
-    attention: tuple[tuple[int, int, int], ...]
-    messages: tuple[int, ...]
+    dtype: torch.dtype  # of products and attention
+    matmul: int  # width of a square matrix
+    attention: tuple[tuple[int, int, int], ...]  # tokens with query and KV heads
+    messages: tuple[int, ...]  # bytes
 
 
 _SIZES = {
@@ -51,16 +43,13 @@ _SIZES = {
 def calibrate(
     world: World, name: str | None, budget_s: float, say: Callable[[str], None]
 ) -> Calibration:
-    """Measure; all ranks together.
+    """Measure, all ranks together, until so many seconds have passed; the same on all ranks.
 
     Args:
         world: all ranks.
         name: of the machine; None takes the GPU's.
         budget_s: seconds after which nothing new is measured.
         say: takes lines on rank 0: what begins, what there was no time for.
-
-    Returns:
-        what was measured, the same on all ranks.
     """
     return _Run(world, _SIZES[world.device.type], monotonic() + budget_s, say).all(name)
 
@@ -93,7 +82,8 @@ class _Run:
             for seq, heads_q, heads_kv in self.sizes.attention:
                 if not self._starts(f"attention of {seq} tokens, head dimension {dim}"):
                     continue
-                call = self._attention(dim, seq, heads_q, heads_kv)
+                heads, dtype = (heads_q, heads_kv), self.sizes.dtype
+                call = Attention.drawn(self.world, seq, heads, dim, dtype)
                 passes = {"forward": (call.forward, 1.0), "backward": (call.backward(), 2.5)}
                 for direction, (run, factor) in passes.items():
                     ms = max(rank_ms(run, self.world, reps=3))
@@ -102,15 +92,6 @@ class _Run:
                     yield KernelSpeed(name, direction, dim, seq, tflops)
                 del call, passes, run
                 clean_up(self.world)
-
-    def _attention(self, dim: int, seq: int, heads_q: int, heads_kv: int) -> Attention:
-        device, dtype = self.world.device, self.sizes.dtype
-        q, k, v, dout = (
-            torch.randn(1, seq, heads, dim, device=device, dtype=dtype)
-            for heads in (heads_q, heads_kv, heads_kv, heads_q)
-        )
-        backend, _ = choose_backend(problem_of(q, k, v), "auto")
-        return Attention(backend, q, k, v, dout)
 
     def _links(self, mover: Mover) -> Iterator[LinkSpeed]:
         found = rings(mover.topology)
@@ -143,14 +124,10 @@ class _Run:
         if late:
             self.left_out.append(what)
         else:
-            self.world.progress.now(what, self.begun / self._most)
+            most = len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
+            self.world.progress.now(what, self.begun / most)
             self.begun += 1
         return not late
-
-    @property
-    def _most(self) -> int:
-        """How many things there are to measure, or fewer."""
-        return len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
 
 
 def _device(device: torch.device) -> tuple[str, float]:

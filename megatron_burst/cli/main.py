@@ -1,19 +1,21 @@
-"""The Typer app: one sub-app or command a line."""
+"""The Typer app; heavy imports wait until a command runs."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from megatron_burst.cli import bench, machine
+from megatron_burst.cli.doctor import doctor
 from megatron_burst.cli.plan import plan
+from megatron_burst.cli.terminal import Device, Hosts, check_writable, in_one_sentence
+from megatron_burst.plan.units import whole_number, whole_numbers
 from megatron_burst.version import __version__
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP)
-app.add_typer(bench.app, name="bench")
 app.command()(plan)
-app.command()(machine.calibrate)
-app.command()(machine.doctor)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:
@@ -25,8 +27,55 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="show it and exit", callback=_show_version, is_eager=True),
+        bool, Option("--version", help="show it and exit", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """BurstAttention as the context parallelism of Megatron-LM."""
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
+    name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
+    budget_s: Annotated[float, Option(min=0, help="start nothing new after so many s")] = 150.0,
+    hosts: Hosts = None,
+    device: Device = None,
+) -> None:
+    """Measure this machine's kernels and links; alone or under torchrun, on all hosts together."""
+    from megatron_burst.cli.calibrate import calibrate as measure
+    from megatron_burst.cli.world import started
+    from megatron_burst.plan.calibration import to_toml, write_calibration
+
+    with in_one_sentence(), started("calibrate", device, hosts) as world:
+        world.refuse_together(lambda: check_writable("calibrate", "--out", out))
+        found = measure(world, name, budget_s, world.progress.say)
+        if world.rank == 0:
+            write_calibration(found, out)
+            typer.echo(to_toml(found), nl=False)
+            typer.echo(f"written to {out}", err=True)
+
+
+@app.command()
+def bench(
+    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K or 1M")] = "64K",
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
+    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
+    reps: Annotated[int, Option(min=1, help="repetitions, in turns")] = 10,
+    hosts: Hosts = None,
+    device: Device = None,
+) -> None:
+    """Attention: burst beside TransformerEngine and the kernel alone; alone or under torchrun.
+
+    bf16 on GPUs, float32 on CPU, which is for trying it out with small sizes.
+    """
+    with in_one_sentence():
+        tokens = whole_number(seq, "--seq", "bench")
+        pair = whole_numbers(heads.replace("/", ","), "--heads", "bench")
+        from megatron_burst.cli.bench import Problem, measure, show
+        from megatron_burst.cli.world import started
+
+        with started("bench", device, hosts) as world:
+            problem = Problem(tokens, pair, head_dim)
+            found = measure(problem, world, reps)
+            if world.rank == 0:
+                show(problem, found, world.size)

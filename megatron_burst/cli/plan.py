@@ -1,7 +1,8 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,16 +11,14 @@ from rich.console import Console
 from rich.progress import track
 from typer import Argument, Exit, Option
 
-from megatron_burst.cli.plan_checks import check_outputs, check_policy, writing
 from megatron_burst.cli.plan_notes import no_room, warnings_of
 from megatron_burst.cli.plan_table import Shown, show
-from megatron_burst.cli.sentence import in_one_sentence
+from megatron_burst.cli.terminal import check_writable, in_one_sentence, unwritable
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
 from megatron_burst.plan.hardware import preset_names
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.layouts import SIZES
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.report import as_json
@@ -37,27 +36,6 @@ _IN_FILE = {  # Megatron's names, and where they go
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user fixed of a strategy; None: left open."""
-
-    tp: int | None = None
-    cp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    ep: int | None = None
-    recompute: str | None = None
-    keep: str | None = None
-    offload: bool | None = None
-    offload_inputs: bool | None = None
-
-    def given(self) -> dict[str, object]:
-        """Only what is not open."""
-        names = (*SIZES, "recompute", "keep", "offload", "offload_inputs")
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 Size = Annotated[int | None, Option(min=1)]
@@ -103,24 +81,29 @@ def plan(
     does not run: nothing fits (the nearest to it is shown), or burst refuses the model.
     """
     with in_one_sentence():
-        check_outputs(json, picture)
-        asked = Asked(tp, cp, pp, dp, ep, recompute, keep, offload, offload_inputs)
+        _check_outputs(json, picture)
+        asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
+        asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
         described, in_file = _described(name, model)
-        asked = _with_sizes(asked, in_file)
-        fixed = tuple(sorted(asked.given().items()))
-        check_policy(dict(fixed))
+        given = _sizes_in(in_file) | {
+            key: value for key, value in asked.items() if value is not None
+        }
+        fixed = tuple(sorted(given.items()))
+        _check_policy(given)
         tokens = _tokens(seq_length or in_file.get("seq_length", ""))
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
-        job = _job(described, tokens, gpus, gpus_per_node, hardware, batch)
+        count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
+        on_node = gpus_per_node or even_share(count, machine.host.gpus)
+        job = Job(described, tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         notes = warnings_of(job, found, fixed)
         show(Shown(job, found, notes, missing, top if do_search else 0, not in_file))
         if json:
-            with writing("--json", json):
+            with _writing("--json", json):
                 json.write_text(as_json(job, found))
         if picture:
-            with writing("--picture", picture):
+            with _writing("--picture", picture):
                 _draw(job, found[0], picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
@@ -138,14 +121,13 @@ def _described(argument: str, option: str) -> tuple[Model, dict[str, str]]:
     return model_of(name), _arguments_in(name)
 
 
-def _with_sizes(asked: Asked, in_file: dict[str, str]) -> Asked:
-    """Sizes that a file of Megatron's arguments has stand in for options left out."""
-    sizes = {
-        name: whole_number(in_file[flag], f"--{flag}".replace("_", "-"))
+def _sizes_in(arguments: dict[str, str]) -> dict[str, object]:
+    """Sizes that a file of Megatron's arguments has; those of options count before them."""
+    return {
+        name: whole_number(arguments[flag], f"--{flag}".replace("_", "-"))
         for name, flag in _IN_FILE.items()
-        if flag in in_file and getattr(asked, name) is None
+        if flag in arguments
     }
-    return Asked(**{**asked.given(), **sizes})
 
 
 def _tokens(seq: str) -> int:
@@ -165,27 +147,16 @@ def _batch(asked: str, tokens: int) -> Callable[[int], int]:
     return lambda gpus: sequences
 
 
-def _job(
-    model: Model, tokens: int, gpus: str, per_host: int | None, hardware: str,
-    batch: Callable[[int], int],
-) -> Job:  # fmt: skip
-    count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
-    share = per_host or even_share(count, machine.host.gpus)
-    return Job(model, tokens, count, share, batch(count), machine)
-
-
 def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     """Shows on a terminal how far the search is."""
     console = Console(stderr=True)
-    return track(
-        layouts, "layouts", console=console, transient=True, disable=not console.is_terminal
-    )
+    quiet = not console.is_terminal
+    return track(layouts, "layouts", console=console, transient=True, disable=quiet)
 
 
 def _usual_batch(gpus: int, tokens: int) -> int:
     """Sequences of a step. Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack
-    of 72, because CP and TP divide the sequence: the batch gets them, unless it grew fourfold.
-    """
+    of 72, because CP and TP divide the sequence: the batch gets them, unless it grew fourfold."""
     sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
     odd = gpus // (gpus & -gpus)
     return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
@@ -213,3 +184,55 @@ def _draw(job: Job, best: Candidate, path: Path) -> None:
         )
         panels.append(Panel(title, timeline))
     save_timelines(panels, call.topology, path)
+
+
+def _check_policy(given: dict[str, object]) -> None:
+    """Refuse options that contradict each other; what is missing is left to the search."""
+    recompute, keep = given.get("recompute", "full"), given.get("keep")
+    if recompute != "full" and keep not in (None, "none"):
+        raise BurstError(
+            "plan: --keep must come with --recompute full, because without replays nothing needs "
+            f"to be kept; got --recompute {recompute} --keep {keep}; leave one out"
+        )
+    if recompute != "full" and (given.get("offload") or given.get("offload_inputs")):
+        option = "--offload" if given.get("offload") else "--offload-inputs"
+        raise BurstError(
+            f"plan: {option} must come with --recompute full, because only what replays start "
+            f"from waits on the host; got --recompute {recompute}; leave one out"
+        )
+    if given.get("offload") and keep == "none":
+        raise BurstError(
+            "plan: --offload must come with --keep half or all, because nothing is kept without "
+            "it; got --keep none; pass --keep all, or leave it out"
+        )
+
+
+def _check_outputs(json: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written, before anything is computed."""
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path:
+            check_writable("plan", option, path)
+    if json and picture and json.resolve() == picture.resolve():
+        raise BurstError(
+            "plan: --json and --picture must name two files, because one would overwrite the "
+            f"other; got {json} twice; rename one"
+        )
+    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise BurstError(
+            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
+            f"{picture}; rename it"
+        )
+    if picture and find_spec("matplotlib") is None:
+        raise BurstError(
+            "plan: --picture needs matplotlib, because it draws; got none installed; pip "
+            "install matplotlib, or leave --picture out"
+        )
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    """A file that the system will not write is refused in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable("plan", option, path, error.strerror or str(error)) from None

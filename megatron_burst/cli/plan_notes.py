@@ -14,13 +14,7 @@ _TIGHT = 0.95  # of the usable memory
 
 
 def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]:
-    """What speaks against taking the best of a search as it is.
-
-    Args:
-        job: the job.
-        found: of `search`.
-        fixed: what was given to it.
-    """
+    """What speaks against taking the best of a search as it is, which was given `fixed`."""
     every = _refused(job, found), idle_hosts(job), _uneven_length(job, fixed), _tight(job, found)
     return [one for one in every if one]
 
@@ -93,14 +87,8 @@ def _tight(job: Job, found: Sequence[Candidate]) -> str:
 
 
 def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
-    """By how much the best of what does not fit is too large, and what would do.
-
-    Args:
-        job: the job.
-        found: of `search`; nothing fits.
-        fixed: what was given to it.
-        batch: sequences of a step, of a job with so many GPUs.
-    """
+    """By how much the best of what does not fit is too large, and what would do; `batch`: sequences
+    of a step of a job with so many GPUs."""
     said = loses(found[0], found[0])
     if fixed and (best := search(job)[0]).fits:
         options = " ".join(f"--{name}".replace("_", "-") for name, _ in fixed)

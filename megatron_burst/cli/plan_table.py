@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
@@ -30,23 +31,14 @@ _WIDTH = 160  # where no terminal says
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is shown of a search.
-
-    Attributes:
-        job: the job.
-        found: candidates, the best first.
-        warnings: sentences.
-        no_room: by how much the best does not fit, and what would do; "" if it does.
-        top: how many to show; 0: the best alone, with a line on how it was chosen.
-        own_flags: whether the model's own flags are shown, because no file of the user's has them.
-    """
+    """What is shown of a search."""
 
     job: Job
-    found: Sequence[Candidate]
-    warnings: Sequence[str] = ()
-    no_room: str = ""
-    top: int = 0
-    own_flags: bool = True
+    found: Sequence[Candidate]  # the best first
+    warnings: Sequence[str] = ()  # sentences
+    no_room: str = ""  # by how much the best does not fit, and what would do; "" if it does
+    top: int = 0  # how many to show; 0: the best alone, with a line on how it was chosen
+    own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
 
 
 def show(shown: Shown) -> None:
@@ -87,8 +79,11 @@ def _show_candidates(console: Console, found: Sequence[Candidate], top: int) -> 
     best, fitting = found[0], [one for one in found if one.fits]
     title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
     console.print(_candidates(fitting[:top] or found[:top], best, title))
-    losing = _other_layouts(found, {one.strategy.layout for one in fitting[:top]})
-    if losing:
+    firsts: dict[str, Candidate] = {}
+    for one in found:
+        firsts.setdefault(one.strategy.layout, one)
+    told = {one.strategy.layout for one in fitting[:top]}
+    if losing := [one for layout, one in firsts.items() if layout not in told][:_LAYOUTS]:
         console.print(_candidates(losing, best, "other layouts, each with its best policy"))
 
 
@@ -108,11 +103,9 @@ def _why_best(found: Sequence[Candidate]) -> str:
 
 def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name, justify in (
-        ("layout", "left"), ("policy", "left"), ("tok/s/GPU", "right"), ("MFU", "right"),
-        ("step s", "right"), ("GiB", "right"), ("why not", "left"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=justify == "right")
+    for name in ("layout", "policy", "tok/s/GPU", "MFU", "step s", "GiB", "why not"):
+        words = name in ("layout", "policy", "why not")
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for one in some:
         time = one.time
         speed = (time.tokens, f"{time.mfu:.1%}", _digits(time.seconds, 4)) if time else ("", "", "")
@@ -122,31 +115,21 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
     return table
 
 
-def _other_layouts(found: Sequence[Candidate], shown: set[str]) -> list[Candidate]:
-    """The best candidate of each layout that is not shown yet."""
-    first: dict[str, Candidate] = {}
-    for one in found:
-        first.setdefault(one.strategy.layout, one)
-    others = [one for layout, one in first.items() if layout not in shown]
-    return others[:_LAYOUTS]
-
-
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if best.time:
         _say(console, _speed(job, best.time))
     _say(console, f"{best.strategy.layout}, {best.strategy.policy}")
-    table = Table()
-    for name in (*(("a step's time", "s") if best.time else ()), "a GPU's memory", "GiB"):
-        number = name in ("s", "GiB")
-        table.add_column(name, justify="right" if number else "left", no_wrap=number)
-    times = [(n, _digits(s, 3)) for n, s in best.time.parts if s > 0] if best.time else []
+    parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory)}
     if best.time:
+        times = [(name, _digits(seconds, 3)) for name, seconds in best.time.parts if seconds > 0]
         times.append(("together", _digits(best.time.seconds, 4)))
-    memory = _memory_rows(job, best.memory)
-    for index in range(max(len(times), len(memory))):
-        left = times[index : index + 1] or [("", "")] * bool(times)
-        cells = [*left, *memory[index : index + 1]]
-        table.add_row(*(cell for pair in cells for cell in pair))
+        parts = {("a step's time", "s"): times} | parts
+    table = Table()
+    for name, unit in parts:
+        table.add_column(name)
+        table.add_column(unit, justify="right", no_wrap=True)
+    for pairs in zip_longest(*parts.values(), fillvalue=("", "")):
+        table.add_row(*(cell for pair in pairs for cell in pair))
     console.print(table)
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):

@@ -1,6 +1,6 @@
 """How fast ranks compute and move data; all of them together, each call timed on each rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.cli.links import shift_once
 from megatron_burst.cli.timing import attempt, timed_ms
 from megatron_burst.cli.world import World
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 from megatron_burst.plan.topology import Link, Topology
 
 Run = Callable[[], object]
@@ -35,25 +34,16 @@ def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
     hosts = dict.fromkeys(topology.host_of[rank] for rank in ring)
     rows = [tuple(rank for rank in ring if topology.host_of[rank] == host) for host in hosts]
     columns = list(zip(*rows, strict=False)) if len(rows) > 1 else []
-    return {
-        Link.INTRA: [row for row in rows if len(row) > 1],
-        Link.INTER: columns,
-    }
+    return {Link.INTRA: [row for row in rows if len(row) > 1], Link.INTER: columns}
 
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Moves bytes between ranks.
-
-    Attributes:
-        world: all ranks.
-        topology: their arrangement.
-        host_group: process group of the ranks of this rank's host; None where it is alone.
-    """
+    """Moves bytes between ranks."""
 
     world: World
     topology: Topology
-    host_group: dist.ProcessGroup | None
+    host_group: dist.ProcessGroup | None  # of this rank's host; None where it is alone
 
     @classmethod
     def of(cls, world: World, topology: Topology) -> "Mover":
@@ -92,56 +82,43 @@ class Mover:
         return lambda: dist.all_gather_into_tensor(whole, part, group=self.host_group)
 
     def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
-        """Makes runs in which each rank reads the next one's symmetric memory.
+        """Makes runs in which each rank reads the next one's symmetric memory, up to so many bytes;
+        None where GPUs cannot."""
+        made: list[tuple] = []
 
-        Args:
-            most_bytes: that a run will read.
+        def make() -> None:
+            if self.host_group is None:
+                return
+            own = symmetric_memory.empty(most_bytes, dtype=torch.uint8, device=self.world.device)
+            handle = symmetric_memory.rendezvous(own, self.host_group.group_name)
+            after = (self.host_group.rank() + 1) % self.host_group.size()
+            theirs = handle.get_buffer(after, (most_bytes,), torch.uint8)
+            made.append((theirs, self._bytes(most_bytes), own, handle))  # these last as long
 
-        Returns:
-            what makes a run of so many bytes; None where GPUs cannot.
-        """
-        if self.world.device.type != "cuda":
-            return None
-        windows: list[_Window] = []
-        if attempt(lambda: windows.extend(self._windows(most_bytes)), self.world):
-            return None
-        return windows[0].read if windows else lambda num_bytes: lambda: None
+        def read(num_bytes: int) -> Run:
+            return lambda: [
+                target[:num_bytes].copy_(theirs[:num_bytes]) for theirs, target, *_ in made
+            ]
 
-    def _windows(self, num_bytes: int) -> Sequence["_Window"]:
-        if self.host_group is None:
-            return ()
-        own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.world.device)
-        handle = symmetric_memory.rendezvous(own, self.host_group.group_name)
-        after = (self.host_group.rank() + 1) % self.host_group.size()
-        theirs = handle.get_buffer(after, (num_bytes,), torch.uint8)
-        return (_Window(own, handle, theirs, self._bytes(num_bytes)),)
+        able = self.world.device.type == "cuda" and not attempt(make, self.world)
+        return read if able else None
 
     def host_copies(self, num_bytes: int) -> tuple[Run, Run]:
         """To the device from pinned memory, and back."""
-        pinned = torch.empty(
-            num_bytes, dtype=torch.uint8, pin_memory=self.world.device.type == "cuda"
-        )
-        device = self._bytes(num_bytes)
-        return (
-            lambda: device.copy_(pinned, non_blocking=True),
-            lambda: pinned.copy_(device, non_blocking=True),
-        )
+        pin, device = self.world.device.type == "cuda", self._bytes(num_bytes)
+        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        ends = (device, pinned), (pinned, device)
+        return tuple(partial(to.copy_, source, non_blocking=True) for to, source in ends)
 
     def _bytes(self, num_bytes: int) -> Tensor:
         return torch.ones(num_bytes, dtype=torch.uint8, device=self.world.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A rank's symmetric memory and its sight of the next one's, which lasts as long as this."""
-
-    own: Tensor
-    handle: object
-    theirs: Tensor
-    target: Tensor
-
-    def read(self, num_bytes: int) -> Run:
-        return lambda: self.target[:num_bytes].copy_(self.theirs[:num_bytes])
+def shift_once(send: Tensor, recv: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
+    """Send to one global rank while another's bytes come."""
+    sending = dist.P2POp(dist.isend, send, to, group)
+    for work in dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, recv, source, group)]):
+        work.wait()
 
 
 def matmul(world: World, width: int, dtype: torch.dtype) -> tuple[Run, float]:
@@ -152,18 +129,24 @@ def matmul(world: World, width: int, dtype: torch.dtype) -> tuple[Run, float]:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of one rank's own rows.
-
-    Attributes:
-        backend: whose kernel.
-        q, k, v, dout: [1, seq, heads, head_dim].
-    """
+    """Causal attention of one rank's own rows; tensors are [1, seq, heads, head_dim]."""
 
     backend: Backend
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+
+    @classmethod
+    def drawn(
+        cls, world: World, seq: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
+    ) -> "Attention":
+        """Random tensors of query and KV heads, and the backend that burst chooses for them."""
+        q, k, v, dout = (
+            torch.randn(1, seq, count, dim, device=world.device, dtype=dtype)
+            for count in (heads[0], heads[1], heads[1], heads[0])
+        )
+        return cls(choose_backend(problem_of(q, k, v), "auto")[0], q, k, v, dout)
 
     @property
     def forward_flops(self) -> float:

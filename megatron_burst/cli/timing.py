@@ -1,17 +1,20 @@
-"""Time and memory of calls that all ranks make together."""
+"""Time, memory and agreement of calls that all ranks make together."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_burst.cli.world import World
 from megatron_burst.errors import BurstError
 
 _HEAD_START_CYCLES = 20_000_000  # about 10 ms
+_SAMPLED_ROWS = 64
+_TOLERANCE = 0.05  # of a relative error; two bf16 kernels differ by less than 0.01
 
 
 def timed_ms(run: Callable[[], object], world: World) -> float:
@@ -89,7 +92,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
         raise BurstError(
-            "bench attention: an implementation must run or fail on all ranks, because the others "
+            "bench: an implementation must run or fail on all ranks, because the others "
             f"wait in its collectives; got a failure on ranks {failed} of {world.size} only: "
             f"{failures[failed[0]]}; leave that implementation or size out"
         )
@@ -106,15 +109,10 @@ def _in_one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class Memory:
-    """Device memory of a call above what was there when this was made.
-
-    Attributes:
-        world: all ranks.
-        before: bytes that were allocated.
-    """
+    """Device memory of a call above what was there when this was made."""
 
     world: World
-    before: int = 0
+    before: int = 0  # bytes that were allocated
 
     def __post_init__(self) -> None:
         if self.world.device.type == "cuda":
@@ -145,3 +143,19 @@ def clean_up(world: World) -> None:
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def sample_of(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A few rows of each, [rows, b * h * d] in float32."""
+    flat = [x.reshape(x.shape[0], -1) for x in results]
+    return tuple(x[:: max(1, len(x) // _SAMPLED_ROWS)].float() for x in flat)
+
+
+def disagreement(sample: Sequence[Tensor], truth: Sequence[Tensor], world: World) -> str | None:
+    """Why results are not those of the others, or None: a fast wrong answer is no peer."""
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(sample, truth, strict=True)]
+    worst = [max(errors) for errors in zip(*world.gather(errors), strict=True)]
+    if max(worst) <= _TOLERANCE:  # NaN is not
+        return None
+    named = zip(("out", "dq", "dk", "dv"), worst, strict=True)
+    return "its results are wrong: " + ", ".join(f"{name} is off by {e:.2g}" for name, e in named)

@@ -10,7 +10,7 @@ from platform import node
 import torch
 import torch.distributed as dist
 
-from megatron_burst.cli.progress import Progress, shown
+from megatron_burst.cli.terminal import Progress, shown
 from megatron_burst.comm.hosts import my_home, nvlink_domains
 from megatron_burst.errors import BurstError
 
@@ -19,25 +19,15 @@ _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alo
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks of the run.
-
-    Attributes:
-        rank: of this process.
-        size: number of processes.
-        device: of this process.
-        hosts: how many hosts (NVLink domains) there are.
-        machines: how many machines: fewer where hosts are pretended.
-        control: a gloo group: what ranks tell each other passes by the device's streams.
-        progress: what the user sees of the run; silent unless a command shows it.
-    """
+    """All ranks of the run."""
 
     rank: int
     size: int
     device: torch.device
-    hosts: int
-    machines: int
-    control: dist.ProcessGroup
-    progress: Progress = field(default_factory=Progress)
+    hosts: int  # NVLink domains
+    machines: int  # fewer where hosts are pretended
+    control: dist.ProcessGroup  # gloo: what ranks tell each other passes by the device's streams
+    progress: Progress = field(default_factory=Progress)  # silent unless a command shows it
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -57,10 +47,7 @@ class World:
         return answer[0]
 
     def refuse_together(self, check: Callable[[], None]) -> None:
-        """What rank 0 refuses, refused by all.
-
-        Args:
-            check: of what concerns rank 0 alone, such as the file that it writes.
+        """Have all refuse what rank 0 refuses of its own, such as the file that it writes.
 
         Raises:
             BurstError: rank 0's, on all ranks.

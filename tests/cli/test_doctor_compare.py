@@ -15,9 +15,9 @@ from megatron_burst.cli.doctor.compare import (
     check_seats,
     link_rates,
 )
+from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.launched import Launch, expand_hosts, launch_of
-from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
-from megatron_burst.cli.doctor.record import Status
+from megatron_burst.cli.doctor.report import Status
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cluster import Sizes, cp_groups
 from megatron_burst.plan.topology import Link
@@ -115,11 +115,11 @@ def test_groups_that_are_flat_are_named():
 
 
 def test_hosts_knock_at_each_others_doors():
-    door = Door("127.0.0.1")
-    closed = Door("127.0.0.1")
-    shut = closed.at
+    door = open_door("127.0.0.1")
+    closed = open_door("127.0.0.1")
+    shut = closed.getsockname()[:2]
     closed.close()
-    unreached = knock({"b": door.at, "c": shut}, 2.0)
+    unreached = knock({"b": door.getsockname()[:2], "c": shut}, 2.0)
     door.close()
     assert list(unreached) == ["c"] and f"127.0.0.1:{shut[1]}" in unreached["c"]
     found = check_pairs({"a": unreached, "b": {}, "c": {}})

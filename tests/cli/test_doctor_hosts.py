@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.doctor.hosts import Reach, check_hosts, hosts_in
-from megatron_burst.cli.doctor.record import Status
+from megatron_burst.cli.doctor.report import Status
 from megatron_burst.cli.doctor.survey import Answer
 from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
@@ -87,7 +87,9 @@ def test_hosts_that_differ_and_share_no_network():
     assert all(command[:3] == ["ssh", "-p", "2222"] for command in asked)
     found = {check.name: check for check in report.checks}
     assert found["alike"].status is Status.WARN
-    assert found["alike"].what.startswith("c: 4 x NVIDIA H200, at most 1755 MHz")
+    assert found["alike"].what.startswith(
+        "hardware differs: c has 4 x NVIDIA H200, at most 1755 MHz"
+    )
     assert found["network"].status is Status.WARN
     assert not report.breaks
 

@@ -7,15 +7,13 @@ import subprocess
 import pytest
 
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, matrix_of
-from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.network import (
     check_network,
     choose_hcas,
     environment,
     interfaces_of,
 )
-from megatron_burst.cli.doctor.record import Check, Merged, Report, Status
-from megatron_burst.cli.doctor.report import print_report
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, print_report
 from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, check_versions
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
@@ -29,6 +27,7 @@ from megatron_burst.cli.doctor.system import (
     check_connections,
     check_environment,
     check_limits,
+    check_machine,
     check_shm,
 )
 from megatron_burst.mcore.seams import Seam, seams
@@ -118,7 +117,7 @@ def test_nvlink_that_is_missing_or_partly_down():
 
 def test_the_matrix_of_links():
     read = matrix_of(survey())
-    assert len(read.gpus) == 8 and len(read.nics) == 9
+    assert len(read.labels(gpus=True)) == 8 and len(read.labels(gpus=False)) == 9
     assert read.cells["GPU2", "NIC2"] == "PIX" and read.cells["GPU2", "GPU3"] == "NV18"
     assert read.cells["GPU4", "NIC8"] == "SYS" and read.names["NIC8"] == "mlx5_bond_0"
 

@@ -1,16 +1,20 @@
 """What every command has: help, a version, completion, and a bar while it runs."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.sweep import clock, sweep
 from megatron_burst.cli.main import app
-from megatron_burst.cli.progress import shown
-from megatron_burst.cli.sweep import clock, sweep
+from megatron_burst.cli.terminal import shown
+from megatron_burst.cli.world import _ranks_of_a_host
+from megatron_burst.errors import BurstError
 from megatron_burst.version import __version__
 
-COMMANDS = [[], ["bench"], ["bench", "loss"], ["plan"], ["calibrate"], ["doctor"]]
+COMMANDS = [[], ["bench"], ["plan"], ["calibrate"], ["doctor"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -31,6 +35,25 @@ def test_a_shell_completes_commands():
     }  # fmt: skip
     done = CliRunner().invoke(app, prog_name="megatron-burst", env=asked)
     assert done.stdout.split() == ["bench"]
+
+
+def test_the_ranks_of_a_pretended_host_are_told():
+    assert _ranks_of_a_host("bench", 12, 3) == 4 and _ranks_of_a_host("bench", 1, 1) == 1
+    match = "calibrate: --hosts must .*got 4 hosts and 6 ranks; choose 2 or 3 or 6, or leave it out"
+    with pytest.raises(BurstError, match=match):
+        _ranks_of_a_host("calibrate", 6, 4)
+
+
+def modules_after(statement):
+    code = f"{statement}\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_does_not_load_the_command_line_nor_that_torch():
+    assert "megatron_burst.cli" not in modules_after("import megatron_burst")
+    loaded = modules_after("import megatron_burst.cli.main")
+    assert "megatron_burst.cli.main" in loaded and not {"torch", "matplotlib"} & loaded
 
 
 def run(rank):

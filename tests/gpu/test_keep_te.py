@@ -22,8 +22,8 @@ def steps(rank, world, comm_type):
     """(attention calls, relative error) of the second step by what is recomputed and kept."""
     from transformer_engine.pytorch import DotProductAttention
 
-    from megatron_burst.mcore.stack import Stack, start
-    from megatron_burst.mcore.widths import Widths
+    from benchmarks.layers import Widths
+    from benchmarks.stack import Stack, start
 
     inner, calls = DotProductAttention.forward, []
 

@@ -17,9 +17,8 @@ from types import ModuleType
 import pytest
 
 from megatron_burst import installed
-from megatron_burst.cli.doctor.record import Status
-from megatron_burst.cli.doctor.software import check_seams, check_versions
-from megatron_burst.cli.facts import software
+from megatron_burst.cli.doctor.report import Status
+from megatron_burst.cli.doctor.software import check_seams, check_versions, software
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import Megatron, find_megatron, require_megatron, version_of
 from tests.mcore.gpt import SEQ, VOCAB, Parallel, config_of

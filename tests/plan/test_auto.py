@@ -1,7 +1,5 @@
 """The cheapest schedule by simulation; predictions beside measured rows."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -208,7 +206,8 @@ def test_schedules_are_the_engines_own(options, hosts):
 def test_predictions_of_lengths_that_were_not_fitted_are_near():
     """Guards the presets and the simulation against changes that spoil them."""
     pytest.importorskip("matplotlib")
-    validate = _module("validate_plan")
+    from benchmarks import validate_plan as validate
+
     names = ("attention", "ablation")
     rows = validate.read([ROOT / f"benchmarks/results/{n}_4xh200_one_host.csv" for n in names])
     found = validate.compare(rows)
@@ -223,19 +222,11 @@ def test_predictions_of_lengths_that_were_not_fitted_are_near():
 
 
 def test_published_set_ups_are_planned_near_what_was_published():
-    published = _module("published")
+    from benchmarks import published
+
     errors = [
         abs(published.predicted(row).time.tokens_per_gpu / row.tokens - 1)
         for row in published.PUBLISHED
         if row.tokens
     ]
     assert median(errors) < 0.1 and max(errors) < 0.25
-
-
-def _module(name: str):
-    """A script of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module

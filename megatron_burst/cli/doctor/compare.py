@@ -5,60 +5,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_burst.cli.doctor.record import Check, LinkRate, Status
+from megatron_burst.cli.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
 from megatron_burst.plan.topology import Link, Topology
 
 SLOW = 0.7  # of the median
-_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank says of itself.
-
-    Attributes:
-        host: its host's name.
-        gpu: name of its GPU; "CPU" without one.
-        gpu_id: tells GPUs apart; "" without one.
-        gpus: on its host.
-        clock_mhz: the most that its GPU may run at; 0 if unknown.
-        driver: of the GPUs.
-        local_rank, local_size: on its host.
-        versions: of software, by name.
-        variables: of NCCL and CUDA that are set.
-    """
+    """What a rank says of itself, its host and its GPU."""
 
     host: str
-    gpu: str
-    gpu_id: str
-    gpus: int
-    clock_mhz: float
+    gpu: str  # its name; "CPU" without one
+    gpu_id: str  # tells GPUs apart; "" without one
+    gpus: int  # of the host
+    clock_mhz: float  # the most that its GPU may run at; 0 if unknown
     driver: str
     local_rank: int
     local_size: int
-    versions: Mapping[str, str]
-    variables: Mapping[str, str]
+    versions: Mapping[str, str]  # of software, by name
+    variables: Mapping[str, str]  # of NCCL and CUDA that are set
 
 
 def check_alike(facts: Sequence[Facts]) -> list[Check]:
     """Hosts that differ from most in what should be the same."""
     hosts = list({fact.host: fact for fact in reversed(facts)}.values())[::-1]
-    found = []
-    for name, status, change, value in _ALIKE:
-        found += _odd(name, status, change, {fact.host: value(fact) for fact in hosts})
-    names = sorted({name for fact in hosts for name in fact.versions})
-    for name in names:
-        values = {fact.host: fact.versions.get(name, "none") for fact in hosts}
-        change = f"install the same {name} on all hosts"
-        found += _odd(name, Status.FAIL, change, values)
-    names = sorted({name for fact in hosts for name in fact.variables} - _MAY_DIFFER)
-    for name in names:
-        values = {fact.host: fact.variables.get(name, "unset") for fact in hosts}
-        found += _odd(name, Status.WARN, "export the same value on all hosts", values)
     if len(hosts) < 2:
-        return [Check("alike", Status.SKIP, "one host")]
-    what = f"{len(hosts)} hosts have the same hardware, versions and variables"
-    return found or [Check("alike", Status.OK, what)]
+        return [skip("alike", "one host")]
+    asked = list(_ALIKE)
+    for name in sorted({name for fact in hosts for name in fact.versions}):
+        change = f"install the same {name} on all hosts"
+        asked.append((name, Status.FAIL, change, lambda fact, n=name: fact.versions.get(n, "none")))
+    for name in sorted({name for fact in hosts for name in fact.variables} - _MAY_DIFFER):
+        change = "export the same value on all hosts"
+        value = lambda fact, n=name: fact.variables.get(n, "unset")  # noqa: E731
+        asked.append((name, Status.WARN, change, value))
+    found = [odd(*what, {fact.host: value(fact) for fact in hosts}) for *what, value in asked]
+    same = ok("alike", f"{len(hosts)} hosts have the same hardware, versions and variables")
+    return [check for check in found if check] or [same]
 
 
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
@@ -73,17 +57,16 @@ _ALIKE = (  # name, how bad a difference is, what to change, value
 )  # fmt: skip
 
 
-def _odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> list[Check]:
-    """The hosts whose value is not that of most; nothing if all have the same."""
+def odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> Check | None:
+    """The hosts whose value is not that of most; None if all have the same."""
     counts = Counter(values.values())
     if len(counts) < 2:
-        return []
+        return None
     common, _ = counts.most_common(1)[0]
-    odd = {host: value for host, value in values.items() if value != common}
-    named = "; ".join(f"{host} has {value}" for host, value in list(odd.items())[:_NAMED])
-    more = f"; {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
-    what = f"{name} differs: {named}{more}; the others {common}"
-    return [Check("alike", status, what, change, ", ".join(odd))]
+    others = {host: value for host, value in values.items() if value != common}
+    named = few([f"{host} has {value}" for host, value in others.items()])
+    what = f"{name} differs: {named}; the others {common}"
+    return Check("alike", status, what, change, ", ".join(others))
 
 
 def check_seats(facts: Mapping[int, Facts]) -> Check:
@@ -97,13 +80,13 @@ def check_seats(facts: Mapping[int, Facts]) -> Check:
     change = "start no more ranks on a host than it has GPUs"
     if doubled:
         ranks = next(iter(doubled.values()))
-        return Check("seats", Status.FAIL, f"ranks {ranks} share a GPU", change, f"ranks {ranks}")
+        return fail("seats", f"ranks {ranks} share a GPU", change, f"ranks {ranks}")
     if without and len(without) < len(facts):
         what = f"ranks {without} have no GPU, the others have"
-        return Check("seats", Status.FAIL, what, change, f"ranks {without}")
+        return fail("seats", what, change, f"ranks {without}")
     if without:
-        return Check("seats", Status.SKIP, "no rank has a GPU: the job runs on the CPU")
-    return Check("seats", Status.OK, f"each of {len(facts)} ranks has a GPU of its own")
+        return skip("seats", "no rank has a GPU: the job runs on the CPU")
+    return ok("seats", f"each of {len(facts)} ranks has a GPU of its own")
 
 
 def link_rates(
@@ -113,14 +96,8 @@ def link_rates(
     """The rate of each link of some rings, from the time that a shift took each rank.
 
     A slow link makes both its ends late, and a rank that is late for another reason both its links:
-    so a link took what the earlier of its ends took.
-
-    Args:
-        kind: of the rings.
-        rings: ranks in order; each sends to the next.
-        ms: milliseconds, by rank.
-        num_bytes: sent over each link.
-        hosts: names, by rank.
+    so a link took what the earlier of its ends took. In a ring each rank sends `num_bytes` to the
+    next; times and hosts' names are by rank.
     """
     pairs = [(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
     rates = [num_bytes / min(ms[a], ms[b]) / 1e6 for a, b in pairs]
@@ -135,24 +112,24 @@ def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
     """Links that are slow beside the median of their kind; names the rank that they share."""
     name = f"{kind} links"
     if not links:
-        return Check(name, Status.SKIP, "no two ranks to join")
+        return skip(name, "no two ranks to join")
     rates = sorted(link.gb_per_s for link in links)
     what = f"{len(links)} links: {rates[0]:.3g} to {rates[-1]:.3g} GB/s, median {median(rates):.3g}"
     slow = sorted((link for link in links if link.ratio < SLOW), key=lambda link: link.ratio)
     if not slow:
-        return Check(name, Status.OK, what)
-    named = "; ".join(
+        return ok(name, what)
+    named = [
         f"rank {link.source} on {link.hosts[0]} -> rank {link.dest} on {link.hosts[1]}: "
         f"{link.gb_per_s:.3g} GB/s ({link.ratio:.0%})"
-        for link in slow[:_NAMED]
-    )
+        for link in slow
+    ]
     ends = Counter(rank for link in slow for rank in {link.source, link.dest})
     shared = sorted(rank for rank, count in ends.items() if count > 1)
     change = "look at NVLink and clocks" if kind is Link.INTRA else "look at its HCA and cable"
     if shared:
         change += f" of ranks {shared}, which slow links have in common"
     where = ", ".join(sorted({host for link in slow for host in link.hosts}))
-    return Check(name, Status.WARN, f"{len(slow)} slow: {named}; of {what}", change, where)
+    return warn(name, f"{len(slow)} slow: {few(named)}; of {what}", change, where)
 
 
 def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Check:
@@ -161,27 +138,23 @@ def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Chec
     what = f"{min(tflops.values()):.3g} to {max(tflops.values()):.3g} TFLOP/s in a matrix product"
     slow = [rank for rank, rate in tflops.items() if rate < SLOW * middle]
     if not slow:
-        return Check("compute", Status.OK, what)
-    named = "; ".join(
+        return ok("compute", what)
+    named = [
         f"rank {rank} on {hosts[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
-        for rank in slow[:_NAMED]
-    )
+        for rank in slow
+    ]
     change = "look at clocks, power and other processes there: the slowest sets the pace"
     where = ", ".join(sorted({hosts[rank] for rank in slow}))
-    return Check("compute", Status.WARN, f"slow: {named}; {what}", change, where)
+    return warn("compute", f"slow: {few(named)}; {what}", change, where)
 
 
 def check_groups(topologies: Mapping[str, Topology]) -> Check:
-    """How context-parallel groups lie on the hosts.
-
-    Args:
-        topologies: by what the group is called.
-    """
+    """How context-parallel groups lie on the hosts, by what each is called."""
     found = {name: str(topology) for name, topology in topologies.items()}
     flat = [name for name, text in found.items() if text.startswith("flat")]
     counts = Counter(found.values())
     what = "; ".join(f"{count} x {text}" for text, count in counts.items())
     if flat:
         change = "place equally many ranks of each group on each host"
-        return Check("groups", Status.WARN, f"{what}; flat: {', '.join(flat[:_NAMED])}", change)
-    return Check("groups", Status.OK, what)
+        return warn("groups", f"{what}; flat: {few(flat)}", change)
+    return ok("groups", what)

@@ -1,31 +1,30 @@
-"""Hosts before a job: reachable, free GPUs, and an environment to paste."""
+"""Hosts: asked over ssh before a job, and whether those of a job reach each other by TCP."""
 
+import fcntl
 import re
 import shlex
-from collections.abc import Sequence
+import socket
+import struct
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from megatron_burst.cli.doctor import network, report
+from megatron_burst.cli.doctor.compare import odd
 from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, gpus_of
-from megatron_burst.cli.doctor.network import check_network, environment, interfaces_of
-from megatron_burst.cli.doctor.record import Check, Merged, Report, Status
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, fail, ok, skip, warn
 from megatron_burst.cli.doctor.survey import SCRIPT, Answer, Runner, Survey, parse_survey
 from megatron_burst.cli.doctor.system import check_shm
 from megatron_burst.errors import BurstError
 
 _AT_ONCE = 64
+_SIOCGIFADDR = 0x8915
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How hosts are asked.
-
-    Attributes:
-        run: runs commands here.
-        ssh: the command that reaches a host; the host and what is to be run there follow.
-        timeout_s: for each host's answer.
-    """
+    """How hosts are asked: by `ssh`, a host and what is to be run there; each answers in time."""
 
     run: Runner
     ssh: str = SSH
@@ -54,12 +53,7 @@ def hosts_in(text: str) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Sequence[str], reach: Reach) -> Report:
-    """Ask all hosts at once, and judge what they say.
-
-    Args:
-        hosts: names or addresses.
-        reach: how to ask.
-    """
+    """Ask all hosts at once, and judge what they say."""
     with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
         answers = dict(zip(hosts, pool.map(reach.ask, hosts), strict=True))
     surveys = {host: found for host, found in answers.items() if isinstance(found, Survey)}
@@ -75,15 +69,20 @@ def check_hosts(hosts: Sequence[str], reach: Reach) -> Report:
 
 def _reachable(host: str, found: Survey | Answer) -> Check:
     if isinstance(found, Survey):
-        return Check("reachable", Status.OK, "it answers", where=host)
+        return ok("reachable", "it answers", host)
     said = (found.error or found.out).splitlines()
     why = said[-1] if said else f"exit status {found.code}"
     change = "see that ssh reaches it without a password, or leave it out"
-    return Check("reachable", Status.FAIL, f"no answer: {why}", change, host)
+    return fail("reachable", f"no answer: {why}", change, host)
 
 
 def _of_host(survey: Survey) -> list[Check]:
-    found = [*check_state(survey), check_nvlink(survey), *check_network(survey), check_shm(survey)]
+    found = [
+        *check_state(survey),
+        check_nvlink(survey),
+        *network.check_network(survey),
+        check_shm(survey),
+    ]
     return [check for check in found if check.name != "free"]
 
 
@@ -94,50 +93,115 @@ def _free(surveys: dict[str, Survey]) -> list[Check]:
         free, all_ = free_gpus(survey), len(gpus_of(survey))
         named = f": {free}" if 0 < len(free) < all_ else ""
         what = f"{len(free)} of {all_} GPUs are free{named}"
-        status = Status.OK if free and len(free) == all_ else Status.WARN
-        change = "" if status is Status.OK else "wait for the others, or leave the host out"
-        found.append(Check("free", status, what, change, host))
+        busy = warn("free", what, "wait for the others, or leave the host out", host)
+        found.append(ok("free", what, host) if free and len(free) == all_ else busy)
     return found
 
 
 def _alike(surveys: dict[str, Survey]) -> Check:
     """That all hosts have the same GPUs and driver."""
-    kinds: dict[str, list[str]] = {}
+    kinds = {}
     for host, survey in surveys.items():
         gpus = gpus_of(survey)
         names = "/".join(sorted({gpu.name for gpu in gpus})) or "none"
         clock = max((gpu.max_clock_mhz or 0 for gpu in gpus), default=0)
         driver = gpus[0].driver if gpus else "none"
-        kind = f"{len(gpus)} x {names}, at most {clock:.0f} MHz, driver {driver}"
-        kinds.setdefault(kind, []).append(host)
-    if len(kinds) == 1:
-        return Check("alike", Status.OK, f"all hosts have {next(iter(kinds))}")
-    common = max(kinds, key=lambda kind: len(kinds[kind]))
-    odd = "; ".join(f"{', '.join(at)}: {kind}" for kind, at in kinds.items() if kind != common)
+        kinds[host] = f"{len(gpus)} x {names}, at most {clock:.0f} MHz, driver {driver}"
     change = "take hosts of one kind: the slowest sets the pace, and uneven ones get a flat ring"
-    return Check("alike", Status.WARN, f"{odd}; the others: {common}", change)
+    differing = odd("hardware", Status.WARN, change, kinds)
+    return differing or ok("alike", f"all hosts have {next(iter(kinds.values()))}")
 
 
 def _network(surveys: dict[str, Survey]) -> Check:
     """That hosts share an IP network."""
-    networks = [{i.network for i in interfaces_of(s).values()} for s in surveys.values()]
-    shared = set.intersection(*networks)
-    if shared:
-        return Check("network", Status.OK, f"hosts share {', '.join(sorted(map(str, shared)))}")
-    return Check(
-        "network", Status.WARN, "no IP network has all hosts in it: they must be routed",
-        "see that the hosts reach each other; the interface below is that of the default route",
-    )  # fmt: skip
+    if shared := network.shared_networks(surveys):
+        return ok("network", f"hosts share {', '.join(sorted(map(str, shared)))}")
+    what = "no IP network has all hosts in it: they must be routed"
+    change = "see that the hosts reach each other; below is the interface of the default route"
+    return warn("network", what, change)
 
 
 def _block(surveys: dict[str, Survey]) -> list[str]:
     """Lines to paste: the environment, then how to start."""
     first, *_ = surveys
     usable = [len(free_gpus(survey)) for survey in surveys.values()]
-    addresses = interfaces_of(surveys[first])
+    addresses = network.interfaces_of(surveys[first])
     address = str(next(iter(addresses.values())).ip) if addresses else first
     start = (
         f"# torchrun --nnodes {len(surveys)} --nproc-per-node {min(usable)} --node-rank N "
         f"--master-addr {address} --master-port 29500 -m megatron_burst pretrain_gpt.py ..."
     )
-    return [*environment(surveys), start]
+    return [*network.environment(surveys), start]
+
+
+def open_door(address: str) -> socket.socket:
+    """A socket on which other hosts can reach this one; connections to it are left waiting."""
+    return socket.create_server((address, 0), backlog=1024)
+
+
+def own_address(towards: str, environ: Mapping[str, str]) -> str:
+    """The IPv4 address by which other hosts reach this one.
+
+    That of the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the one from which the
+    route to `towards` begins.
+    """
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        found = _address_of(environ.get(variable, ""))
+        if found:
+            return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing: it only asks for the route
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _address_of(wanted: str) -> str | None:
+    """Address of the first interface that NCCL's pattern names; "^" patterns name none."""
+    if not wanted or wanted.startswith("^"):
+        return None
+    exact, patterns = wanted.startswith("="), wanted.lstrip("=").split(",")
+    for _, name in socket.if_nameindex():
+        if name in patterns if exact else name.startswith(tuple(patterns)):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    request = struct.pack("256s", name.encode()[:15])
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                except OSError:  # it has no IPv4 address
+                    continue
+                return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def knock(doors: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, str]:
+    """Try to connect to each host; why not, by host, for those that cannot be reached."""
+
+    def attempt(door: tuple[str, int]) -> str:
+        try:
+            socket.create_connection(tuple(door), timeout_s).close()
+        except OSError as error:
+            said = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+            return f"{door[0]}:{door[1]}: {said}"
+        return ""
+
+    if not doors:
+        return {}
+    with ThreadPoolExecutor(min(_AT_ONCE, len(doors))) as pool:
+        said = dict(zip(doors, pool.map(attempt, doors.values()), strict=True))
+    return {host: why for host, why in said.items() if why}
+
+
+def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
+    """The pairs of hosts that do not reach each other: why, by host that tried and was tried."""
+    hosts = len(unreached)
+    if hosts < 2:
+        return skip("reachable", "one host")
+    closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
+    if not closed:
+        return ok("reachable", f"all {hosts} hosts reach each other by TCP")
+    named = report.few([f"{a} -> {b} ({why})" for a, b, why in closed])
+    what = f"{len(closed)} of {hosts * (hosts - 1)} ways between hosts are closed: {named}"
+    change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
+    where = ", ".join(sorted({b for _, b, _ in closed}))
+    return fail("reachable", what, f"{change}GLOO_SOCKET_IFNAME", where)

@@ -3,33 +3,25 @@
 import socket
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_burst.cli.doctor.compare import (
-    Facts,
-    check_alike,
-    check_compute,
-    check_groups,
-    check_links,
-    check_seats,
-    link_rates,
-)
+from megatron_burst.cli.doctor import compare
 from megatron_burst.cli.doctor.gpus import gpus_of
+from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.launched import Launch
-from megatron_burst.cli.doctor.local import check_machine
 from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
-from megatron_burst.cli.doctor.pairs import Door, check_pairs, knock, own_address
-from megatron_burst.cli.doctor.record import Check, LinkRate, Merged, Report, Status
+from megatron_burst.cli.doctor.report import Check, LinkRate, Merged, Report, Status, skip
+from megatron_burst.cli.doctor.software import software
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
-from megatron_burst.cli.facts import software
-from megatron_burst.cli.progress import Progress
+from megatron_burst.cli.doctor.system import check_machine
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
+from megatron_burst.cli.terminal import Progress
 from megatron_burst.cli.world import World, world_of
-from megatron_burst.comm.hosts import Home, my_home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.hosts import my_home, nvlink_domains, topology_of_homes
 from megatron_burst.plan.cluster import Sizes, cp_groups
 
 _KNOCK_S = 5.0
@@ -40,30 +32,18 @@ _PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (256, torch.float32)}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How a job is checked.
-
-    Attributes:
-        run: runs commands.
-        environ: environment variables.
-        timeout_s: how long ranks wait for each other in each step.
-        sizes: of Megatron's parallelism, to see how its groups lie; None: not asked.
-        say: prints a report, on rank 0.
-        progress: what the user sees meanwhile.
-    """
+    """How a job is checked."""
 
     run: Runner
     environ: Mapping[str, str]
-    timeout_s: float
-    sizes: Sizes | None
-    say: Callable[[Report], None]
+    timeout_s: float  # ranks wait for each other in each step
+    sizes: Sizes | None  # of Megatron's parallelism, to see how its groups lie; None: not asked
+    say: Callable[[Report], None]  # on rank 0
     progress: Progress = field(default_factory=Progress)
 
 
 def check_job(launch: Launch, job: Job) -> bool:
-    """Check a job; all its ranks together. Rank 0 reports.
-
-    Returns:
-        whether a run would break; the same on all ranks.
+    """Check a job, all its ranks together; rank 0 reports. Whether a run would break, on all ranks.
 
     Raises:
         BurstError: if this rank finds no store, or came too late.
@@ -71,12 +51,11 @@ def check_job(launch: Launch, job: Job) -> bool:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     store = open_store(launch, job.timeout_s)
-    door = Door(own_address(launch.address, job.environ))
+    door = open_door(own_address(launch.address, job.environ))
     survey = Answer(0, "", "the first rank of this host is not there")
     if launch.local_rank == 0:  # one rank of a host is enough
         survey = survey_here(job.run, job.timeout_s)
-    facts = asdict(_facts(launch, job, survey))
-    mine = {"facts": facts, "home": asdict(my_home()), "door": door.at}
+    mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
     job.progress.now("waiting for all ranks", 0.2)
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
@@ -90,40 +69,30 @@ def check_job(launch: Launch, job: Job) -> bool:
     return meeting.part(report.breaks if meeting.leads else None)
 
 
-def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> Facts:
+def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> compare.Facts:
     gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
     name, uuid = "CPU", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, uuid = properties.name, str(properties.uuid)
-    return Facts(
+    return compare.Facts(
         host=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
-        gpu=name,
-        gpu_id=uuid,
-        gpus=torch.cuda.device_count(),
+        gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
         clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
         driver=gpus[0].driver if gpus else "none",
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        versions=software(),
+        local_rank=launch.local_rank, local_size=launch.local_size, versions=software(),
         variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
-    )
+    )  # fmt: skip
 
 
 class _Checks:
-    """Collects what is found; the same steps on all ranks.
+    """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
-    Args:
-        meeting: of the ranks.
-        job: how it is checked.
-        said: what each rank that came said of itself.
-    """
-
-    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, dict]) -> None:
+    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
         self.meeting, self.job = meeting, job
-        self.facts = {rank: Facts(**words["facts"]) for rank, words in said.items()}
-        self.homes = {rank: Home(**words["home"]) for rank, words in said.items()}
-        self.doors = {rank: tuple(words["door"]) for rank, words in said.items()}
+        self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
+        self.homes = {rank: home for rank, (_, home, _) in said.items()}
+        self.doors = {rank: door for rank, (_, _, door) in said.items()}
         self.hosts = {rank: fact.host for rank, fact in self.facts.items()}
         # the first rank of each host speaks for it
         self.speakers = {host: rank for rank, host in reversed(self.hosts.items())}
@@ -142,37 +111,33 @@ class _Checks:
         return not broken and len(self.facts) > 1
 
     def before_groups(self, survey: Survey | Answer) -> None:
-        """What needs no process group.
-
-        Args:
-            survey: of this machine, on its first rank.
-        """
+        """What needs no process group; the first rank of each machine has its survey."""
         meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
-        self.found += [check_attendance(meeting), check_seats(self.facts)]
+        self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
         speaks = self.speakers[host] == meeting.launch.rank
         doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != host}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
-        self.found.append(
-            check_pairs({self.hosts[rank]: w for rank, w in reached.items() if w is not None})
-        )
+        told = {self.hosts[rank]: why for rank, why in reached.items() if why is not None}
+        self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         merged = Merged(len(self.speakers))
-        for rank, checks in meeting.share("machine", [asdict(c) for c in own]).items():
+        for rank, checks in meeting.share("machine", own).items():
             if rank == self.speakers[self.hosts[rank]]:
-                merged.add(self.hosts[rank], (_check(words) for words in checks))
-        self.found += merged.checks() + check_alike(list(self.facts.values()))
+                merged.add(self.hosts[rank], checks)
+        self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
         if self.job.sizes:
             self.found.append(self._groups(self.job.sizes))
 
     def _groups(self, sizes: Sizes) -> Check:
         if len(self.facts) < self.meeting.launch.size:
-            return Check("groups", Status.SKIP, "ranks are missing")
+            return skip("groups", "ranks are missing")
         first = {home.host: rank for rank, home in reversed(self.homes.items())}
         places = [(first[home.host], home.place) for home in self.homes.values()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the record says it
             groups = cp_groups(nvlink_domains(list(self.homes.values())), sizes, places)
-        return check_groups({f"ranks {list(group.ranks)}": group.topology for group in groups})
+        named = {f"ranks {list(group.ranks)}": group.topology for group in groups}
+        return compare.check_groups(named)
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""
@@ -188,7 +153,7 @@ class _Checks:
             ms = rank_ms(run, world)
         ranks = list(self.facts)
         rates = {rank: flops / took / 1e9 for rank, took in zip(ranks, ms, strict=True)}
-        self.found.append(check_compute(rates, self.hosts))
+        self.found.append(compare.check_compute(rates, self.hosts))
         num_bytes = _SHIFT_BYTES[world.device.type]
         for link, found in rings(topology).items():
             links = []
@@ -197,9 +162,9 @@ class _Checks:
                     ms = rank_ms(mover.shift(link, num_bytes), world)
                 took = dict(zip(ranks, ms, strict=True))
                 own = [[ranks[place] for place in ring] for ring in found]
-                links = link_rates(link, own, took, num_bytes, self.hosts)
+                links = compare.link_rates(link, own, took, num_bytes, self.hosts)
             self.links += links
-            self.found.append(check_links(link, links))
+            self.found.append(compare.check_links(link, links))
         dist.destroy_process_group()
 
     def _world(self) -> World:
@@ -221,7 +186,3 @@ class _Checks:
 
         self.job.progress.now(stage, 0.6)
         return Watch(self.meeting, stage, self.job.timeout_s, give_up)
-
-
-def _check(words: Mapping[str, str]) -> Check:
-    return Check(**{**words, "status": Status(words["status"])})

@@ -11,24 +11,16 @@ _PORTS = range(20000, 30000)  # for srun, which names none
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher told this process.
-
-    Attributes:
-        rank, size: of the job.
-        local_rank, local_size: on the host.
-        address, port: where ranks meet.
-        joins: whether somebody else (torchrun's agent) keeps the store.
-        nodes: host names in order, where the launcher knows them.
-    """
+    """What the launcher told this process."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    address: str
+    address: str  # where ranks meet
     port: int
-    joins: bool = False
-    nodes: tuple[str, ...] = ()
+    joins: bool = False  # somebody else (torchrun's agent) keeps the store
+    nodes: tuple[str, ...] = ()  # host names in order, where the launcher knows them
 
     def node_of(self, rank: int) -> str:
         """What is known of the host where a rank should be."""
@@ -45,39 +37,26 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
         BurstError: if a variable is missing or no number.
     """
     if "RANK" in environ:
-        return _torchrun(environ)
+        size, address = _number(environ, "WORLD_SIZE"), environ.get("MASTER_ADDR", "localhost")
+        local = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", size)
+        joins = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = _number(environ, "MASTER_PORT")
+        return Launch(_number(environ, "RANK"), size, *local, address, port, joins)
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         return _srun(environ)
     return None
 
 
-def _torchrun(environ: Mapping[str, str]) -> Launch:
-    size = _number(environ, "WORLD_SIZE")
-    return Launch(
-        rank=_number(environ, "RANK"),
-        size=size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_size=_number(environ, "LOCAL_WORLD_SIZE", size),
-        address=environ.get("MASTER_ADDR", "localhost"),
-        port=_number(environ, "MASTER_PORT"),
-        joins=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
 def _srun(environ: Mapping[str, str]) -> Launch:
     nodes = expand_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
-    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    job = _number(environ, "SLURM_JOB_ID", 0)
-    return Launch(
-        rank=_number(environ, "SLURM_PROCID"),
-        size=size,
-        local_rank=_number(environ, "SLURM_LOCALID", 0),
-        local_size=int(per_node[0]) if per_node else max(1, size // max(1, len(nodes))),
-        address=environ.get("MASTER_ADDR") or (nodes[0] if nodes else "localhost"),
-        port=_number(environ, "MASTER_PORT", _PORTS[job % len(_PORTS)]),
-        nodes=nodes,
-    )
+    local_size = int(per_node[0]) if per_node else max(1, size // max(1, len(nodes)))
+    address = environ.get("MASTER_ADDR") or (nodes[0] if nodes else "localhost")
+    usual_port = _PORTS[_number(environ, "SLURM_JOB_ID", 0) % len(_PORTS)]
+    port = _number(environ, "MASTER_PORT", usual_port)
+    local_rank = _number(environ, "SLURM_LOCALID", 0)
+    return Launch(rank, size, local_rank, local_size, address, port, nodes=nodes)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -92,10 +71,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def expand_hosts(text: str) -> tuple[str, ...]:
     """The host names of a Slurm list such as "gpu[01-03,7],login"."""
-    names = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        names += _expand(part)
-    return tuple(names)
+    parts = re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
+    return tuple(name for part in parts for name in _expand(part))
 
 
 def _expand(part: str) -> list[str]:
@@ -106,6 +83,5 @@ def _expand(part: str) -> list[str]:
     numbers = []
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
-        last = last or first
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
     return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]

@@ -1,7 +1,7 @@
 """Who is there: ranks meet in a store, which unlike a collective can say who is missing."""
 
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from threading import Timer
 import torch.distributed as dist
 
 from megatron_burst.cli.doctor.launched import Launch
-from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.cli.doctor.report import Check, fail, ok
 from megatron_burst.errors import BurstError
 
 _POLL_S = 0.05
@@ -21,19 +21,12 @@ _LAST_WORD_S = 3.0
 
 @dataclass(slots=True)
 class Meeting:
-    """The ranks that came.
-
-    Attributes:
-        launch: of this process.
-        store: where they meet.
-        timeout_s: how long each step may take.
-        present: global ranks that came in time; the same on all of them.
-    """
+    """The ranks that came, and the store where they meet."""
 
     launch: Launch
     store: dist.Store
-    timeout_s: float
-    present: tuple[int, ...] = ()
+    timeout_s: float  # for each step
+    present: tuple[int, ...] = ()  # global ranks that came in time; the same on all of them
 
     @property
     def leads(self) -> bool:
@@ -42,7 +35,7 @@ class Meeting:
 
     def post(self, topic: str, value: object) -> None:
         """Say something under a topic."""
-        self.store.set(_key(topic, self.launch.rank), json.dumps(value))
+        self.store.set(_key(topic, self.launch.rank), pickle.dumps(value))
 
     def collect(self, topic: str, ranks: Sequence[int]) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
@@ -50,7 +43,7 @@ class Meeting:
         while True:
             for rank in ranks:
                 if rank not in found and self.store.check([_key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(_key(topic, rank)))
+                    found[rank] = pickle.loads(self.store.get(_key(topic, rank)))
             if len(found) == len(ranks) or time.monotonic() > deadline:
                 return dict(sorted(found.items()))
             time.sleep(_POLL_S)
@@ -63,7 +56,7 @@ class Meeting:
     def part(self, verdict: bool | None) -> bool:
         """End together: rank 0's verdict on all; it stays until the others have read it."""
         if self.leads:
-            self.store.set(_key("verdict", 0), json.dumps(verdict))
+            self.store.set(_key("verdict", 0), pickle.dumps(verdict))
             self.collect("bye", [rank for rank in self.present if rank])
             return bool(verdict)
         found = self.collect("verdict", [0])
@@ -82,12 +75,9 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
         BurstError: if it cannot be reached.
     """
     try:
+        keeps, patience = launch.rank == 0 and not launch.joins, timedelta(seconds=timeout_s)
         return dist.TCPStore(
-            launch.address,
-            launch.port,
-            is_master=launch.rank == 0 and not launch.joins,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            launch.address, launch.port, is_master=keeps, timeout=patience, wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:  # DistNetworkError and others are sub-classes
         raise BurstError(
@@ -99,13 +89,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
 
 
 def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> tuple[Meeting, dict]:
-    """Wait for everybody, for so long; what each said of itself.
-
-    Args:
-        launch: of this process.
-        store: of the job.
-        timeout_s: for all to come.
-        mine: what this rank says of itself.
+    """Wait for everybody; what each said of itself, this rank `mine`.
 
     Raises:
         BurstError: if this rank came too late, or rank 0 did not come.
@@ -114,7 +98,7 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     meeting.post("here", mine)
     if meeting.leads:
         here = meeting.collect("here", range(launch.size))
-        store.set(_key("present", 0), json.dumps([*here]))
+        store.set(_key("present", 0), pickle.dumps([*here]))
     patient = Meeting(launch, store, 2 * timeout_s)  # rank 0 may have come last
     present = patient.collect("present", [0]).get(0)
     if present is None or launch.rank not in present:
@@ -132,51 +116,45 @@ def check_attendance(meeting: Meeting) -> Check:
     launch = meeting.launch
     missing = [rank for rank in range(launch.size) if rank not in meeting.present]
     if not missing:
-        return Check("attendance", Status.OK, f"all {launch.size} ranks are there")
+        return ok("attendance", f"all {launch.size} ranks are there")
     nodes = sorted({launch.node_of(rank) for rank in missing})
     what = f"ranks {missing} of {launch.size} did not come within {meeting.timeout_s:g} s"
     change = f"see that {', '.join(nodes)} runs them and reaches {launch.address}:{launch.port}"
-    return Check("attendance", Status.FAIL, what, change, ", ".join(nodes))
+    return fail("attendance", what, change, ", ".join(nodes))
 
 
+@dataclass
 class Watch:
-    """Ends the process if a stage hangs; rank 0 first says who did not finish it.
+    """Ends the process if a stage hangs; rank 0 first gives up with a check of who is late.
 
     A collective that waits for a lost rank cannot be called off; on GPUs it blocks for minutes.
-
-    Args:
-        meeting: of all ranks.
-        stage: its name.
-        limit_s: seconds for it.
-        give_up: on rank 0, told the failure; prints what was found so far.
     """
 
-    def __init__(
-        self, meeting: Meeting, stage: str, limit_s: float, give_up: Callable[[Check], None]
-    ) -> None:
-        self._meeting, self._stage, self._limit_s = meeting, stage, limit_s
-        self._give_up = give_up
-        self._timer = Timer(limit_s, self._expire)
-        self._timer.daemon = True
+    meeting: Meeting
+    stage: str
+    limit_s: float
+    give_up: Callable[[Check], None]
 
     def __enter__(self) -> None:
-        self._timer.start()
+        self.timer = Timer(self.limit_s, self._expire)
+        self.timer.daemon = True
+        self.timer.start()
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, RuntimeError):  # a peer is gone; the others still wait for theirs
-            self._meeting.post(f"failed {self._stage}", str(error).splitlines()[0][:200])
-            self._timer.join()
-        self._timer.cancel()
+            self.meeting.post(f"failed {self.stage}", str(error).splitlines()[0][:200])
+            self.timer.join()
+        self.timer.cancel()
         if kind is None:
-            self._meeting.post(f"done {self._stage}", True)
+            self.meeting.post(f"done {self.stage}", True)
 
     def _expire(self) -> None:
-        launch = self._meeting.launch
+        launch = self.meeting.launch
         try:
             # the main thread may hold the other connection's lock
-            store = open_store(replace(launch, joins=True), self._meeting.timeout_s)
-            if self._meeting.leads:
-                self._give_up(self._failure(Meeting(launch, store, 1.0, self._meeting.present)))
+            store = open_store(replace(launch, joins=True), self.meeting.timeout_s)
+            if self.meeting.leads:
+                self.give_up(self._failure(Meeting(launch, store, 1.0, self.meeting.present)))
                 sys.stdout.flush()
             else:
                 time.sleep(_LAST_WORD_S)  # rank 0 keeps the store and has the floor
@@ -184,13 +162,13 @@ class Watch:
             os._exit(1)
 
     def _failure(self, asked: Meeting) -> Check:
-        done = asked.collect(f"done {self._stage}", asked.present)
+        done = asked.collect(f"done {self.stage}", asked.present)
         late = [rank for rank in asked.present if rank not in done]
         asked.timeout_s = 0.0
-        reasons = asked.collect(f"failed {self._stage}", late)
-        what = f"ranks {late} did not finish {self._stage} within {self._limit_s:g} s"
+        reasons = asked.collect(f"failed {self.stage}", late)
+        what = f"ranks {late} did not finish {self.stage} within {self.limit_s:g} s"
         what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
         stuck = [rank for rank in late if rank not in reasons]
         hosts = sorted({asked.launch.node_of(rank) for rank in stuck or late})
         change = f"look at the links and logs of {', '.join(hosts)}, with NCCL_DEBUG=INFO"
-        return Check("time-out", Status.FAIL, what, change, f"ranks {late}")
+        return fail("time-out", what, change, f"ranks {late}")

@@ -1,13 +1,13 @@
 """Network devices: which interfaces and HCAs a job should use, and the lines that say so."""
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Interface, IPv4Network
 
 from megatron_burst.cli.doctor.gpus import gpus_of, matrix_of
-from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.cli.doctor.report import Check, fail, ok, skip, warn
 from megatron_burst.cli.doctor.survey import Survey
 
 _DISTANCE = {"PIX": 0, "PXB": 1, "PHB": 2, "NODE": 3, "SYS": 4}
@@ -17,24 +17,24 @@ _VIRTUAL = re.compile(r"(lo|docker|veth|virbr|br-|cni|cali|flannel|kube|nerdctl|
 
 @dataclass(frozen=True, slots=True)
 class Hca:
-    """A port of a host channel adapter."""
+    """A port of a host channel adapter; its layer is InfiniBand or Ethernet."""
 
     name: str
     port: int
     active: bool
-    layer: str  # InfiniBand or Ethernet
+    layer: str
     gbit_per_s: float
+
+    @property
+    def kind(self) -> tuple[str, float]:
+        """What HCAs of one network share."""
+        return self.layer, self.gbit_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which HCAs a job should use.
-
-    Attributes:
-        used: in order of name.
-        near: names of the used ones nearest to each GPU, by GPU label.
-        left_out: why, by name.
-    """
+    """Which HCAs a job should use: those used, in order of name; of these the names of the nearest
+    to each GPU, by GPU label; why others are left out, by name."""
 
     used: tuple[Hca, ...]
     near: Mapping[str, tuple[str, ...]]
@@ -47,9 +47,8 @@ def hcas_of(survey: Survey) -> list[Hca]:
     for line in survey.lines("hcas"):
         name, port, state, layer, rate = (*line.split("|"), "", "", "", "")[:5]
         speed = re.match(r"[\d.]+", rate)
-        active = "ACTIVE" in state
-        number = float(speed[0]) if speed else 0.0
-        found.append(Hca(name, int(port or 1), active, layer.strip(), number))
+        active, gbit_per_s = "ACTIVE" in state, float(speed[0]) if speed else 0.0
+        found.append(Hca(name, int(port or 1), active, layer.strip(), gbit_per_s))
     return found
 
 
@@ -60,27 +59,23 @@ def choose_hcas(survey: Survey) -> Choice:
     where no GPU has such a one (virtual machines hide it) all do. Of these the kind (link layer and
     rate) with the highest total rate is used.
     """
-    left_out = {hca.name: "its port is down" for hca in hcas_of(survey) if not hca.active}
-    up = [hca for hca in hcas_of(survey) if hca.active]
-    nearest = _nearest(survey, up)
-    near_any = {name for names in nearest.values() for name in names}
-    if near_any:
-        left_out |= {
-            hca.name: "no GPU is near it: storage or management"
-            for hca in up
-            if hca.name not in near_any
-        }
-    able = [hca for hca in up if not near_any or hca.name in near_any]
+    hcas = hcas_of(survey)
+    left_out = {hca.name: "its port is down" for hca in hcas if not hca.active}
+    able = [hca for hca in hcas if hca.active]
+    nearest = _nearest(survey, able)
+    if near_any := {name for names in nearest.values() for name in names}:
+        far = [hca.name for hca in able if hca.name not in near_any]
+        left_out |= dict.fromkeys(far, "no GPU is near it: storage or management")
+        able = [hca for hca in able if hca.name in near_any]
     totals = Counter()
     for hca in able:
-        totals[hca.layer, hca.gbit_per_s] += hca.gbit_per_s
+        totals[hca.kind] += hca.gbit_per_s
     kind = totals.most_common(1)[0][0] if totals else None
     for hca in able:
-        if (hca.layer, hca.gbit_per_s) != kind:
-            left_out[hca.name] = (
-                f"{hca.layer} at {hca.gbit_per_s:g} Gbit/s beside {kind[0]} at {kind[1]:g}"
-            )
-    used = tuple(hca for hca in able if (hca.layer, hca.gbit_per_s) == kind)
+        if hca.kind != kind:
+            own = f"{hca.layer} at {hca.gbit_per_s:g} Gbit/s"
+            left_out[hca.name] = f"{own} beside {kind[0]} at {kind[1]:g}"
+    used = tuple(hca for hca in able if hca.kind == kind)
     names = {hca.name for hca in used}
     near = {gpu: tuple(n for n in found if n in names) for gpu, found in nearest.items()}
     return Choice(used, near, left_out)
@@ -89,30 +84,35 @@ def choose_hcas(survey: Survey) -> Choice:
 def _nearest(survey: Survey, hcas: Sequence[Hca]) -> dict[str, tuple[str, ...]]:
     """The nearest HCAs of each GPU, if they are near at all."""
     matrix, names = matrix_of(survey), {hca.name for hca in hcas}
-    labels = {nic: matrix.names.get(nic, nic) for nic in matrix.nics}
+    labels = {nic: matrix.names.get(nic, nic) for nic in matrix.labels(gpus=False)}
     nearest = {}
-    for gpu in matrix.gpus:
+    for gpu in matrix.labels(gpus=True):
         distances = {
             name: _DISTANCE.get(matrix.cells[gpu, nic], len(_DISTANCE))
             for nic, name in labels.items()
             if name in names
         }
         least = min(distances.values(), default=len(_DISTANCE))
-        close = [name for name, distance in distances.items() if distance == least <= _NEAR]
-        nearest[gpu] = tuple(close)
+        nearest[gpu] = tuple(n for n, distance in distances.items() if distance == least <= _NEAR)
     return nearest
 
 
-def interfaces_of(survey: Survey) -> dict[str, ipaddress.IPv4Interface]:
+def interfaces_of(survey: Survey) -> dict[str, IPv4Interface]:
     """Address of each interface that may reach other hosts; that of the default route first."""
     found = {}
     for line in survey.lines("addresses"):
         match = re.match(r"\d+:\s+(\S+)\s+inet\s+(\S+)", line)
         if match and not _VIRTUAL.match(match[1]):
-            found.setdefault(match[1].partition("@")[0], ipaddress.IPv4Interface(match[2]))
+            found.setdefault(match[1].partition("@")[0], IPv4Interface(match[2]))
     route = re.search(r"\bdev (\S+)", survey.word("route"))
     first = route[1] if route else ""
     return dict(sorted(found.items(), key=lambda item: item[0] != first))
+
+
+def shared_networks(surveys: Mapping[str, Survey]) -> set[IPv4Network]:
+    """IP networks that have all hosts in them."""
+    own = ({address.network for address in interfaces_of(s).values()} for s in surveys.values())
+    return set.intersection(*own)
 
 
 def check_network(survey: Survey) -> list[Check]:
@@ -120,33 +120,27 @@ def check_network(survey: Survey) -> list[Check]:
     hcas = hcas_of(survey)
     if not hcas:
         what = "no InfiniBand or RoCE device in /sys/class/infiniband"
-        return [Check("hcas", Status.SKIP, f"{what}: hosts talk over TCP, if at all")]
+        return [skip("hcas", f"{what}: hosts talk over TCP, if at all")]
     choice = choose_hcas(survey)
     down = [hca.name for hca in hcas if not hca.active]
     used = ", ".join(f"{hca.name}:{hca.port}" for hca in choice.used) or "none"
     others = "; ".join(f"{name}: {why}" for name, why in choice.left_out.items())
     what = f"use {used}" + (f"; leave out {others}" if others else "")
     if not choice.used:
-        return [Check("hcas", Status.FAIL, what, "have a port brought up")]
+        return [fail("hcas", what, "have a port brought up")]
     far = [gpu for gpu, names in choice.near.items() if not names]
-    found = [Check("hcas", Status.OK, what)]
+    found = [ok("hcas", what)]
     if any(choice.near.values()) and far:
-        what = f"{', '.join(far)} have no HCA near them"
         change = f"have those that are down looked at: {', '.join(down)}" if down else ""
-        found.append(Check("hcas", Status.WARN, what, change))
+        found.append(warn("hcas", f"{', '.join(far)} have no HCA near them", change))
     if gpus_of(survey) and not survey.lines("modules"):
-        what = "nvidia_peermem is not loaded"
         change = "have it loaded, unless the driver uses DMA-BUF: else data pass through the host"
-        found.append(Check("gpudirect", Status.WARN, what, change))
+        found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
 
 
 def environment(surveys: Mapping[str, Survey]) -> list[str]:
-    """Lines to paste: network interfaces, HCAs, connections; those of all hosts in common first.
-
-    Args:
-        surveys: by host.
-    """
+    """Lines to paste, by host: network interfaces, HCAs, connections; common ones first."""
     lines = {host: _lines(survey, surveys) for host, survey in surveys.items()}
     first = next(iter(lines.values()), [])
     common = [line for line in first if all(line in other for other in lines.values())]
@@ -159,13 +153,12 @@ def environment(surveys: Mapping[str, Survey]) -> list[str]:
 
 def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
     lines = []
-    interface = common_interface(survey, surveys)
-    if interface:
+    own, shared = interfaces_of(survey), shared_networks(surveys)
+    in_shared = [name for name, address in own.items() if address.network in shared]
+    for interface in (*in_shared, *own)[:1]:  # else that of the default route
         # = is NCCL's sign for "this name, not those that begin with it"
-        lines += [
-            f"export NCCL_SOCKET_IFNAME=={interface}",
-            f"export GLOO_SOCKET_IFNAME={interface}",
-        ]
+        lines.append(f"export NCCL_SOCKET_IFNAME=={interface}")
+        lines.append(f"export GLOO_SOCKET_IFNAME={interface}")
     choice = choose_hcas(survey)
     if choice.used:
         names = ",".join(f"{hca.name}:{hca.port}" for hca in choice.used)
@@ -176,13 +169,3 @@ def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
     if caps and min(caps) < 10:  # Megatron asks for it before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")
     return lines
-
-
-def common_interface(survey: Survey, surveys: Mapping[str, Survey]) -> str | None:
-    """This host's interface in a network that all hosts share; else that of the default route."""
-    networks = [{i.network for i in interfaces_of(other).values()} for other in surveys.values()]
-    shared = set.intersection(*networks)
-    own = interfaces_of(survey)
-    return next((name for name, address in own.items() if address.network in shared), None) or next(
-        iter(own), None
-    )

@@ -1,25 +1,124 @@
-"""Prints a report: tables, or JSON."""
+"""What checks found, and how it is printed."""
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_burst.cli.doctor.record import Report, Status
+
+class Status(StrEnum):
+    """How bad it is; in that order."""
+
+    FAIL = "fail"  # would break a run
+    WARN = "warn"  # would cost speed, or may break one
+    SKIP = "skip"  # could not be checked, or does not apply
+    OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    status: Status
+    what: str  # was found
+    change: str = ""  # what to do; "" if nothing
+    where: str = ""  # the hosts or ranks that it is about; "" for this machine
+
+
+def ok(name: str, what: str, where: str = "") -> Check:
+    """Nothing to change."""
+    return Check(name, Status.OK, what, where=where)
+
+
+def skip(name: str, what: str) -> Check:
+    """Not checked, and why."""
+    return Check(name, Status.SKIP, what)
+
+
+def warn(name: str, what: str, change: str, where: str = "") -> Check:
+    """A run would be slow, or might break."""
+    return Check(name, Status.WARN, what, change, where)
+
+
+def fail(name: str, what: str, change: str, where: str = "") -> Check:
+    """A run would break."""
+    return Check(name, Status.FAIL, what, change, where)
+
+
+def few(items: Sequence[str], most: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return "; ".join([*items[:most], *more])
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """A link between two ranks that was measured."""
+
+    kind: str  # "intra" or "inter"
+    source: int  # global ranks
+    dest: int
+    hosts: tuple[str, str]
+    gb_per_s: float  # 1e9 bytes a second, with all rings of the kind busy
+    ratio: float  # to the median of its kind
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that the doctor found; `environment`: lines to paste into a shell, if any were made."""
+
+    checks: tuple[Check, ...]
+    links: tuple[LinkRate, ...] = ()
+    environment: tuple[str, ...] = ()
+
+    @property
+    def breaks(self) -> bool:
+        """Whether a run would break."""
+        return any(check.status is Status.FAIL for check in self.checks)
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {"breaks": self.breaks, **asdict(self)}
+
+
+@dataclass(slots=True)
+class Merged:
+    """Equal findings of several places as one."""
+
+    total: int
+    places: dict[Check, list[str]] = field(default_factory=dict)
+
+    def add(self, where: str, checks: Iterable[Check]) -> None:
+        """The findings of one place."""
+        for check in checks:
+            self.places.setdefault(replace(check, where=""), []).append(where)
+
+    def checks(self) -> list[Check]:
+        """Each finding once, with its places."""
+        everywhere = f"all {self.total} hosts"
+        return [
+            replace(check, where=", ".join(at) if len(at) < max(2, self.total) else everywhere)
+            for check, at in self.places.items()
+        ]
+
 
 _STYLE = {Status.FAIL: "bold red", Status.WARN: "yellow", Status.SKIP: "dim", Status.OK: "green"}
 _MOST_LINKS = 16
 _WIDTH = 160  # in files and pipes
 
 
-def print_report(report: Report, as_json: bool, console: Console | None = None) -> None:
-    """To standard output."""
+def print_report(report: Report, as_json: bool) -> None:
+    """To standard output: tables, worst first, or JSON."""
     if as_json:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
         return
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_checks(report))
     if report.links:
         console.print(_links(report))

@@ -1,16 +1,37 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
+import platform
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from megatron_burst.cli.doctor.record import Check, Status
+from megatron_burst.cli.doctor.report import Check, fail, ok, skip, warn
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import find_megatron, require_megatron, supported
 from megatron_burst.kernels.backends import Problem, backends, in_words
+from megatron_burst.version import __version__
 
 _FOR_FA4 = (9, 10)
+_INSTALL = "pip install megatron-core==0.19.2"
+_PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
+
+
+def software() -> dict[str, str]:
+    """Versions of what takes part, by name; all hosts of a job should have the same."""
+    found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if megatron := find_megatron():  # a checkout has no distribution
+        found["megatron-core"] = megatron.version
+    for name, package in _PACKAGES.items():  # what it is called here, and its distribution
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def check_versions(found: dict[str, str]) -> Check:
@@ -18,27 +39,22 @@ def check_versions(found: dict[str, str]) -> Check:
     what = ", ".join(f"{name} {number}" for name, number in found.items())
     megatron = found.get("megatron-core")
     if megatron is None:
-        change = "pip install megatron-core==0.19.2 to train with Megatron"
-        return Check("versions", Status.WARN, f"{what}; no megatron-core", change)
+        return warn("versions", f"{what}; no megatron-core", f"{_INSTALL} to train with Megatron")
     if not supported(megatron):
         what = f"{what}; burst's flags and specs refuse this megatron-core"
-        return Check("versions", Status.FAIL, what, "install megatron-core==0.19.2")
-    return Check("versions", Status.OK, what)
+        return fail("versions", what, _INSTALL)
+    return ok("versions", what)
 
 
 def check_torch(gpus_listed: int) -> Check:
-    """That torch sees GPUs where the driver does, and that they reach each other's memory.
-
-    Args:
-        gpus_listed: how many nvidia-smi lists.
-    """
+    """That torch sees the GPUs that nvidia-smi lists, and that they reach each other's memory."""
     seen = torch.cuda.device_count()
     if not seen:
         if gpus_listed:
             what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
             change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
-            return Check("torch", Status.FAIL, what, change)
-        return Check("torch", Status.SKIP, "torch sees no GPU: runs are on the CPU, for trying out")
+            return fail("torch", what, change)
+        return skip("torch", "torch sees no GPU: runs are on the CPU, for trying out")
     apart = [
         (a, b)
         for a in range(seen)
@@ -48,8 +64,8 @@ def check_torch(gpus_listed: int) -> Check:
     if apart:
         what = f"{len(apart)} of {seen * (seen - 1)} pairs of GPUs cannot read each other's memory"
         change = "keys are then sent by NCCL (transfer=send); see to NVLink or PCIe access"
-        return Check("torch", Status.WARN, f"{what}, such as {apart[0]}", change)
-    return Check("torch", Status.OK, f"torch sees {seen} GPUs, all with access to their peers")
+        return warn("torch", f"{what}, such as {apart[0]}", change)
+    return ok("torch", f"torch sees {seen} GPUs, all with access to their peers")
 
 
 def check_backends() -> Check:
@@ -68,11 +84,11 @@ def check_backends() -> Check:
     reasons = in_words({name: refusal for name, refusal in why.items() if refusal})
     what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
-        return Check("backends", Status.FAIL, what, "install a torch with attention kernels")
+        return fail("backends", what, "install a torch with attention kernels")
     if problem.arch in _FOR_FA4 and "fa4" not in live:
         change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
-        return Check("backends", Status.WARN, what, change)
-    return Check("backends", Status.OK, what)
+        return warn("backends", what, change)
+    return ok("backends", what)
 
 
 def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[Check]:
@@ -80,10 +96,6 @@ def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[
 
     All its modes (p2p, a2a, all_gather) gave wrong tensors then, on H200 with TransformerEngine
     2.20.2 and flash-attn-4 4.0.0b36: errors as large as the values. Burst runs its own.
-
-    Args:
-        found: versions of software, by name.
-        environ: environment variables.
     """
     if not {"te", "fa4"} <= found.keys():
         return []
@@ -92,19 +104,13 @@ def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[
     fused, flash = environ.get("NVTE_FUSED_ATTN", "1"), environ.get("NVTE_FLASH_ATTN", "1")
     if fused == "0" and flash != "0":
         what = f"NVTE_FUSED_ATTN=0: {both} computes wrong results under context parallelism"
-        return [
-            Check("te kernels", Status.WARN, f"{what} (measured: 2.20.2 with 4.0.0b36)", change)
-        ]
+        return [warn("te kernels", f"{what} (measured: 2.20.2 with 4.0.0b36)", change)]
     what = f"{both} takes cuDNN, which is right under context parallelism; NVTE_FUSED_ATTN=0 is not"
-    return [Check("te kernels", Status.OK, what)]
+    return [ok("te kernels", what)]
 
 
 def check_seams(load: Callable[[], list] | None = None) -> Check:
-    """Which places of Megatron's burst can attach to.
-
-    Args:
-        load: gives the seams; None asks the installed Megatron.
-    """
+    """Which places of Megatron's burst can attach to; `load`: gives others than the installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's, about what it goes without
@@ -115,13 +121,13 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
             found = load()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
-        return Check("seams", Status.FAIL, what, change)
+        return fail("seams", what, change)
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
-        return Check("seams", Status.WARN, what, "pip install megatron-core==0.19.2")
+        return warn("seams", what, _INSTALL)
     broken = [seam for seam in found if seam.problem]
     if broken:
         what = "; ".join(f"{seam.target} ({seam.why}): {seam.problem}" for seam in broken)
-        return Check("seams", Status.FAIL, what, "install megatron-core==0.19.2")
+        return fail("seams", what, _INSTALL)
     on = sum(seam.live for seam in found)
-    return Check("seams", Status.OK, f"all {len(found)} fit; {on} are attached in this process")
+    return ok("seams", f"all {len(found)} fit; {on} are attached in this process")

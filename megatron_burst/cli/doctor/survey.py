@@ -45,13 +45,7 @@ echo '{_MARK}end'
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said.
-
-    Attributes:
-        code: its exit status; 124 where it took too long, 127 where it is missing.
-        out: its standard output.
-        error: its standard error, or why it could not be run.
-    """
+    """What a command said; exit status 124 where it took too long, 127 where it is missing."""
 
     code: int
     out: str

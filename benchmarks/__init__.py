@@ -1,0 +1,1 @@
+"""Measures burst beside its peers, from a checkout: `python -m benchmarks.attention --help`."""

@@ -1,0 +1,112 @@
+"""What a measurement depends on besides its options: software, state of the device, links."""
+
+import ctypes
+import os
+import subprocess
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.cli.doctor.software import software
+from megatron_burst.cli.speeds import shift_once
+from megatron_burst.cli.timing import timed_ms
+from megatron_burst.cli.world import World
+
+_NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
+_REPS = 5
+
+
+def versions() -> str:
+    """`software` in words, for example "burst 0.1.0; python 3.12.1; torch 2.11.0; commit 1a2b3c4".
+
+    On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
+    CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
+    """
+    found = {**software(), "commit": commit()}
+    if torch.cuda.is_available():
+        found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
+        found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
+    return "; ".join(f"{name} {number}" for name, number in found.items())
+
+
+@lru_cache
+def commit() -> str:
+    """The commit that runs, and whether other files differ from it than predictions and results.
+
+    In a copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells.
+    """
+    if told := os.environ.get("MEGATRON_BURST_COMMIT"):
+        return told
+    folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
+    apart = [":!benchmarks/predictions", ":!benchmarks/results"]
+    head, changes = (
+        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
+        for words in (["rev-parse", "--short=12", "HEAD"], [*status, "--", ".", *apart])
+    )
+    return f"{head or 'unknown'}{' with changes' if changes else ''}"
+
+
+def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Versions of the cuDNN libraries in this process, as they tell them themselves.
+
+    Torch and TransformerEngine may each have loaded one of their own.
+
+    Args:
+        maps: lists the files that the process has mapped.
+    """
+    if not maps.is_file():
+        return []
+    words = [line.split() for line in maps.read_text().splitlines()]
+    files = {word[-1] for word in words if Path(word[-1]).name.startswith("libcudnn.so")}
+    numbers = {ctypes.CDLL(file).cudnnGetVersion() for file in sorted(files)}
+    return [f"{n // 10000}.{n // 100 % 100}.{n % 100}" for n in sorted(numbers)]
+
+
+def gpu_state(device: torch.device) -> str:
+    """Name, clock and temperature of a device, as far as it tells."""
+    if device.type != "cuda":
+        return "CPU"
+    name = torch.cuda.get_device_name(device)
+    try:
+        clock, heat = torch.cuda.clock_rate(device), torch.cuda.temperature(device)
+    except Exception:  # NVML is missing, or closed as in some containers: each in its own way
+        return name
+    return f"{name}; {clock} MHz, {heat} C"
+
+
+def link_speed(world: World) -> str:
+    """Ring shift and all-to-all in GB/s a rank; "" for one rank.
+
+    On several hosts it is what leaves a rank for other hosts, otherwise what leaves a rank.
+    """
+    if world.size == 1:
+        return ""
+    send = torch.ones(_NUM_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
+    send = send[: send.numel() // world.size * world.size]
+    recv = torch.empty_like(send)
+    across = world.hosts > 1 and world.size % world.hosts == 0
+    distance = world.size // world.hosts if across else 1
+    staying = distance / world.size  # the share of an all-to-all that does not leave
+
+    to, source = ((world.rank + sign * distance) % world.size for sign in (1, -1))
+    shift = partial(shift_once, send, recv, to, source, world.group)
+
+    def exchange() -> None:
+        dist.all_to_all_single(recv, send, group=world.group)
+
+    ring = _gbs(shift, send.numel(), world)
+    all_to_all = _gbs(exchange, send.numel() * (1 - staying), world)
+    where = f"between {world.hosts} hosts" if across else "on one host"
+    if across and world.machines == 1:
+        where += " of one machine"
+    return f"ring {ring:.3g}, all-to-all {all_to_all:.3g} GB/s {where}"
+
+
+def _gbs(run, num_bytes: float, world: World) -> float:
+    """GB/s of the slowest rank, median over repetitions after two to warm up."""
+    mine = [timed_ms(run, world) for _ in range(2 + _REPS)][2:]
+    slowest = [max(times) for times in zip(*world.gather(mine), strict=True)]
+    return num_bytes / (median(slowest) * 1e6)

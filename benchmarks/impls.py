@@ -1,0 +1,104 @@
+"""Which implementations are compared: what `--impl` says, as data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from megatron_burst.cli import te
+from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.errors import BurstError
+
+_WHO = "benchmarks.attention"
+_SHORT = ("auto", "gather", "ring")  # of intra=...
+
+
+@dataclass(frozen=True, slots=True)
+class Impl:
+    """One implementation in one mode.
+
+    Attributes:
+        name: column `impl`: burst, te, ceiling or one_gpu.
+        mode: column `mode`; for the kernels alone the backend's name, or auto.
+        config: of burst only.
+    """
+
+    name: str
+    mode: str
+    config: BurstConfig | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.mode}"
+
+
+def impls_of(texts: tuple[str, ...]) -> tuple[Impl, ...]:
+    """All that `--impl` names, in order, each once."""
+    every = [impl for text in texts for impl in _parse(text)]
+    return tuple({str(impl): impl for impl in every}.values())
+
+
+def _parse(text: str) -> tuple[Impl, ...]:
+    name, _, mode = text.partition(":")
+    name = name.replace("-", "_")
+    if name == "burst":
+        mode = mode or "auto"
+        config = burst_config(f"intra={mode}" if mode in _SHORT else mode)
+        return (Impl(name, mode, config),)
+    if name == "te" and mode in ("", *te.MODES):
+        return tuple(Impl(name, each) for each in ([mode] if mode else te.MODES))
+    if name in ("ceiling", "one_gpu"):
+        return (Impl(name, mode or "auto"),)
+    raise BurstError(
+        f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
+        f"{text!r}; choose among burst[:auto|gather|ring|FIELD=VALUE,...], te[:{'|'.join(te.MODES)}"
+        "], ceiling[:BACKEND], one-gpu[:BACKEND]"
+    )
+
+
+def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
+    """What is known by a list of names; none named means all.
+
+    Args:
+        names: what was asked for.
+        known: by name.
+        must: who asks, what must hold and why.
+
+    Raises:
+        BurstError: if a name is not known.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
+    return tuple(known[name] for name in names or known)
+
+
+def burst_config(text: str) -> BurstConfig:
+    """The configuration in a text such as "intra=gather,deterministic=true"."""
+    types = {field.name: field.type for field in (*fields(BurstConfig), *fields(Tuning))}
+    del types["tuning"]
+    text = text.replace("inter=flat", "flat=true")  # as rows of before have it
+    values = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        if name not in types or not value:
+            raise BurstError(
+                f"{_WHO}: a variant of burst must be given as FIELD=VALUE,... with fields of "
+                f"BurstConfig and its tuning, because nothing is silently ignored; got {pair!r} in "
+                f"{text!r}; choose among {', '.join(types)}"
+            )
+        values[name] = _value(name, value, types[name])
+    return BurstConfig.of(**values)
+
+
+def _value(name: str, text: str, kind: type) -> object:
+    """A value of a field's type; Literals and names stay text, which the configuration checks."""
+    kinds = (kind, *get_args(kind))
+    converters = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
+    convert = next((converters[k] for k in converters if k in kinds), str)
+    try:
+        return convert(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false"}.get(kind, "a number")
+        raise BurstError(
+            f"{_WHO}: {name} of a burst variant must be {wanted}, because it is no text; got "
+            f"{text!r}; change it"
+        ) from None

@@ -1,0 +1,249 @@
+"""The LM head and loss, beside its peers.
+
+torchrun --nproc-per-node 4 -m benchmarks.loss --tokens 32K,128K --hidden 8192 --vocab 256K
+python -m benchmarks.loss --help
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal
+
+import torch
+import typer
+from typer import Option
+
+from benchmarks.facts import gpu_state, versions
+from benchmarks.loss_heads import (
+    HeadTensors,
+    LossCase,
+    cases_of,
+    draw,
+    listed_cases,
+    truth_of,
+)
+from benchmarks.loss_peers import LossPeer, peers_of, usual_peers
+from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, loss_table
+from benchmarks.sweep import (
+    Budget,
+    Dtype,
+    Out,
+    check_out,
+    clock,
+    new_app,
+    save,
+    sweep,
+    usual_dtype,
+)
+from megatron_burst.cli.speeds import matmul
+from megatron_burst.cli.terminal import Device, in_one_sentence
+from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
+from megatron_burst.cli.world import World, started
+
+_WHO = "benchmarks.loss"
+_CHECKED_TOKENS = 1024
+_TOLERANCE = 0.05
+_MATMUL = {"cuda": 8192, "cpu": 512}  # side of the square product that the rate is measured with
+app = new_app()
+
+
+@dataclass(frozen=True, slots=True)
+class LossPlan:
+    """What a run measures.
+
+    Attributes:
+        cases: heads, in order.
+        peers: what each is measured with.
+        reps: repetitions.
+        budget_s: seconds after which nothing new is started; None: no end.
+        out: CSV that rank 0 appends to; None: nowhere.
+    """
+
+    cases: Sequence[LossCase]
+    peers: Sequence[LossPeer]
+    reps: int = 5
+    budget_s: float | None = None
+    out: Path | None = None
+
+
+def measure(
+    plan: LossPlan, world: World, say: Callable[[str], None] | None = None
+) -> list[LossRow]:
+    """Run a plan on all ranks together; returns the rows, on every rank.
+
+    Args:
+        plan: the same on all ranks.
+        world: all ranks; they share the vocabulary.
+        say: see `sweep`.
+
+    Raises:
+        BurstError: if `plan.out` has other columns.
+    """
+    check_out(plan.out, world, LOSS_CSV)
+    out_of_time, rate = clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
+
+    def rows_of(case: LossCase) -> list[LossRow]:
+        made = _Head(case, plan, world, rate, out_of_time).rows()
+        save(plan.out, world, made, LOSS_CSV)
+        return made
+
+    return sweep(plan.cases, rows_of, world, out_of_time, say)
+
+
+def matmul_tflops(world: World, dtype: str) -> float:
+    """What this machine's matmul reaches, TFLOP/s of the slowest rank; the best of five."""
+    side = _MATMUL[world.device.type]
+    product, flops = matmul(world, side, getattr(torch, dtype))
+    best = min(timed_ms(product, world) for _ in range(5))
+    return flops / max(world.gather(best)) / 1e9
+
+
+@dataclass(slots=True)
+class _Trial:
+    """How an implementation did alone: errors of loss, dX, dW; peak memory; why it failed."""
+
+    errors: tuple[float | None, ...] = (None, None, None)
+    peak_gib: float | None = None
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class _Head:
+    """All implementations on one head."""
+
+    case: LossCase
+    plan: LossPlan
+    world: World
+    rate: float
+    out_of_time: Callable[[], bool]
+    trials: dict[str, _Trial] = field(default_factory=dict)
+    warm: set[str] = field(default_factory=set)
+
+    def rows(self) -> list[LossRow]:
+        """Measure, and let everything go."""
+        world = self.world
+        x = draw(self.case, world.rank, world.device, world.group)
+        small = x.first(_CHECKED_TOKENS)
+        truth = truth_of(small)
+        for number, peer in enumerate(self.plan.peers):
+            world.progress.now(f"{peer.name}: trying it out", number / len(self.plan.peers) / 2)
+            self.trials[peer.name] = self._try_out(peer, x, small, truth)
+        able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
+        runs = {peer.name: partial(peer.run, x) for peer in able}
+        reps = dict.fromkeys(runs, self.plan.reps)
+        times = interleave(runs, reps, world, self.out_of_time, partial(self._ready, x))
+        gpu = gpu_state(world.device)
+        made = [self._row(peer, times.get(peer.name), gpu) for peer in self.plan.peers]
+        del x, small, truth, runs
+        clean_up(world)
+        return made
+
+    def _ready(self, x: HeadTensors, name: str) -> None:
+        """Set the stage for one repetition: buffers, and at its first the allocator's memory."""
+        (peer,) = (peer for peer in self.plan.peers if peer.name == name)
+        self._give_buffer(peer, x)
+        if name not in self.warm:
+            self.warm.add(name)
+            peer.run(x)
+
+    def _give_buffer(self, peer: LossPeer, x: HeadTensors) -> None:
+        """Only those have Megatron's buffer who add to it; it has zeros, whose time is not theirs.
+
+        Megatron sets it to zero once a step, whatever the loss is.
+        """
+        if hasattr(x.weight, "main_grad"):
+            if peer.into_main_grad:
+                x.weight.main_grad.zero_()
+                return
+            del x.weight.main_grad, x.weight.grad_added_to_main_grad
+        peer.prepare(x)
+
+    def _try_out(self, peer: LossPeer, x: HeadTensors, small: HeadTensors, truth) -> _Trial:
+        world = self.world
+        failure = next(filter(None, world.gather(peer.refusal(world.size))), None)
+        errors: list[float] = []
+
+        def check() -> None:
+            self._give_buffer(peer, small)
+            got = zip(peer.run(small), truth, strict=True)
+            errors[:] = [float((a.double() - b).norm() / b.norm()) for a, b in got]
+
+        failure = failure or attempt(check, world)
+        worst = [max(each) for each in zip(*world.gather(errors), strict=True)]
+        if not failure and not max(worst) <= _TOLERANCE:
+            failure = f"its results are wrong: loss, dX, dW are off by {worst}"
+        failure = failure or attempt(lambda: self._give_buffer(peer, x), world)
+        failure = failure or attempt(partial(peer.run, x), world)  # compiles, grows buffers
+        clean_up(world)
+        memory = Memory(world)
+        memory.restart()
+        failure = failure or attempt(partial(peer.run, x), world)
+        outputs = x.hidden.nbytes + (0 if peer.into_main_grad else 4 * x.weight.numel())
+        peak = None if failure else memory.peak_gib(outputs)
+        clean_up(world)
+        return _Trial(tuple(worst) or (None,) * 3, peak, failure)
+
+    def _row(self, peer: LossPeer, ms: list[float] | None, gpu: str) -> LossRow:
+        trial, measured = self.trials[peer.name], {}
+        if ms:
+            middle = median(ms)
+            tflops = self.case.flops(self.world.size) / middle / 1e9
+            measured = {
+                "ms": middle,
+                "ms_min": min(ms),
+                "ms_max": max(ms),
+                "gemm_efficiency": tflops / self.rate,
+                "peak_gib": None if trial.peak_gib is None else max(trial.peak_gib, 0.0),
+            }
+        names = ("error_loss", "error_dhidden", "error_dweight")
+        return LossRow(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions(), gpu=gpu, ranks=self.world.size, **asdict(self.case),
+            impl=peer.name, matmul_tflops=self.rate, **measured,
+            **dict(zip(names, trial.errors, strict=True)),
+            status="ok" if ms else "failed",
+            note=trial.failure or (f"{len(ms)} repetitions" if ms else "time was up"),
+        )  # fmt: skip
+
+
+@app.command()
+def main(
+    tokens: Annotated[str, Option(help="of all ranks together, e.g. 8K,32K,128K")] = "",
+    hidden: Annotated[str, Option(help="width of the hidden states, e.g. 4096,8192")] = "",
+    vocab: Annotated[str, Option(help="classes of all ranks, e.g. 32K,128K")] = "",
+    preset: Annotated[Literal["quick", "full"], Option(help="what is not listed")] = "quick",
+    case: Annotated[
+        list[str] | None,
+        Option(help="repeatable, in place of lists: tokens, width, classes, e.g. 32K,4096,128K"),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        Option(
+            help="repeatable, e.g. burst:auto, megatron:fused, liger; default: all that can run"
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    out: Out = Path("loss.csv"),
+    reps: Annotated[int, Option(min=1)] = 5,
+    budget_s: Budget = None,
+    device: Device = None,
+) -> None:
+    """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
+    with in_one_sentence(), started(_WHO, device) as world:
+        dtype = dtype or usual_dtype(world)
+        cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
+        check_out(out, world, LOSS_CSV)
+        peers = peers_of(impl) if impl else usual_peers(world)
+        plan = LossPlan(cases, peers, reps=reps, budget_s=budget_s, out=out)
+        rows = measure(plan, world)
+        if world.rank == 0 and rows:
+            typer.echo(loss_table(rows))
+            for path in draw_if_possible(rows, out.with_suffix("")):
+                typer.echo(path)
+
+
+if __name__ == "__main__":
+    app()

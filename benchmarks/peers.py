@@ -1,0 +1,237 @@
+"""The implementations that are compared: burst, and kernels without any communication.
+
+Each is prepared for a problem, run, and releases what it holds.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.impls import Impl
+from megatron_burst.attention import burst_attention
+from megatron_burst.cli.world import World
+from megatron_burst.comm.state import release_buffers, symmetric_bytes
+from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of a problem, in the views that Megatron's self-attention makes.
+
+    Attributes:
+        case: the problem.
+        q: [s_local, b, h, d_qk]; a copy where heads are grouped, else a view like k.
+        k: [s_local, b, h_kv, d_qk]; a view of the fused projection's output, strided in heads.
+        v: [s_local, b, h_kv, d_v]; the same.
+        dout: [s_local, b, h, d_v].
+    """
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def draw_shard(case: Case, world: World) -> Shard:
+    """Random tensors of this rank: the output of a fused projection, taken apart.
+
+    Source: megatron/core/transformer/attention.py, get_query_key_value_tensors, core_v0.19.0.
+    """
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    options = {"generator": generator, "device": world.device, "dtype": getattr(torch, case.dtype)}
+    rows, per_group = case.seq // world.size, case.heads_q // case.heads_kv
+    widths = (per_group * case.head_dim_qk, case.head_dim_qk, case.head_dim_v)
+    mixed = torch.randn(rows, case.batch, case.heads_kv, sum(widths), **options)
+    q, k, v = mixed.split(widths, dim=-1)
+    q = q.reshape(rows, case.batch, case.heads_q, case.head_dim_qk)
+    dout = torch.randn(rows, case.batch, case.heads_q, case.head_dim_v, **options)
+    return Shard(case, *(x.detach().requires_grad_() for x in (q, k, v)), dout)
+
+
+class Peer(ABC):
+    """One implementation in one mode, on one rank.
+
+    Attributes:
+        alone: it holds so much that nobody else may hold anything meanwhile.
+        comparable: its results belong to the shard, and are everyone's who is comparable.
+        note: what its rows say besides.
+    """
+
+    alone = False
+    comparable = False
+    note = ""
+
+    def __init__(self, impl: Impl, world: World) -> None:
+        self.impl, self.world = impl, world
+
+    @property
+    def gpus(self) -> int:
+        """How many devices share the work."""
+        return self.world.size
+
+    def refusal(self, case: Case) -> str | None:
+        """Why it cannot run the problem, or None; asked on every rank, one reason is enough."""
+        return None
+
+    def skip(self, case: Case) -> str | None:
+        """Why it is better not tried, or None; asked like `refusal`."""
+        return None
+
+    @abstractmethod
+    def prepare(self, shard: Shard) -> None:
+        """Make what the runs need; all ranks together."""
+
+    @abstractmethod
+    def run_forward(self) -> None:
+        """The forward pass as in inference."""
+
+    @abstractmethod
+    def run_forward_backward(self) -> tuple[Tensor, ...]:
+        """Both passes; returns (out, dq, dk, dv), which nobody else holds."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of everything that takes device memory; all ranks together."""
+
+    def uncounted_bytes(self) -> int:
+        """Device memory that it holds past torch's caching allocator."""
+        return 0
+
+
+class Autograd(Peer):
+    """Attention over the ranks' shards as one differentiable call."""
+
+    comparable = True
+    shard: Shard | None = None
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output of this rank's rows, [s_local, b, h, d_v] or with the last two joined."""
+
+    def prepare(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def run_forward(self) -> None:
+        with torch.no_grad():
+            self.attend(self.shard.q, self.shard.k, self.shard.v)
+
+    def run_forward_backward(self) -> tuple[Tensor, ...]:
+        leaves = (self.shard.q, self.shard.k, self.shard.v)
+        out = self.attend(*leaves)
+        grads = torch.autograd.grad(out, leaves, self.shard.dout.view(out.shape))
+        return out.detach(), *grads
+
+    def release(self) -> None:
+        self.shard = None
+
+
+class Burst(Autograd):
+    """burst_attention with one configuration."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return burst_attention(
+            q, k, v,
+            group=self.world.group,
+            causal=self.shard.case.mask == "causal",
+            qkv_format="sbhd",
+            config=self.impl.config,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        super().release()
+        release_buffers(self.world.group)
+
+    def uncounted_bytes(self) -> int:
+        return symmetric_bytes(self.world.group)
+
+
+class Kernel(Peer):
+    """The kernel that burst chooses, on a whole sequence of some heads: no communication.
+
+    `impl.mode` is the backend's name, or "auto" for burst's choice.
+    """
+
+    backend: Backend
+    tensors: tuple[Tensor, ...] = ()  # q, k, v, dout: [b, s, h, d]
+
+    @abstractmethod
+    def heads(self, case: Case) -> tuple[int, int]:
+        """Query and key heads that this rank computes; none if no query head."""
+
+    def prepare(self, shard: Shard) -> None:
+        case, device = shard.case, self.world.device
+        self.causal, self.scale = case.mask == "causal", case.head_dim_qk**-0.5
+        heads_q, heads_kv = self.heads(case)
+        self.backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v), self.impl.mode)
+        self.note = f"backend {choice.value}"
+        sizes = (
+            (heads_q, case.head_dim_qk), (heads_kv, case.head_dim_qk), (heads_kv, case.head_dim_v),
+            (heads_q, case.head_dim_v),
+        )  # fmt: skip
+        if heads_q:
+            self.tensors = tuple(
+                torch.randn(case.batch, case.seq, *size, device=device, dtype=shard.q.dtype)
+                for size in sizes
+            )
+
+    def run_forward(self) -> None:
+        if self.tensors:
+            self.backend.forward(*self.tensors[:3], self.scale, self.causal)
+
+    def run_forward_backward(self) -> tuple[Tensor, ...]:
+        if not self.tensors:
+            return ()
+        q, k, v, dout = self.tensors
+        out, lse = self.backend.forward(q, k, v, self.scale, self.causal)
+        side = QuerySide(q=q, dout=dout, lse=lse, delta=None, out=out)
+        return out, *self.backend.backward(side, k, v, self.scale, self.causal)
+
+    def release(self) -> None:
+        self.tensors = ()
+
+
+class Ceiling(Kernel):
+    """Each rank computes 1/P of the heads, all at once: the bound for all who communicate."""
+
+    def heads(self, case: Case) -> tuple[int, int]:
+        return case.heads_q // self.gpus, max(1, case.heads_kv // self.gpus)
+
+    def refusal(self, case: Case) -> str | None:
+        heads_q, heads_kv = self.heads(case)
+        if case.heads_q % self.gpus or heads_q % heads_kv:
+            return (
+                f"the ceiling: {case.heads_q}/{case.heads_kv} heads must be dealt out evenly over "
+                f"{self.gpus} ranks, because each computes whole heads"
+            )
+        return None
+
+
+class OneGpu(Kernel):
+    """Rank 0 computes the whole problem; the others wait."""
+
+    alone = True
+    gpus = 1
+
+    def heads(self, case: Case) -> tuple[int, int]:
+        return (case.heads_q, case.heads_kv) if self.world.rank == 0 else (0, 0)
+
+    def skip(self, case: Case) -> str | None:
+        if self.world.rank != 0 or self.world.device.type != "cuda":
+            return None
+        needed, free = self.num_bytes(case), torch.cuda.mem_get_info(self.world.device)[0]
+        if needed <= free:
+            return None
+        return f"needs about {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free on one GPU"
+
+    @staticmethod
+    def num_bytes(case: Case) -> int:
+        """Estimate: inputs, outputs, and sums of dq, dk, dv in float32."""
+        queries = case.heads_q * (case.head_dim_qk + case.head_dim_v)
+        keys = case.heads_kv * (case.head_dim_qk + case.head_dim_v)
+        both_ways = 2 * (queries + keys) * getattr(torch, case.dtype).itemsize
+        sums = 4 * (case.heads_q * case.head_dim_qk + keys)
+        return case.batch * case.seq * (both_ways + sums)

@@ -1,0 +1,226 @@
+"""What the planner says of a row of the benchmarks: before it is measured, or beside it."""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.impls import impls_of
+from benchmarks.layers import ATTENTION, MODES, Mode, writes
+from benchmarks.rows import Row
+from megatron_burst.engine.setup import Pattern, way_of
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.calibration import preset_of
+from megatron_burst.plan.cost import AttentionShape, exchange_widths
+from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.plan.memory import memory_of
+from megatron_burst.plan.model import Model
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.step import layer_seconds
+from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.plan.topology import pretend_hosts
+
+_AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
+_RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other hosts came again in backward
+_SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more in any case
+_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
+_LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
+_LINK = re.compile(
+    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts( of one machine)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time of a pass, and memory above inputs and outputs; None where it is not known."""
+
+    ms: float
+    gib: float | None
+
+
+def is_of_layers(row: Row) -> bool:
+    """Whether a row is of `benchmarks.recompute`: its note has the layers' sizes."""
+    return bool(_LAYERS.match(row.note))
+
+
+def is_standin(row: Row) -> bool:
+    """Whether a row is TransformerEngine's ring, which a ring of ours stands in for."""
+    return (row.impl, row.mode, row.hosts) == ("te", "p2p", 1)  # its hops wait for each other
+
+
+def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
+    """The prediction for a row; None where the planner has nothing to say.
+
+    Links between hosts are those that the row's run measured, if it did.
+
+    Args:
+        row: its measurements are not looked at.
+        hardware: None: the preset of the row's GPU.
+
+    Raises:
+        BurstError: if there is no preset of it.
+    """
+    if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
+        return None
+    layers = is_of_layers(row)
+    known = writes(row.impl, row.mode) and row.batch == 1
+    if not (known if layers else row.impl in ("burst", "ceiling") or is_standin(row)):
+        return None
+    hardware = hardware or preset_of(row.gpu, "a benchmark's row")
+    if layers:
+        return _of_layers(row, hardware)
+    return _of_kernel(row, hardware) if row.impl == "ceiling" else _of_attention(row, hardware)
+
+
+def _of_attention(row: Row, hardware: Hardware) -> Prediction:
+    call = _call(row, hardware)
+    if is_standin(row):
+        call = _as_megatron(call, hardware)
+    hardware = _with_links(row, hardware, call)
+    work = call.tflop(Direction.FORWARD)
+    seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
+    gib = None
+    if row.pass_ == "fwd_bwd":
+        work += call.tflop(Direction.BACKWARD)
+        seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
+        if call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
+            gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
+    return Prediction(1e3 * seconds, gib)
+
+
+def _is_outdated(row: Row, call: AttentionCall) -> bool:
+    """Whether the row's run had other buffers than the engine makes now."""
+    if call.mode == "ring" or not row.date:
+        return False
+    if call.mode == "gather" and not call.heads_per_round and row.date < _HEADS_BEFORE:
+        return True
+    few = len(call.schedule(0, Direction.BACKWARD).rounds) <= 2
+    return few and call.by_copy_engine and row.date < _SLOTS_BEFORE
+
+
+def _left_bytes(call: AttentionCall) -> int:
+    """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
+    if call.mode != "a2a" or call.again:
+        return call.left_bytes
+    there, _ = exchange_widths(call.shape)[Direction.FORWARD]
+    return call.shape.batch * call.shape.tokens * there
+
+
+def _call(row: Row, hardware: Hardware) -> AttentionCall:
+    """The call of a row, as the engine would have it on that hardware."""
+    mode = row.mode if row.impl == "burst" else "auto"
+    (impl,) = impls_of((f"burst:{mode}",))
+    shape = AttentionShape(
+        row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
+        row.head_dim_qk, row.head_dim_v, 2, 4, 4,
+    )  # fmt: skip
+    pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
+    hosts = pretend_hosts(row.ranks, row.hosts)
+    call = way_of(shape, torch.device("cpu"), hosts, pattern, impl.config)
+    return replace(
+        call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
+        again=call.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
+        resend="always" if "" < row.date < _RESENT_BEFORE else call.resend,
+    )  # fmt: skip
+
+
+def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
+    """The hardware with the links between hosts that the row's run measured, each rank sending."""
+    measured = _LINK.match(row.link)
+    if not measured:
+        return hardware
+    over_all = call.mode == "a2a" and call.arranged.spans_hosts
+    gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.hosts
+    nics = own
+    if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too
+        gbs, nics = gbs * own, 1
+    inter = LinkSpeed(hardware.links.inter.latency_us, Curve(((1.0, gbs),)))
+    return replace(
+        hardware,
+        links=replace(hardware.links, inter=inter),
+        host=replace(hardware.host, gpus=own, nics=nics),
+    )
+
+
+def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
+    """The kernel alone: the whole sequence, 1/P of the heads."""
+    call = _call(row, hardware)
+    shape = replace(
+        call.shape,
+        heads_q=row.heads_q // row.ranks,
+        heads_kv=max(1, row.heads_kv // row.ranks),
+    )
+    rows = Span(0, row.seq)
+    tile = Tile(rows, rows, call.mask)
+    passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
+    work = seconds = 0.0
+    for direction in passes:
+        work += call.tflop(direction)
+        seconds += Timer(hardware, row.mode, work).tile(tile, shape, direction)
+    return Prediction(1e3 * seconds, None)
+
+
+def _of_layers(row: Row, hardware: Hardware) -> Prediction:
+    """Layers of Megatron's under recomputation, above weights and their gradients."""
+    layers, hidden, ffn = map(int, _LAYERS.match(row.note).groups())
+    heads = row.heads_q, row.heads_kv
+    model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
+    mode = MODES.get(f"{row.impl}:{row.mode}", Mode(row.impl, row.mode))
+    job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
+    seconds, strategies = 0.0, _strategies(row, layers, mode)
+    for share, strategy in strategies:
+        call = attention_call(job, strategy)
+        if row.impl == "megatron":
+            call = _as_megatron(call, hardware)
+        links = _with_links(row, hardware, call)
+        again = attention_time(call, links, Direction.FORWARD).seconds
+        if mode.name == ATTENTION:
+            return Prediction(1e3 * layers * again, None)
+        on_links = replace(job, hardware=links)
+        seconds += share * layers * layer_seconds(on_links, strategy, call)
+        if mode.recompute == "selective":  # attention alone is computed again
+            seconds += share * layers * again
+    return Prediction(1e3 * seconds, _layer_bytes(job, strategies, mode) / GIB)
+
+
+def _layer_bytes(job: Job, strategies: list[tuple[float, Strategy]], mode: Mode) -> float:
+    """Memory of the layers at its peak, but for the input, which is there before and after."""
+    (share, strategy), model = strategies[0], job.model
+    memory, tokens = memory_of(job, strategy), job.seq // strategy.cp
+    # the first layers keep, and all of them but one wait for the last one's backward
+    keepers = min(round(share * model.layers), model.layers - 1) / max(1, model.layers - 1)
+    num_bytes = memory.saved + memory.kept * keepers + memory.layer
+    num_bytes -= 2 * model.hidden * tokens
+    if mode.impl == "megatron" and mode.keep == "all":  # its ring saves a copy of K and V
+        num_bytes += model.layers * 2 * model.heads_kv * (model.dim_qk + model.dim_v) * tokens
+    if mode.recompute == "selective":  # no lse; values are no copy, and hold all of Q, K, V
+        num_bytes -= model.layers * 4 * model.heads_q * tokens
+        if model.heads_q != model.heads_kv:
+            num_bytes += model.layers * 2 * (model.heads_q + model.heads_kv) * model.dim_qk * tokens
+    return num_bytes
+
+
+def _strategies(row: Row, layers: int, mode: Mode) -> list[tuple[float, Strategy]]:
+    """Shares of the layers and how they recompute."""
+    recompute = "full" if mode.recompute == "full" else "none"
+    intra = "ring" if row.impl == "megatron" else "auto"
+    one = Strategy(
+        cp=row.ranks, recompute=recompute, keep=mode.keep, offload=mode.offload, intra=intra
+    )
+    if not mode.half_of_layers:
+        return [(1.0, one)]
+    share = max(1, layers // 2) / layers
+    return [(share, one), (1 - share, replace(one, keep="none"))]
+
+
+def _as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
+    """A stand-in for TransformerEngine's p2p: one ring of K, V over all ranks, cuDNN's kernels."""
+    known = {kernel.backend for kernel in hardware.kernels}
+    backend = "cudnn" if "cudnn" in known else "auto"
+    way = {"intra": "ring", "inter": "flat", "circulate": "kv"}
+    return replace(call, **way, transfer="send", backend=backend)

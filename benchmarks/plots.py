@@ -1,0 +1,117 @@
+"""Pictures of results: TFLOP/s and memory over the sequence length, one panel a kind of problem."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.rows import Row
+from benchmarks.tables import Comparison, compare, differing
+from megatron_burst.plan.units import in_units
+
+_LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
+_COLUMNS = 2
+
+
+def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`.
+
+    Args:
+        rows: of results; of their forward and backward passes.
+        stem: path without an ending.
+
+    Returns:
+        the files.
+    """
+    comparisons = [each for each in compare(rows) if each.problem.pass_ == "fwd_bwd"]
+    pictures = {"tflops": (_speeds, "TFLOP/s per GPU, forward + backward")}
+    if any(row.peak_gib is not None for each in comparisons for row in each.rows.values()):
+        pictures["memory"] = (_memory, "GiB above inputs and outputs, worst rank")
+    written = []
+    for name, (panel, unit) in pictures.items():
+        if comparisons:
+            path = stem.with_name(f"{stem.name}_{name}.png")
+            _figure(comparisons, panel, unit).savefig(path, dpi=130)
+            written.append(path)
+    return written
+
+
+Panel = Callable[[Axes, list[Comparison], dict[str, tuple]], None]
+
+
+def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
+    """Small multiples with one legend."""
+    facts = [fact for fact in differing(comparisons, ("heads",)) if fact != "S"]
+    panels: dict[str, list[Comparison]] = {}
+    for each in sorted(comparisons, key=lambda each: each.problem.seq):
+        words = each.problem.words()
+        title = ", ".join(f"{fact} {words[fact]}" for fact in facts)
+        panels.setdefault(title, []).append(each)
+    impls = dict.fromkeys(name for each in comparisons for name in each.rows)
+    colours = dict(zip(impls, _palette(len(impls)), strict=True))
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.5 * columns, 3.4 * lines + 0.8), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).flat
+    for axis, (title, members) in zip(axes, panels.items(), strict=False):
+        panel(axis, members, colours)
+        axis.set(title=title, xlabel="tokens of the sequence", ylabel=unit, ylim=(0, None))
+        axis.set_xticks(range(len(members)), [in_units(each.problem.seq) for each in members])
+        axis.grid(axis="y", alpha=0.3)
+    for axis in list(axes)[len(panels) :]:
+        axis.remove()
+    _legend(figure)
+    return figure
+
+
+def _palette(count: int) -> list[tuple]:
+    colours = colormaps["tab10" if count <= 10 else "tab20"].colors
+    return [colours[i % len(colours)] for i in range(count)]
+
+
+def _legend(figure: Figure) -> None:
+    handles = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    columns = min(len(handles), 6) or 1
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+
+
+def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
+    """Bars of those who communicate, a cross where one failed; lines of the bounds."""
+    bars = [name for name in colours if name.split(":")[0] not in _LINES]
+    width = 0.8 / max(len(bars), 1)
+    for place, name in enumerate(bars):
+        offset = (place - (len(bars) - 1) / 2) * width
+        for x, each in enumerate(members):
+            row = each.rows.get(name)
+            if row is not None and row.ms:
+                axis.bar(x + offset, row.tflops_per_gpu, width, color=colours[name], label=name)
+            elif row is not None:
+                axis.plot(x + offset, 0, "x", color=colours[name], clip_on=False)
+    for name in (name for name in colours if name not in bars):
+        style = _LINES[name.split(":")[0]]
+        colour = "black" if name.endswith(":auto") else colours[name]  # of a kernel by name
+        _line(axis, members, name, "tflops_per_gpu", color=colour, linestyle=style)
+    axis.set_xlim(-0.5, len(members) - 0.5)
+
+
+def _memory(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
+    for name, colour in colours.items():
+        if name.split(":")[0] not in _LINES:
+            _line(axis, members, name, "peak_gib", color=colour, marker="o")
+
+
+def _line(axis: Axes, members: list[Comparison], name: str, column: str, **style) -> None:
+    """One implementation over the lengths at which it has a value."""
+    points = [
+        (x, value)
+        for x, each in enumerate(members)
+        if name in each.rows and (value := getattr(each.rows[name], column)) is not None
+    ]
+    if points:
+        style.setdefault("marker", ".")
+        axis.plot(*zip(*points, strict=True), label=name, **style)

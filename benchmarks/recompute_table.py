@@ -1,0 +1,82 @@
+"""Time against memory of ways to recompute: as a table, and as a picture."""
+
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+from benchmarks.rows import Row
+from megatron_burst.plan.units import in_units
+
+_FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
+_A_LINE = 3  # panels
+
+
+def trade_table(rows: Sequence[Row]) -> str:
+    """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
+    head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
+    lines = [head, ["---"] * len(head)]
+    for row in sorted(rows, key=lambda row: row.seq):
+        full = next((r for r in rows if r.seq == row.seq and _is_full(r, row.impl) and r.ms), None)
+        measured = ["-"] * 4
+        if row.ms:
+            measured = [
+                f"{row.ms:.1f} ({row.ms_min:.1f}-{row.ms_max:.1f})",
+                f"{row.ms / full.ms:.3f}" if full else "-",
+                f"{row.tflops_per_gpu:.3g}",
+                "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+            ]
+        status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
+        lines.append([in_units(row.seq), f"{row.impl}:{row.mode}", *measured, status])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _is_full(row: Row, impl: str) -> bool:
+    return (row.impl, row.mode) == (impl, _FULL[impl])
+
+
+def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write `STEM_trade.png`, memory across and time upwards, one panel a length.
+
+    Returns:
+        the file, or nothing where Matplotlib is missing or nothing has both figures.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return []
+    able = [row for row in rows if row.ms and row.peak_gib is not None]
+    lengths = sorted({row.seq for row in able})
+    if not lengths:
+        return []
+    names = list(dict.fromkeys(f"{row.impl}:{row.mode}" for row in able))
+    across = min(len(lengths), _A_LINE)
+    lines = ceil(len(lengths) / across)
+    figure = Figure(figsize=(4 * across + 2, 4 * lines), layout="constrained")
+    panels = [figure.add_subplot(lines, across, 1 + i) for i in range(len(lengths))]
+    for axis, seq in zip(panels, lengths, strict=True):
+        for row in (row for row in able if row.seq == seq):
+            _point(axis, row, names.index(f"{row.impl}:{row.mode}"))
+        axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
+        axis.set(ylabel="ms, forward + backward")
+        axis.margins(0.08)
+        axis.set_xlim(0, 1.06 * max(row.peak_gib for row in able if row.seq == seq))
+        axis.grid(alpha=0.3)
+    points = {label: point for axis in panels for point, label in _labelled(axis)}
+    figure.legend(points.values(), points, loc="outside right upper", fontsize=8)
+    path = stem.with_name(f"{stem.name}_trade.png")
+    figure.savefig(path, dpi=130)
+    return [path]
+
+
+def _point(axis, row: Row, number: int) -> None:
+    """Burst's in circles, Megatron's in squares; a mode has its colour in all panels."""
+    low, high = row.ms - row.ms_min, row.ms_max - row.ms
+    axis.errorbar(
+        row.peak_gib, row.ms, [[low], [high]], marker="o" if row.impl == "burst" else "s",
+        color=f"C{number % 10}", fillstyle="full" if number < 10 else "none", linestyle="none",
+        capsize=3, label=f"{row.impl}:{row.mode}",
+    )  # fmt: skip
+
+
+def _labelled(axis) -> zip:
+    return zip(*axis.get_legend_handles_labels(), strict=True)

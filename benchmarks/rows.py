@@ -1,0 +1,247 @@
+"""Rows of results: one a measurement, in a CSV that is appended to."""
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from os import SEEK_END
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import cells_of, row_of
+from benchmarks.layers import writes
+from megatron_burst.cli.terminal import check_writable
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.tables import nearest
+
+_WHO, _OUT = "benchmarks", "--out"
+_FEW = 3  # columns that differ and are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One implementation's measurement of one pass over one problem; fields are columns.
+
+    Attributes:
+        date: when, UTC.
+        versions: of what took part.
+        gpu: name, clock and temperature of rank 0's device after the last repetition.
+        hosts: real or pretended ones.
+        ranks: of the run; `one_gpu` computes on one of them.
+        link: measured ring shift and all-to-all, GB/s a rank.
+        pass_: "fwd" (under no_grad) or "fwd_bwd".
+        ms: median over repetitions of the slowest rank's milliseconds; None unless ok.
+        ms_min, ms_max: its spread.
+        tflops_per_gpu: the pass's operations / GPUs that compute / ms.
+        peak_gib: memory above inputs and outputs in fwd_bwd, of the worst rank; None on CPU.
+        status: "ok", "failed" or "skipped".
+        note: the reason if it is not ok.
+    """
+
+    date: str
+    versions: str
+    gpu: str
+    hosts: int
+    ranks: int
+    link: str
+    seq: int
+    batch: int
+    heads_q: int
+    heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+    dtype: str
+    impl: str
+    mode: str
+    pass_: str
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tflops_per_gpu: float | None = None
+    peak_gib: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+def columns_of(kind: type) -> tuple[str, ...]:
+    """Columns of a CSV of such rows."""
+    return tuple(field.name.rstrip("_") for field in fields(kind))
+
+
+COLUMNS = columns_of(Row)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A kind of CSV.
+
+    Attributes:
+        writer: who writes it.
+        kind: dataclass of its rows; fields of int, float | None, bool and str are columns.
+        beside_ms: columns that a row with `ms` has too; predictions lack them.
+        holds: whether a row is its own, where another writer's have the same columns.
+        shows_others: what shows those.
+    """
+
+    writer: str
+    kind: type = Row
+    beside_ms: tuple[str, ...] = ()
+    holds: Callable[[Any], bool] | None = None
+    shows_others: str = ""
+
+
+def _of_layers(row: Row) -> bool:
+    return writes(row.impl, row.mode)
+
+
+def _of_attention(row: Row) -> bool:
+    return not _of_layers(row)
+
+
+_BESIDE_MS = "ms_min", "ms_max", "tflops_per_gpu"
+ATTENTION_CSV = Sheet(
+    "benchmarks.attention", Row, _BESIDE_MS, _of_attention, "benchmarks.show recompute"
+)
+RECOMPUTE_CSV = Sheet("benchmarks.recompute", Row, _BESIDE_MS, _of_layers, "benchmarks.show table")
+ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py")
+
+
+def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
+    """Add rows to a CSV, with a head line where it is new; on disk when this returns.
+
+    Who measures looks at all lines before, with `check_appendable`; here at the first and the last.
+
+    Args:
+        path: of the file.
+        rows: all of the sheet's kind.
+        sheet: the kind of CSV.
+
+    Raises:
+        BurstError: if the file's folder is missing, or it is there with other columns or cut off.
+    """
+    is_new = not path.exists()
+    check_writable(sheet.writer, _OUT, path)
+    if not is_new:
+        _check_head(_lines(path, sheet), path, sheet)
+        _check_end(path, sheet, _OUT)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(columns_of(sheet.kind))
+        writer.writerows(map(cells_of, rows))
+
+
+def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OUT) -> None:
+    """Refuse a file that rows cannot be added to.
+
+    Args:
+        path: of the file.
+        sheet: the kind of CSV.
+        option: that named it.
+
+    Raises:
+        BurstError: if its folder is missing, or it is there and is no whole CSV of that kind.
+    """
+    check_writable(sheet.writer, option, path)
+    if not path.exists():
+        return
+    for _ in _rows(path, sheet):  # whose lines are looked at
+        pass
+    _check_end(path, sheet, option)
+
+
+def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
+    """The rows of all files, in order.
+
+    Raises:
+        BurstError: if a file is missing or no whole CSV of that kind, or there is no row at all.
+    """
+    rows = [row for path in paths for row in _rows(path, sheet)]
+    if not rows:
+        raise BurstError(
+            f"{_WHO}: {', '.join(map(str, paths))} must hold a measurement, because without one "
+            f"there is nothing to show; got no row; run {sheet.writer} first"
+        )
+    return rows
+
+
+def _rows(path: Path, sheet: Sheet) -> Iterator[Any]:
+    lines = _lines(path, sheet)
+    _check_head(lines, path, sheet)
+    for number, cells in lines:
+        where = f"{_WHO}: {path}, line {number},"
+        row = row_of(cells, sheet.kind, where)
+        _check_row(row, sheet, where)
+        yield row
+
+
+def _check_head(lines: Iterator[tuple[int, list[str]]], path: Path, sheet: Sheet) -> None:
+    columns = columns_of(sheet.kind)
+    _, head = next(lines, (0, []))
+    if tuple(head) != columns:
+        raise _other_file(path, sheet, _difference(head, columns))
+
+
+def _check_end(path: Path, sheet: Sheet, option: str) -> None:
+    with path.open("rb") as file:
+        file.seek(-1, SEEK_END)
+        if file.read() != b"\n":
+            raise BurstError(
+                f"{sheet.writer}: the last line of {path} must end, because rows are added below "
+                f"it; got one that is cut off; mend or delete it, or pass another {option}"
+            )
+
+
+def _check_row(row: Any, sheet: Sheet, where: str) -> None:
+    if sheet.holds and not sheet.holds(row):
+        raise BurstError(
+            f"{where} must be a row of {sheet.writer}, because only its rows are compared with "
+            f"each other; got one of {row.impl}:{row.mode}; show that with {sheet.shows_others}"
+        )
+    for name in sheet.beside_ms:
+        if row.ms is not None and getattr(row, name) is None:
+            raise BurstError(
+                f"{where} must have a number under {name} beside ms, because measurements are "
+                f"shown with it; got none, as in a prediction; name a file that {sheet.writer} "
+                "wrote"
+            )
+
+
+def _lines(path: Path, sheet: Sheet) -> Iterator[tuple[int, list[str]]]:
+    """Numbers and cells of the lines that are not empty."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            for cells in reader:
+                if cells:
+                    yield reader.line_num, cells
+    except FileNotFoundError:
+        raise _other_file(path, sheet, "no such file") from None
+    except IsADirectoryError:
+        raise _other_file(path, sheet, "a folder") from None
+    except UnicodeDecodeError:
+        raise _other_file(path, sheet, "a binary file") from None
+    except (OSError, csv.Error) as error:
+        raise _other_file(path, sheet, str(error)) from None
+
+
+def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
+    return BurstError(
+        f"{_WHO}: {path} must be a CSV with the columns of {sheet.writer}, because rows of all "
+        f"runs are compared; got {got}; name a file that {sheet.writer} wrote"
+    )
+
+
+def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
+    """What is missing and what is unknown, each with the name that it may stand for; of many the
+    first, as they are another program's."""
+    missing = [name for name in columns if name not in head]
+    unknown = [name for name in head if name not in columns]
+    if len(missing) == len(columns):
+        return "none of them"
+    if len(missing) + len(unknown) > _FEW:
+        first = f"no column {missing[0]}" if missing else f"the unknown column {unknown[0]!r}"
+        return f"{first} and {len(missing) + len(unknown) - 1} other differences"
+    said = [f"no column {', '.join(missing)}"] if missing else []
+    said += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
+    return " and ".join(said) or "them twice or in another order"

@@ -1,0 +1,82 @@
+"""What the run loops share: options, the file that rows go to, time that runs out, the loop."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any, Literal
+
+from typer import Option, Typer
+
+from benchmarks.rows import ATTENTION_CSV, Sheet, append, check_appendable
+from megatron_burst.cli.world import World
+
+Out = Annotated[Path, Option(help="CSV to append to")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"] | None,
+    Option(help="default: bfloat16 on GPUs, float32 on CPU"),
+]
+Budget = Annotated[float | None, Option(min=0, help="start nothing new after so many s")]
+
+
+def new_app() -> Typer:
+    """A command line, like that of `megatron-burst`."""
+    names = {"help_option_names": ["-h", "--help"]}
+    return Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=names)
+
+
+def usual_dtype(world: World) -> str:
+    """What is measured unless told."""
+    return "bfloat16" if world.device.type == "cuda" else "float32"
+
+
+def check_out(path: Path | None, world: World, sheet: Sheet = ATTENTION_CSV) -> None:
+    """Refuse a file that cannot be appended to, on all ranks, before time is spent."""
+    if path:
+        world.refuse_together(lambda: check_appendable(path, sheet))
+
+
+def save(
+    path: Path | None, world: World, rows: Sequence[Any], sheet: Sheet = ATTENTION_CSV
+) -> None:
+    """Add rows to the file, if there is one."""
+    if path and world.rank == 0:
+        append(path, rows, sheet)
+
+
+def clock(budget_s: float | None) -> Callable[[], bool]:
+    """Tells whether so many seconds have passed since now; None: never."""
+    return partial(_is_over, budget_s, monotonic())
+
+
+def _is_over(budget_s: float | None, started: float) -> bool:
+    return budget_s is not None and monotonic() - started > budget_s
+
+
+def sweep(
+    problems: Sequence[Any],
+    rows_of: Callable[[Any], list],
+    world: World,
+    out_of_time: Callable[[], bool],
+    say: Callable[[str], None] | None = None,
+) -> list:
+    """The rows of one problem after another, until time is up; on every rank.
+
+    Args:
+        problems: in order.
+        rows_of: measures one.
+        world: all ranks.
+        out_of_time: asked on rank 0 before each.
+        say: takes lines of what is under way, on rank 0; None: shows the world's progress.
+    """
+    say = (say or world.progress.say) if world.rank == 0 else lambda text: None
+    rows = []
+    for number, problem in enumerate(problems):
+        if world.decide(out_of_time()):
+            say(f"time is up: {len(problems) - number} problems were not started")
+            break
+        say(f"{number + 1} of {len(problems)}: {problem}")
+        world.progress.begin(number, len(problems))
+        rows += rows_of(problem)
+    world.progress.end()
+    return rows

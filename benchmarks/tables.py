@@ -1,0 +1,218 @@
+"""Burst beside its peers: which rows belong together, their ratios, and tables of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.table import Table
+
+from benchmarks.rows import Row
+from megatron_burst.plan.units import in_units
+
+
+class Problem(NamedTuple):
+    """What rows must share to be compared; fields as in `Row`."""
+
+    heads_q: int
+    heads_kv: int
+    seq: int
+    hosts: int
+    ranks: int
+    batch: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+    dtype: str
+    pass_: str
+
+    def words(self) -> dict[str, str]:
+        """Its facts by name, as people read them."""
+        dims = dict.fromkeys((self.head_dim_qk, self.head_dim_v))
+        return {
+            "heads": f"{self.heads_q}/{self.heads_kv}",
+            "S": in_units(self.seq),
+            "hosts": f"{self.hosts}",
+            "ranks": f"{self.ranks}",
+            "batch": f"{self.batch}",
+            "head dim": "/".join(map(str, dims)),
+            "mask": self.mask,
+            "dtype": self.dtype,
+            "pass": self.pass_.replace("_", "+"),
+        }
+
+
+class Ratio(NamedTuple):
+    """How many times as fast, with the least and the most that the spreads allow."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, row: Row | None, other: Row | None) -> "Ratio | None":
+        """How many times as fast as the other a row is; None if one was not measured."""
+        if row is None or other is None or not row.ms or not other.ms:
+            return None
+        return cls(other.ms / row.ms, other.ms_min / row.ms_max, other.ms_max / row.ms_min)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All measurements of one problem.
+
+    Attributes:
+        problem: what they share.
+        rows: the newest row of each implementation by "impl:mode", also of those that failed.
+    """
+
+    problem: Problem
+    rows: dict[str, Row]
+
+    @property
+    def burst(self) -> Row | None:
+        """burst:auto, or the fastest variant where that is missing."""
+        auto = self.rows.get("burst:auto")
+        return auto if auto and auto.ms else self._fastest("burst")
+
+    @property
+    def best_te(self) -> Row | None:
+        """TransformerEngine's fastest mode here."""
+        return self._fastest("te")
+
+    @property
+    def ceiling(self) -> Row | None:
+        """The fastest kernel without communication."""
+        return self._fastest("ceiling")
+
+    @property
+    def on_cudnn(self) -> Row | None:
+        """Burst with TransformerEngine's usual kernel: what context parallelism alone brings."""
+        return self.rows.get("burst:backend=cudnn")
+
+    @property
+    def cudnn_ceiling(self) -> Row | None:
+        """That kernel without communication."""
+        return self.rows.get("ceiling:cudnn")
+
+    def _fastest(self, impl: str) -> Row | None:
+        measured = [row for row in self.rows.values() if row.impl == impl and row.ms]
+        return min(measured, key=lambda row: row.ms, default=None)
+
+
+def compare(rows: Sequence[Row]) -> list[Comparison]:
+    """One comparison a problem and pass, the shorter sequences first."""
+    found: dict[Problem, dict[str, Row]] = {}
+    for row in rows:
+        problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
+        found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
+    shortest_first = sorted(found, key=lambda problem: problem.seq)
+    return [Comparison(problem, found[problem]) for problem in shortest_first]
+
+
+def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:
+    """Names of the facts in which problems differ, after those that are always told."""
+    every = [comparison.problem.words() for comparison in comparisons]
+    return [
+        *always,
+        *(
+            name
+            for name in every[0]
+            if name not in always and len({words[name] for words in every}) > 1
+        ),
+    ]
+
+
+def terminal_table(rows: Sequence[Row]) -> Table:
+    """One line a problem and pass: TFLOP/s of everybody, ratios, memory."""
+    comparisons = compare(rows)
+    facts = differing(comparisons, ("S", "heads", "pass"))
+    impls = list(dict.fromkeys(name for each in comparisons for name in each.rows))
+    ratios = ("burst / best te", "burst / ceiling", "GiB burst", "GiB te")
+    table = Table(title="TFLOP/s per GPU")
+    for name in (*facts, *impls, *ratios):
+        table.add_column(name, justify="right")
+    for each in comparisons:
+        words = each.problem.words()
+        speeds = [_speed(each.rows.get(name)) for name in impls]
+        table.add_row(*(words[fact] for fact in facts), *speeds, *_judgement(each))
+    return table
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Why implementations were not measured, each reason once."""
+    found = {}
+    for row in rows:
+        if row.status != "ok":
+            found.setdefault(f"{row.impl}:{row.mode} {row.status}: {row.note}")
+    return list(found)
+
+
+def markdown_table(rows: Sequence[Row], pass_: str) -> str:
+    """One line a problem: burst, TransformerEngine's best mode, ratios, memory.
+
+    Args:
+        rows: of results; at least one.
+        pass_: "fwd" or "fwd_bwd".
+    """
+    comparisons = [each for each in compare(rows) if each.problem.pass_ == pass_]
+    if not comparisons:
+        return f"No {pass_} was measured."
+    facts = differing(comparisons, ("heads", "S"))
+    same_kernel = any(each.on_cudnn for each in comparisons)
+    head = [*facts, "burst", "best TE (mode)", "burst / TE", "burst / ceiling", "GiB burst, TE"]
+    head += ["burst on cuDNN", "it / TE", "it / its ceiling"] if same_kernel else []
+    lines = [head, ["---"] * len(head)]
+    for each in comparisons:
+        words, te = each.problem.words(), each.best_te
+        best = f"{_speed(te)} ({te.mode})" if te else "-"
+        to_te, to_ceiling, *memory = _judgement(each)
+        line = [words[fact] for fact in facts]
+        line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
+        lines.append([*line, *(_on_cudnn(each) if same_kernel else ())])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
+
+
+def _caption(problem: Problem, told: Sequence[str]) -> str:
+    same = [f"{name} {value}" for name, value in problem.words().items() if name not in told]
+    return f"TFLOP/s per GPU; {', '.join(same)}."
+
+
+def _speed(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    if row.ms is None:
+        return row.status
+    return f"{row.tflops_per_gpu:.0f}" if row.tflops_per_gpu >= 10 else f"{row.tflops_per_gpu:.2g}"
+
+
+def _judgement(each: Comparison) -> tuple[str, str, str, str]:
+    """Ratio to the best te, share of the ceiling, memory of burst and of that te."""
+    return (
+        _text(Ratio.of(each.burst, each.best_te)),
+        _share(Ratio.of(each.burst, each.ceiling)),
+        _gib(each.burst),
+        _gib(each.best_te),
+    )
+
+
+def _on_cudnn(each: Comparison) -> tuple[str, str, str]:
+    """Burst with the kernel that TransformerEngine has: speed, ratio to the best te, share of
+    that kernel's ceiling."""
+    to_te = Ratio.of(each.on_cudnn, each.best_te)
+    return _speed(each.on_cudnn), _text(to_te), _share(Ratio.of(each.on_cudnn, each.cudnn_ceiling))
+
+
+def _share(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.2f}" if ratio else "-"
+
+
+def _text(ratio: Ratio | None) -> str:
+    return str(ratio) if ratio else "-"
+
+
+def _gib(row: Row | None) -> str:
+    return f"{row.peak_gib:.2f}" if row and row.peak_gib is not None else "-"

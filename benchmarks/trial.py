@@ -1,0 +1,72 @@
+"""What an implementation does when tried alone, before it is timed beside others."""
+
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+from torch import Tensor
+
+from benchmarks.peers import Peer, Shard
+from megatron_burst.cli.timing import Memory, attempt, clean_up, disagreement, sample_of
+from megatron_burst.cli.world import World
+
+
+@dataclass(slots=True)
+class Trial:
+    """How an implementation did when tried alone.
+
+    Attributes:
+        status: "ok", "failed" or "skipped".
+        reason: why it is not ok.
+        peak_gib: see `Memory`.
+        seconds: of one forward and backward pass, on the slowest rank.
+        sample: some rows of this rank's (out, dq, dk, dv).
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    peak_gib: float | None = None
+    seconds: float = 0.0
+    sample: tuple[Tensor, ...] = ()
+
+
+def try_out(
+    peer: Peer, shard: Shard, world: World, truth: tuple[Tensor, ...] | None = None
+) -> Trial:
+    """One implementation alone: can it run, does it agree, how much memory, about how long.
+
+    The first pass makes what lasts (compiled kernels, communicators, buffers), the second counts.
+
+    Args:
+        peer: the implementation.
+        shard: this rank's tensors.
+        world: all ranks.
+        truth: sample of another one's results, with which it must agree if it is comparable.
+    """
+    for ask, status in ((peer.refusal, "failed"), (peer.skip, "skipped")):
+        reason = next(filter(None, world.gather(ask(shard.case))), None)
+        if reason:
+            return Trial(status, reason)
+    results = []
+
+    def run() -> None:
+        results[:] = []
+        results[:] = peer.run_forward_backward()
+
+    failure = attempt(partial(peer.prepare, shard), world)
+    memory = Memory(world)
+    failure = failure or attempt(run, world)
+    sample = sample_of(results)
+    outputs = sum(x.nbytes for x in results)
+    results[:] = []
+    memory.restart()
+    start = perf_counter()
+    failure = failure or attempt(run, world)
+    seconds = max(world.gather(perf_counter() - start))
+    peak_gib = None if failure else memory.peak_gib(outputs, peer.uncounted_bytes())
+    results[:] = []
+    if not failure and peer.comparable and truth:
+        failure = disagreement(sample, truth, world)
+    peer.release()
+    clean_up(world)
+    return Trial("failed", failure) if failure else Trial("ok", "", peak_gib, seconds, sample)

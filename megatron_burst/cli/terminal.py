@@ -1,0 +1,100 @@
+"""What commands share: options, refusals in one sentence, and how far a run is."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from typer import Option
+
+from megatron_burst.errors import BurstError
+
+Hosts = Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")]
+Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
+
+
+def check_writable(who: str, option: str, path: Path) -> None:
+    """Refuse a file, of an option, that could not be written, before anything is computed.
+
+    Raises:
+        BurstError: if its folder is missing, it is a folder, or the system will not write it.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise BurstError(
+            f"{who}: {option} must name a file in a folder that is there, because results go "
+            f"there; got {path}; make the folder, or choose another path"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise unwritable(who, option, path, "it is write-protected")
+
+
+def unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
+    """That the system does not write a file."""
+    return BurstError(
+        f"{who}: {option} must name a file that can be written, because results go there; got "
+        f"{path}: {reason}; choose another path"
+    )
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """A refusal ends the command with its sentence, said by one rank, and code 2."""
+    try:
+        yield
+    except BurstError as error:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a user sees of a run on standard error: a bar on a terminal, a line for each problem
+    elsewhere, nothing where nobody looks."""
+
+    talks: bool = False  # whether lines are printed
+    bars: Bars | None = field(default=None, repr=False)  # of a terminal
+    number: int = 0  # of the problem that is under way, counted from 0
+    total: int = 1
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.bars:
+            self.bars.console.print(text, markup=False, highlight=False)
+        elif self.talks:
+            typer.echo(text, err=True)
+
+    def begin(self, number: int, total: int) -> None:
+        """Of so many problems."""
+        self.number, self.total = number, total
+
+    def now(self, text: str, fraction: float = 0.0) -> None:
+        """What is done at the moment, and how much of the problem is behind."""
+        for task in self.bars.task_ids if self.bars else ():
+            done = (self.number + fraction) / self.total
+            self.bars.update(task, description=text, completed=done)
+
+    def end(self) -> None:
+        """Take the bar away: what follows is the result."""
+        if self.bars:
+            self.bars.stop()
+            self.bars, self.talks = None, True
+
+
+@contextmanager
+def shown(rank: int) -> Iterator[Progress]:
+    """The progress of a command; of several ranks the first one's is shown."""
+    console = Console(stderr=True)
+    if rank or not console.is_terminal:
+        yield Progress(talks=rank == 0)
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
+    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+        bars.add_task("starting", total=1)
+        yield Progress(True, bars)

@@ -1,0 +1,168 @@
+"""What each peer computes, refuses, and hands to the library it calls."""
+
+import os
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import facts
+from benchmarks.cases import Case
+from benchmarks.impls import Impl
+from benchmarks.peers import Ceiling, OneGpu, draw_shard
+from benchmarks.te_peer import TransformerEngine
+from megatron_burst.cli import te
+from tests.oracle import full_attention
+
+CASE = Case(64, 2, 4, 2, 8, 8, "causal", "float32")
+
+
+def world(size, rank=0, hosts=1, device="cpu"):
+    return SimpleNamespace(
+        rank=rank, size=size, hosts=hosts, device=torch.device(device), group="the group"
+    )
+
+
+@pytest.mark.parametrize("peer_class", [Ceiling, OneGpu])
+def test_kernels_alone_compute_attention_and_its_gradients(peer_class):
+    peer = peer_class(Impl("ceiling", "auto"), world(2))
+    peer.prepare(draw_shard(CASE, world(2)))
+    heads = (2, 1) if peer_class is Ceiling else (4, 2)
+    assert [x.shape[:3] for x in peer.tensors] == [(2, 64, heads[i]) for i in (0, 1, 1, 0)]
+    q, k, v = (x.double().requires_grad_() for x in peer.tensors[:3])
+    out = full_attention(q, k, v, True, 8**-0.5)
+    truth = (out, *torch.autograd.grad(out, (q, k, v), peer.tensors[3].double()))
+    for ours, expected in zip(peer.run_forward_backward(), truth, strict=True):
+        torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
+    peer.release()
+    assert peer.tensors == () and peer.note == "backend torch-cpu"
+
+
+def test_only_rank_0_computes_alone():
+    peer = OneGpu(Impl("one_gpu", "auto"), world(2, rank=1))
+    peer.prepare(draw_shard(CASE, world(2)))
+    assert peer.tensors == peer.run_forward_backward() == ()
+    assert OneGpu.num_bytes(CASE) == 2 * 64 * (4 * 2 * 6 * 16 + 4 * (4 * 8 + 2 * 16))
+
+
+@pytest.mark.parametrize(("heads", "size"), [((4, 4), 8), ((6, 2), 4)])
+def test_the_ceiling_refuses_heads_that_cannot_be_dealt_out(heads, size):
+    case = Case(64, 1, *heads, 8, 8)
+    refusal = Ceiling(Impl("ceiling", "auto"), world(size)).refusal(case)
+    assert f"{heads[0]}/{heads[1]} heads must be dealt out evenly over {size} ranks" in refusal
+
+
+def test_the_ceiling_keeps_one_key_head_where_there_are_fewer_than_ranks():
+    peer = Ceiling(Impl("ceiling", "auto"), world(4))
+    assert peer.heads(Case(64, 1, 8, 1)) == (2, 1) and peer.refusal(Case(64, 1, 8, 1)) is None
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A stand-in for TransformerEngine that remembers how it was called."""
+    calls = []
+
+    class DotProductAttention(torch.nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            calls.append(options)
+
+        def set_context_parallel_group(self, *arguments):
+            calls.append(arguments)
+
+        def forward(self, q, k, v):
+            return (q * k.mean() * v.mean()).flatten(2)
+
+    module = ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = DotProductAttention
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    monkeypatch.setattr(te, "find_spec", lambda name: True)
+    monkeypatch.setenv("CUDNN_HOME", "the user's")  # and so is left alone
+    monkeypatch.setattr(te.TransformerEngine, "_stream", "a stream")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    return calls
+
+
+def test_transformer_engine_gets_heads_mask_and_group(engine):
+    peer = TransformerEngine(Impl("te", "p2p"), world(2, device="cuda"))
+    assert peer.refusal(CASE) is None
+    peer.prepare(draw_shard(CASE, world(2)))
+    assert engine == [
+        {
+            "num_attention_heads": 4,
+            "kv_channels": (8, 8),
+            "num_gqa_groups": 2,
+            "attention_dropout": 0.0,
+            "qkv_format": "sbhd",
+            "attn_mask_type": "causal",
+        },
+        ("the group", [0, 1], "a stream", "p2p"),
+    ]
+    shapes = [tuple(x.shape) for x in peer.run_forward_backward()]
+    assert shapes == [(32, 2, 32), (32, 2, 4, 8), (32, 2, 2, 8), (32, 2, 2, 8)]
+    assert peer.note == "kernel unknown"
+    peer.release()
+    assert peer.shard is peer.attention.attention is None
+    assert os.environ["CUDNN_HOME"] == "the user's"
+
+
+def test_rows_tell_which_kernel_transformer_engine_took(engine, monkeypatch):
+    attention = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    module = ModuleType(attention)
+    module._attention_backends = {"use_fused_attention": True, "fused_attention_backend": 1}
+    monkeypatch.setitem(sys.modules, attention, module)
+    peer = TransformerEngine(Impl("te", "p2p"), world(2, device="cuda"))
+    notes = []
+    for chosen in ({}, {"use_flash_attention": True, "flash_attention_backend": "2.8"}):
+        module._attention_backends |= chosen
+        peer.prepare(draw_shard(CASE, world(2)))
+        peer.run_forward()
+        notes.append(peer.note)
+    assert notes == ["kernel cuDNN (sub-backend 1)", "kernel FlashAttention 2.8"]
+
+
+def test_rows_tell_every_cudnn_that_is_loaded(tmp_path, monkeypatch):
+    """TransformerEngine may have loaded another one than torch."""
+    numbers = {"/a/libcudnn.so.9": 91900, "/b/libcudnn.so.9": 91400}
+    library = SimpleNamespace(
+        CDLL=lambda file: SimpleNamespace(cudnnGetVersion=lambda: numbers[file])
+    )
+    monkeypatch.setattr(facts, "ctypes", library)
+    maps = tmp_path / "maps"
+    maps.write_text("".join(f"7f00-7f01 r--p 0 00:00 1   {file}\n" for file in numbers) + "8-9 r\n")
+    assert facts.loaded_cudnn(maps) == ["9.14.0", "9.19.0"]
+    assert facts.loaded_cudnn(tmp_path / "none") == []
+
+
+def test_rows_tell_the_commit(monkeypatch):
+    assert re.search(r"commit [0-9a-f]{12}( with changes)?(;|$)", facts.versions())
+    monkeypatch.setenv("MEGATRON_BURST_COMMIT", "123abc")
+    facts.commit.cache_clear()
+    assert facts.commit() == "123abc"
+    facts.commit.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "reason"),
+    [
+        (4, 1, None),
+        (8, 4, None),
+        (8, 2, "shards KV heads over 4 ranks; got 2"),
+        (2, 1, "2 rows"),
+        (3, 1, "2 rows"),
+        (3, 3, "3 rows"),
+    ],
+)
+def test_two_level_exchange_needs_a_grid_of_ranks(engine, size, hosts, reason):
+    peer = TransformerEngine(Impl("te", "a2a+p2p"), world(size, 0, hosts, "cuda"))
+    refusal = peer.refusal(CASE)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_transformer_engine_refuses_the_cpu(engine):
+    peer = TransformerEngine(Impl("te", "p2p"), world(2))
+    assert peer.refusal(CASE) == "TransformerEngine runs on CUDA only"

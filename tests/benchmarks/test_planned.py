@@ -1,0 +1,180 @@
+"""What the planner says of rows of the benchmarks, and predictions that were written before.
+
+Catches links that are not those of the row, replays counted wrongly, and a prediction that is made
+after the measurement it is compared with.
+"""
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import predict as predict_script
+from benchmarks import validate_plan as validate
+from benchmarks.layers import MODES
+from benchmarks.planned import predict
+from benchmarks.rows import ANY_CSV, Row, append, read
+from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.hardware import GIB, preset
+from megatron_burst.plan.model import Model
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.plan.strategy import Job, Strategy, attention_call
+
+H200 = preset("h200")
+ROW = Row(
+    date="2026-01-02T00:00:00+00:00", versions="x", gpu="NVIDIA H200; 1830 MHz, 60 C", hosts=1,
+    ranks=4, link="ring 302, all-to-all 304 GB/s on one host", seq=1 << 16, batch=1, heads_q=32,
+    heads_kv=8, head_dim_qk=128, head_dim_v=128, mask="causal", dtype="bfloat16", impl="burst",
+    mode="auto", pass_="fwd_bwd",
+)  # fmt: skip
+TWO = replace(ROW, hosts=2, pass_="fwd", heads_kv=32)
+LAYERS = replace(ROW, note="4 layers, hidden 4096, ffn 14336; model FLOPs; 5 repetitions")
+
+
+def link(ring, exchange):
+    return f"ring {ring}, all-to-all {exchange} GB/s between 2 hosts"
+
+
+def ms(row):
+    return predict(row).ms
+
+
+def test_a_ring_between_hosts_takes_as_long_as_the_rows_link():
+    keys = 2 * (1 << 14) * 32 * 128 * 2  # a rank's K and V go to the other host once
+    slow = ms(replace(TWO, mode="inter=ring", link=link(0.5, 100)))
+    assert 1e3 * keys / 0.5e9 < slow < 1.2e3 * keys / 0.5e9
+    faster = ms(replace(TWO, mode="inter=ring", link=link("1e+03", 100)))
+    alone = ms(replace(TWO, mode="inter=ring", link=""))
+    assert slow > 10 * faster and faster <= alone
+
+
+def test_an_exchange_over_all_ranks_takes_the_rows_all_to_all():
+    over_all = replace(TWO, mode="inter=a2a")
+    times = [ms(replace(over_all, link=link(*gbs))) for gbs in ((1, 1), (9, 1), (1, 9))]
+    assert times[0] == times[1] > 2 * times[2]
+
+
+def layer_model(**sizes):
+    model = Model("x", 4, 4096, 32, 8, 128, 128, 14336, 1)
+    return Job(model, 1 << 16, 4, 4, 1, H200), Strategy(cp=4, **sizes)
+
+
+def test_a_row_that_is_yet_to_be_measured_is_of_the_engine_as_it_is():
+    """Only rows from before heads were exchanged once are counted as twice."""
+    exchange = replace(TWO, mode="inter=a2a", pass_="fwd_bwd", link=link(1, 1))
+    new = replace(exchange, date="2026-12-01T00:00:00+00:00")
+    assert ms(replace(exchange, date="")) == ms(new) < ms(exchange)
+
+
+def test_what_is_kept_is_not_computed_again():
+    times = {name: ms(replace(LAYERS, mode=name)) for name in ("none", "half", "all", "off")}
+    times["some"] = ms(replace(LAYERS, mode="all-half-layers"))
+    times["selective"] = ms(replace(LAYERS, mode="selective"))
+    call = attention_call(*layer_model())
+    attention = 4e3 * attention_time(call, H200, Direction.FORWARD).seconds
+    assert times["none"] - times["all"] == pytest.approx(attention)
+    assert ms(replace(LAYERS, mode="attention", pass_="fwd")) == pytest.approx(attention)
+    assert times["none"] - times["half"] == pytest.approx(0.75 * attention)
+    assert times["none"] - times["some"] == pytest.approx(attention / 2)
+    assert times["selective"] - times["off"] == pytest.approx(attention)
+    assert times["off"] < times["all"]
+
+
+@pytest.mark.parametrize(
+    ("impl", "mode", "gib"),
+    [
+        ("burst", "none", 3.50208), ("burst", "all-half-layers", 3.75598),
+        ("burst", "selective", 10.0005), ("burst", "off", 9.3833), ("megatron", "full", 3.50208),
+        ("megatron", "selective", 10.0005), ("megatron", "off", 9.38331),
+    ],
+)  # fmt: skip
+def test_memory_of_layers_as_measured_on_4_h200(impl, mode, gib):
+    found = predict(replace(LAYERS, impl=impl, mode=mode)).gib
+    assert found == pytest.approx(gib, rel=1e-4)
+
+
+def test_memory_of_what_is_kept():
+    """Of four layers three wait; half of them keep: two. Megatron's ring keeps K and V of all."""
+
+    def gib(mode, impl="burst"):
+        return predict(replace(LAYERS, impl=impl, mode=mode)).gib
+
+    kept = (1 << 14) * 32 * (2 * 128 + 4) / GIB
+    assert gib("all") - gib("none") == pytest.approx(3 * kept)
+    assert gib("half") - gib("none") == pytest.approx(1.5 * kept)
+    assert gib("all-half-layers") - gib("none") == pytest.approx(2 * kept)
+    assert gib("all-offload") - gib("none") == pytest.approx(kept)
+    keys = 4 * (1 << 14) * 8 * 2 * 128 * 2 / GIB
+    assert gib("full-keep", "megatron") - gib("all") == pytest.approx(keys)
+
+
+def test_memory_of_runs_with_other_buffers_is_not_predicted():
+    def gib(mode, time, **changes):
+        day = replace(ROW, mode=mode, pass_="fwd_bwd", date=f"2026-11-21T{time}:00+00:00")
+        return predict(replace(day, **changes)).gib
+
+    assert gib("auto", "13:30") is None and gib("auto", "14:00") > 0
+    assert gib("heads_per_round=1", "13:00") > 0 and gib("heads_per_round=4", "13:30") > 0
+    assert gib("heads_per_round=4", "13:00") is None  # two rounds
+    assert gib("intra=ring", "12:00") > 0
+    assert gib("auto", "14:00", date="") > 0
+    hosts = {"hosts": 2, "link": link(1, 1)}
+    assert gib("auto", "19:00", **hosts) < gib("auto", "20:00", **hosts)  # keys come again
+
+
+def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():
+    for mode in MODES.values():
+        found = predict(replace(LAYERS, impl=mode.impl, mode=mode.name))
+        assert found.ms > 0 and found.gib > 0
+    wrong = {"gpu": "CPU"}, {"impl": "te"}, {"impl": "one_gpu"}, {"dtype": "float32"}
+    assert all(predict(replace(ROW, **change)) is None for change in wrong)
+    unlike = {"mode": "new"}, {"batch": 2}, {"impl": "te"}
+    assert all(predict(replace(LAYERS, **change)) is None for change in unlike)
+    hosts = replace(LAYERS, mode="none", hosts=2, link=link(1, 1))
+    assert ms(hosts) > ms(replace(hosts, link=link(50, 50)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["attention", "--seq", "64K", "--heads", "32/8", "--impl", "burst:auto", "--impl", "te"],
+        ["recompute", "--seq", "64K", "--layers", "4", "--mode", "burst:all"],
+    ],
+)
+def test_predictions_are_written_before_and_compared_after(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "predicted.csv"
+    done = CliRunner().invoke(predict_script.app, [*command, "--ranks", "4", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    predicted = read([out], ANY_CSV)
+    names = [(row.impl, row.mode, row.pass_) for row in predicted]
+    impls = ("burst", "auto"), ("te", "p2p")
+    attention = [(*impl, pass_) for impl in impls for pass_ in ("fwd", "fwd_bwd")]
+    layers = [("burst", "all", "fwd_bwd"), ("burst", "attention", "fwd")]
+    assert names == (attention if command[0] == "attention" else layers)
+    assert all(row.versions.startswith("planner at commit ") for row in predicted)
+    assert all(
+        row.ms == pytest.approx(ms(replace(row, gpu=ROW.gpu)), rel=1e-5) for row in predicted
+    )
+
+    measured = tmp_path / "measured.csv"
+    later = {"date": "2999-01-01T00:00:00+00:00", "gpu": ROW.gpu}
+    append(measured, [replace(row, ms=row.ms / 1.1, **later) for row in predicted], ANY_CSV)
+    append(measured, [replace(row, date="1999-01-01T00:00:00+00:00") for row in predicted], ANY_CSV)
+    compared = validate.compare(read([measured], ANY_CSV), validate.written(predicted))
+    assert len(compared) == len(predicted)
+    assert all(one.error == pytest.approx(0.1, rel=1e-3) for one in compared)
+    shown = CliRunner().invoke(validate.app, [str(measured), "--predictions", str(out)])
+    assert shown.exit_code == 0, shown.output
+    assert f"{len(predicted)} of {2 * len(predicted)} rows" in shown.output
+    assert predicted[0].versions in shown.output and "| +10.0% |" in shown.output
+
+
+def test_all_results_make_the_page_and_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = CliRunner().invoke(validate.app, ["--docs", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "planner_errors.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith(("| attention", "| layers"))]
+    assert f"{len(lines)} of " in page and len(lines) >= 180
+    assert (tmp_path / "planner_errors.png").stat().st_size > 10_000

@@ -1,0 +1,253 @@
+"""The CSV, the comparison of its rows, tables and pictures."""
+
+import csv
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.loss_table import LOSS_CSV
+from benchmarks.rows import (
+    ANY_CSV,
+    ATTENTION_CSV,
+    COLUMNS,
+    append,
+    check_appendable,
+    read,
+)
+from benchmarks.show import app
+from benchmarks.tables import Ratio, compare
+from megatron_burst.errors import BurstError
+from tests.benchmarks.rows import one_problem, row
+
+
+def test_rows_come_back_as_they_were_written_and_files_grow(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows = one_problem(note='with "quotes", commas')
+    append(path, rows[:2])
+    append(path, rows[2:])
+    assert read([path]) == rows
+    assert read([path, path]) == rows + rows
+
+
+def test_other_columns_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    match = (
+        "must be a CSV with the columns of benchmarks.attention, .*; got none of them; name a file"
+    )
+    with pytest.raises(BurstError, match=match):
+        append(path, one_problem())
+    assert path.read_text() == "a,b\n1,2\n"
+    with pytest.raises(BurstError, match="got no such file"):
+        read([tmp_path / "missing.csv"])
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda names: [*names[:-2], "note"], "got no column status; name"),
+        (lambda names: [n for n in names if n not in ("ms", "dtype")], "got no column dtype, ms;"),
+        (lambda names: [*names, "gib"], "got the unknown column 'gib'; name"),
+        (
+            lambda names: [{"peak_gib": "peek_gib"}.get(name, name) for name in names],
+            "got no column peak_gib and the unknown column 'peek_gib', did you mean 'peak_gib'?;",
+        ),
+        (lambda names: ["impl", "tokens"], "got no column date and 23 other differences;"),
+        (lambda names: [*names, *"abcd"], "got the unknown column 'a' and 3 other differences;"),
+        (lambda names: names[::-1], "got them twice or in another order;"),
+    ],
+)
+def test_only_columns_that_differ_are_named(tmp_path, change, got):
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join(change(list(COLUMNS))) + "\n")
+    with pytest.raises(BurstError, match=re.escape(got)) as refused:
+        read([path])
+    assert "heads_q" not in str(refused.value)
+
+
+def test_burst_auto_is_compared_with_the_fastest_mode_and_the_ceiling():
+    (comparison,) = compare(one_problem())
+    assert comparison.burst.mode == "auto"
+    assert comparison.best_te.mode == "all_gather"
+    assert Ratio.of(comparison.burst, comparison.best_te) == (15 / 10, 14 / 12, 16 / 9)
+    assert Ratio.of(comparison.burst, comparison.ceiling).value == 8 / 10
+
+
+def test_without_auto_the_fastest_variant_counts_and_the_newest_row_wins():
+    rows = [each for each in one_problem() if each.mode != "auto" or each.impl != "burst"]
+    rows += [row("burst:gather", (8.0, 8.0, 8.0)), row("te:all_gather", (30.0, 30.0, 30.0))]
+    (comparison,) = compare(rows)
+    assert comparison.burst.mode == "gather"
+    assert comparison.best_te.mode == "p2p"
+    (alone,) = compare([row("burst:auto", (8.0, 8.0, 8.0)), row("te:p2p")])
+    assert alone.best_te is None and Ratio.of(alone.burst, alone.best_te) is None
+
+
+def test_problems_and_passes_are_kept_apart():
+    rows = one_problem() + one_problem(131072) + one_problem(pass_="fwd") + one_problem(hosts=2)
+    assert len(compare(rows)) == 4
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "attention.csv"
+    append(path, one_problem() + one_problem(131072, heads=(32, 32)) + one_problem(pass_="fwd"))
+    return path
+
+
+def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
+    done = CliRunner().invoke(app, ["table", str(results)])
+    assert done.exit_code == 0
+    caption, _, head, _, *lines = done.output.splitlines()
+    assert caption == (
+        "TFLOP/s per GPU; hosts 1, ranks 4, batch 1, head dim 128, mask causal, dtype bfloat16, "
+        "pass fwd+bwd."
+    )
+    assert head == (
+        "| heads | S | burst | best TE (mode) | burst / TE | burst / ceiling | GiB burst, TE |"
+    )
+    rest = "720 | 480 (all_gather) | 1.50 (1.17-1.78) | 0.80 | 1.50, 2.50 |"
+    assert lines == [f"| 32/8 | 64K | {rest}", f"| 32/32 | 128K | {rest}"]
+
+
+def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
+    """The lead that a kernel brings must not be told as context parallelism's."""
+    rows = one_problem()
+    rows += [row("burst:backend=cudnn", (16.0,) * 3), row("ceiling:cudnn", (12.0,) * 3)]
+    append(tmp_path / "both.csv", rows)
+    done = CliRunner().invoke(app, ["table", str(tmp_path / "both.csv")])
+    *_, head, _, line = done.output.splitlines()
+    assert head.endswith("| burst on cuDNN | it / TE | it / its ceiling |")
+    assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
+
+
+def test_the_table_shows_one_pass_and_says_if_it_is_missing(results, tmp_path):
+    forward = CliRunner().invoke(app, ["table", str(results), "--pass", "fwd"])
+    assert len(forward.output.splitlines()) == 5 and "pass fwd." in forward.output
+    append(tmp_path / "one.csv", one_problem())
+    missing = CliRunner().invoke(app, ["table", str(tmp_path / "one.csv"), "--pass", "fwd"])
+    assert missing.output == "No fwd was measured.\n"
+
+
+def test_pictures_lie_beside_the_file(results):
+    done = CliRunner().invoke(app, ["plot", str(results)])
+    assert done.exit_code == 0, done.output
+    names = ["attention_tflops.png", "attention_memory.png"]
+    assert done.output.split() == [str(results.with_name(name)) for name in names]
+    for name in names:
+        picture = results.with_name(name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_no_picture_of_memory_where_none_was_measured(tmp_path):
+    append(tmp_path / "cpu.csv", [row("burst:auto", (1.0, 1.0, 1.0)), row("te:p2p")])
+    done = CliRunner().invoke(app, ["plot", str(tmp_path / "cpu.csv")])
+    assert done.output.split() == [str(tmp_path / "cpu_tflops.png")]
+
+
+def refused(command, path):
+    """The sentence that a command that shows a CSV ends with."""
+    done = CliRunner().invoke(app, [command, str(path)])
+    assert done.exit_code == 2 and done.output.startswith(f"error: benchmarks: {path}"), done.output
+    assert done.output.count("\n") == 1 and isinstance(done.exception, SystemExit)
+    return done.output
+
+
+WRITERS = {
+    "table": "benchmarks.attention", "plot": "benchmarks.attention",
+    "recompute": "benchmarks.recompute", "loss": "benchmarks.loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_what_is_no_csv_of_the_command_is_refused_in_one_sentence(command, tmp_path):
+    (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
+    (tmp_path / "empty.csv").touch()
+    found = {"": "a folder", "none.csv": "no such file", "binary.csv": "a binary file"}
+    for name, got in (found | {"empty.csv": "none of them"}).items():
+        said = refused(command, tmp_path / name)
+        assert f"got {got}; name a file that {WRITERS[command]} wrote" in said
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_head_line_alone_is_nothing_to_show(command, tmp_path):
+    sheet = LOSS_CSV if command == "loss" else ATTENTION_CSV
+    append(tmp_path / "head.csv", [], sheet)
+    said = refused(command, tmp_path / "head.csv")
+    assert f"nothing to show; got no row; run {WRITERS[command]} first" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "must"),
+    [
+        ("ms", "abc", "a number under ms, .* got 'abc'"),
+        ("seq", "", "a whole number under seq, .* got ''"),
+        ("ranks", "2.5", "a whole number under ranks, .* got '2.5'"),
+        (
+            "tflops_per_gpu",
+            "",
+            "a number under tflops_per_gpu beside ms, .* got none, as in a prediction",
+        ),
+        (None, None, "24 cells, .* got 23"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named_with_its_cell(column, text, must, tmp_path):
+    path = tmp_path / "rows.csv"
+    append(path, [row("burst:auto", (10.0, 9.0, 12.0), note="two\nlines") for _ in range(2)])
+    with path.open(newline="") as file:
+        lines = list(csv.reader(file))
+    if column:
+        lines[2][COLUMNS.index(column)] = text
+    else:
+        del lines[2][-1]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    number = 5 if column else 4  # of the last of its lines in the file
+    for command in ("table", "plot"):
+        said = refused(command, path)
+        assert re.search(f"{re.escape(str(path))}, line {number}, must have {must}; ", said), said
+    with pytest.raises(BurstError, match=must):
+        check_appendable(path)
+
+
+def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
+    """Catches rows that are glued to half a line."""
+    path = tmp_path / "rows.csv"
+    append(path, one_problem())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    for look in (check_appendable, partial(append, rows=one_problem())):
+        with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; mend"):
+            look(path)
+    assert path.read_bytes() == whole[:-2]
+
+
+def test_folders_are_not_made(tmp_path):
+    match = (
+        "benchmarks.attention: --out must name a file in a folder that is there.*new/rows.csv; make"
+    )
+    with pytest.raises(BurstError, match=match):
+        append(tmp_path / "new" / "rows.csv", one_problem())
+    assert not (tmp_path / "new").exists()
+
+
+def test_predictions_are_no_measurements(tmp_path):
+    path = tmp_path / "predicted.csv"
+    append(path, [replace(row("burst:auto"), ms=3.0)], ANY_CSV)
+    assert "must have a number under ms_min beside ms" in refused("table", path)
+    assert read([path], ANY_CSV)[0].ms == 3.0
+
+
+def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
+    """Catches layers that are shown as attention, and the reverse: their columns are the same."""
+    kinds = (["table", "plot"], "burst:all"), (["recompute"], "burst:auto")
+    for number, (commands, impl) in enumerate(kinds):
+        path = tmp_path / f"{number}.csv"
+        append(path, [row(impl, (10.0, 9.0, 12.0))])
+        for command in commands:
+            said = refused(command, path)
+            assert f"{path}, line 2, must be a row of {WRITERS[command]}" in said
+            assert f"got one of {impl}; show that with benchmarks.show " in said
