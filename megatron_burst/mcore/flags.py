@@ -10,6 +10,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.kernels.backends import backends
 
+FLAG = "--context-parallel-impl burst"
+KEEP_FLAG = "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
 
 _ATTENTION = {

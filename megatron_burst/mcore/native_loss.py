@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_burst.mcore import on_cpu
+from megatron_burst.mcore import cpu_mode
 
 
 def native_mean_loss(
@@ -23,7 +23,7 @@ def native_mean_loss(
         fused: with --cross-entropy-loss-fusion, whose steps torch compiles.
     """
     if not hidden.is_cuda:
-        on_cpu.install(training=False)
+        cpu_mode.install(training=False)
     logits = F.linear(copy_to_tensor_model_parallel_region(hidden, group), weight).unsqueeze(1)
     labels = labels.unsqueeze(1)
     if fused:

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.keep import switch_on
-from megatron_burst.mcore.spec_tree import burst_spec
+from megatron_burst.mcore.patches import switch_on_keep
+from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.mcore.widths import Widths
 
 
 def start(cpu: bool, cp_size: int) -> None:
     """Make Megatron's groups, all ranks one context-parallel group."""
     if cpu:
-        from megatron_burst.mcore import on_cpu
+        from megatron_burst.mcore import cpu_mode
 
-        on_cpu.install(training=False)
+        cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    switch_on(BurstConfig(keep="all"))
+    switch_on_keep(BurstConfig(keep="all"))
 
 
 class Stack:

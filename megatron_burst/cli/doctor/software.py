@@ -103,7 +103,7 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
     """Which places of Megatron's burst can attach to.
 
     Args:
-        load: gives the seams; None asks the installed Megatron.
+        load: gives the patches; None asks the installed Megatron.
     """
     try:
         with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
             if load is None:
                 if find_megatron():
                     require_megatron("burst's flags")
-                from megatron_burst.mcore.seams import seams as load
+                from megatron_burst.mcore.patches import rows as load
             found = load()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
@@ -119,9 +119,9 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return Check("seams", Status.WARN, what, "pip install megatron-core==0.19.2")
-    broken = [seam for seam in found if seam.problem]
+    broken = [(patch, problem) for patch in found if (problem := patch.misfit())]
     if broken:
-        what = "; ".join(f"{seam.target} ({seam.why}): {seam.problem}" for seam in broken)
+        what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
         return Check("seams", Status.FAIL, what, "install megatron-core==0.19.2")
-    on = sum(seam.live for seam in found)
+    on = sum(patch.live for patch in found)
     return Check("seams", Status.OK, f"all {len(found)} fit; {on} are attached in this process")
