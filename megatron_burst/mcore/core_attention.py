@@ -49,18 +49,11 @@ class BurstCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection=None,
-    ) -> None:
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+        attention_type: str, attention_dropout: float | None = None,
+        softmax_scale: float | None = None, k_channels: int | None = None,
+        v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection=None,
+    ) -> None:  # fmt: skip
         super().__init__(config=config)
         if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
             raise BurstError(
@@ -72,15 +65,10 @@ class BurstCoreAttention(MegatronModule):
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params=None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         check_tokens(query, key)
@@ -102,59 +90,34 @@ if HAVE_TE:
         """
 
         def __init__(
-            self,
-            config: TransformerConfig,
-            layer_number: int,
-            attn_mask_type: AttnMaskType,
-            attention_type: str,
-            attention_dropout: float | None = None,
-            softmax_scale: float | None = None,
-            cp_comm_type: str | None = None,
-            pg_collection=None,
-            **options,
-        ) -> None:
+            self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+            attention_type: str, attention_dropout: float | None = None,
+            softmax_scale: float | None = None, cp_comm_type: str | None = None,
+            pg_collection=None, **options,
+        ) -> None:  # fmt: skip
             check("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(
-                config,
-                layer_number,
-                attn_mask_type,
-                attention_type,
-                attention_dropout=attention_dropout,
-                softmax_scale=softmax_scale,
-                cp_comm_type="p2p" if runs_burst else cp_comm_type,
-                pg_collection=pg_collection,
+                config, layer_number, attn_mask_type, attention_type,
+                attention_dropout=attention_dropout, softmax_scale=softmax_scale,
+                cp_comm_type="p2p" if runs_burst else cp_comm_type, pg_collection=pg_collection,
                 **options,
-            )
+            )  # fmt: skip
             self.burst = None
             if runs_burst:
                 check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
         def forward(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            attn_mask_type: AttnMaskType,
-            attention_bias: Tensor | None = None,
-            packed_seq_params=None,
-            num_splits: int | None = None,
-        ) -> Tensor:
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
+            packed_seq_params=None, num_splits: int | None = None,
+        ) -> Tensor:  # fmt: skip
             """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+            extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
-                return super().forward(
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    attn_mask_type,
-                    attention_bias,
-                    packed_seq_params,
-                    num_splits,
-                )
-            check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+                return super().forward(query, key, value, *extras, num_splits)
+            check_call(*extras)
             check_tokens(query, key)
             return self.burst(query, key, value, CAUSAL[attn_mask_type])
 
@@ -213,31 +176,17 @@ class BurstForward:
             )
         topology = communicator_for(pg_collection, burst_config).topology
         switch_on_keep(burst_config)
-        return cls(
-            cp_group,
-            hcp_groups_of(pg_collection, burst_config),
-            softmax_scale,
-            for_calls(burst_config),
-            config,
-            layer_number,
-            topology,
-        )
+        hcp_groups, of_calls = hcp_groups_of(pg_collection, burst_config), for_calls(burst_config)
+        return cls(cp_group, hcp_groups, softmax_scale, of_calls, config, layer_number, topology)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
         config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
-            query,
-            key,
-            value,
-            group=self.cp_group,
-            causal=causal,
-            softmax_scale=self.softmax_scale,
-            qkv_format="sbhd",
-            config=config,
-            hcp_groups=self.hcp_groups,
-            layer=self.layer_number,
-        )
+            query, key, value, group=self.cp_group, causal=causal,
+            softmax_scale=self.softmax_scale, qkv_format="sbhd", config=config,
+            hcp_groups=self.hcp_groups, layer=self.layer_number,
+        )  # fmt: skip
         return out.flatten(2)
 
     def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
@@ -320,7 +269,7 @@ def check_layer(
 def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
     """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
     extras = attention_mask, attention_bias, packed_seq_params
-    if attn_mask_type in CAUSAL and extras == (None, None, None):
+    if attn_mask_type in CAUSAL and all(extra is None for extra in extras):
         return
     call = SimpleNamespace(
         attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
