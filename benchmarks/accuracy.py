@@ -25,7 +25,7 @@ from megatron_burst.cli.peers import Burst, Shard
 from megatron_burst.cli.te_peer import TransformerEngine
 from megatron_burst.cli.timing import attempt
 from megatron_burst.cli.world import started
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice
@@ -68,7 +68,7 @@ def truth_of(tensors):
 def simulated(tensors, ranks, mode):
     """(out, dq, dk, dv) of the whole sequence from so many threads."""
     tokens = tensors[0].shape[1] // ranks
-    config = BurstConfig(intra=mode, heads_per_round=1)
+    config = BurstConfig(intra=mode, tuning=Tuning(heads_per_round=1))
 
     def one(rank, carrier):
         if tensors[0].is_cuda:

@@ -159,7 +159,7 @@ def main(
     burst = ("--context-parallel-size", str(cp_size), "--context-parallel-impl", "burst")
     runs = [
         Run("cp1-megatron", 1, (), folder),
-        Run(f"cp{cp_size}-burst", cp_size, (*burst, "--burst-hosts", "2"), folder),
+        Run(f"cp{cp_size}-burst", cp_size, (*burst, "--burst-tune", "hosts=2"), folder),
     ]
     seconds = [train(run, flags(steps, text), steps, console) for run in runs]
     report = demo_report.Report(MODEL, cp_size, [run.steps() for run in runs], seconds)

@@ -8,6 +8,7 @@ from megatron_burst.version import __version__
 
 _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
+    "Tuning": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
     "check_in_step": "megatron_burst.comm.state",

@@ -1,6 +1,7 @@
 from megatron_burst.attention import burst_attention as burst_attention
 from megatron_burst.comm.state import check_in_step as check_in_step
 from megatron_burst.config import BurstConfig as BurstConfig
+from megatron_burst.config import Tuning as Tuning
 from megatron_burst.errors import BurstError as BurstError
 from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entropy
 from megatron_burst.loss.linear import token_log_probs as token_log_probs

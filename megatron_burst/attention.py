@@ -77,7 +77,7 @@ def burst_attention(
         return_lse: also return the log-sum-exp of the scores.
         config: how it runs.
         hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
-            `config.nccl_ctas` own ones of the same ranks.
+            `config.tuning.nccl_ctas` own ones of the same ranks.
         layer: a number of the caller's, so that a rank that skips one of several calls alike is
             found out at its next one.
 
@@ -154,10 +154,10 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     way = way_of(shape, q.device, carrier.topology, pattern, config)
     check_asked(way)
     config, between = settle_inter(way, config)
-    if config.inter in ("a2a", "flat"):
+    if config.inter == "a2a" or config.tuning.flat:
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
-    any_two = replace(terms.config, transfer="auto")  # which asks for one host if it pulls
+    any_two = terms.config.tuned(transfer="auto")  # which asks for one host if it pulls
     over_all = partial(communicator_of, group, any_two, flat=True)
     marks = Marks.of(state.log, terms.in_words())
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)

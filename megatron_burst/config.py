@@ -2,38 +2,27 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
 
 
 @dataclass(frozen=True, slots=True)
-class BurstConfig:
-    """How burst attention runs. All ranks of a context-parallel group must have the same.
+class Tuning:
+    """What only an experimenter turns (`--burst-tune name=value,...`); the defaults fit every run.
 
     Attributes:
-        intra: how keys come together inside a host: "ring" passes shards from rank to rank,
-            "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
-            gathers on GPUs.
-        inter: how they come together between hosts: "ring" passes them from host to host while the
-            ranks of each host work together, "a2a" exchanges heads over all ranks, "flat" runs one
-            ring over all ranks as if there were one host, to measure what nesting brings; "auto"
-            takes the ring or the exchange, by bytes between hosts.
+        hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
+        flat: run one ring over all ranks as if there were one host, to measure what nesting brings.
+        circulate: what travels round the rings in backward, of which gathering or exchanging on one
+            host has none; "auto" takes what has fewer bytes.
         heads_per_round: key heads that are gathered, or that a rank computes, at a time (fewer in
             the last round); refused where there are fewer, and in a ring, which has no rounds; None
             takes what fills the GPU within a bounded buffer.
         pieces: go through the heads in rounds; False takes all in one, so that transfers between
             hosts are whole shards, to measure what cutting them brings.
-        circulate: what travels round the rings in backward, of which gathering or exchanging on one
-            host has none; "auto" takes what has fewer bytes.
-        backend: the attention kernel by name, or several joined by commas, the first of which that
-            can do the call is taken; "auto" takes the fastest that can.
-        hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
-            `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
-        deterministic: compute bitwise the same gradients every time.
-        hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
             is "input" where a sum makes one hop only, "accumulate" where it makes more. What a
@@ -49,6 +38,111 @@ class BurstConfig:
             multiprocessors; None leaves it to NCCL.
         overlap: hide transfers between ranks behind kernels; False waits for each at once, to
             measure what hiding them brings.
+        keep_debug: compare a replay's inputs with the first pass's, bit by bit.
+    """
+
+    hosts: int | None = None
+    flat: bool = False
+    circulate: Literal["auto", "kv", "q"] = "auto"
+    heads_per_round: int | None = None
+    pieces: bool = True
+    grad_wire: Literal["auto", "accumulate", "input"] = "auto"
+    resend: Literal["auto", "never", "always"] = "auto"
+    transfer: Literal["auto", "send", "pull"] = "auto"
+    nccl_ctas: int | None = None
+    overlap: bool = True
+    keep_debug: bool = False
+
+    def __post_init__(self) -> None:
+        _check_words(self)
+        for name in ("heads_per_round", "nccl_ctas"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BurstError(
+                    f"burst attention: {name} must be at least 1, because nothing would move with "
+                    f"none; got {value}; leave it out"
+                )
+        if not self.pieces and self.heads_per_round is not None:
+            raise BurstError(
+                "burst attention: pieces=False and heads_per_round must not come together, because "
+                "the one is a round of all heads, the other of some; got heads_per_round="
+                f"{self.heads_per_round}; leave one of them out"
+            )
+
+    @classmethod
+    def parse(cls, text: str, who: str = "--burst-tune") -> "Tuning":
+        """The tuning in a text such as "circulate=q,overlap=false"; the defaults in an empty one.
+
+        Args:
+            text: name=value, joined by commas.
+            who: where it was given, for messages.
+
+        Raises:
+            BurstError: naming all there are, if one is unknown, comes twice or has no such value.
+        """
+        kinds, given = {field.name: field.type for field in fields(cls)}, {}
+        for pair in text.split(",") if text else ():
+            name, _, word = pair.partition("=")
+            value = _value(kinds[name], word) if name in kinds and name not in given else None
+            if value is None:
+                raise BurstError(
+                    f"{who}: each tuning must be given once, as name=value among {cls.legal()}, "
+                    f"because a misspelt one would be silently ignored; got {pair!r}; correct it, "
+                    "or leave it out"
+                )
+            given[name] = value
+        return cls(**given)
+
+    @classmethod
+    def legal(cls) -> str:
+        """All names, with the values that each may have."""
+        return ", ".join(f"{field.name}={_legal(field.type)}" for field in fields(cls))
+
+
+def _value(kind: Any, word: str) -> Any:
+    """What a word means for a field of this type; None if it means nothing."""
+    if get_origin(kind) is Literal:
+        return word if word in get_args(kind) else None
+    if kind is bool:
+        return {"true": True, "false": False}.get(word)
+    return int(word) if word.removeprefix("-").isdecimal() else None
+
+
+def _legal(kind: Any) -> str:
+    """The words that `_value` knows."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    return "true|false" if kind is bool else "N"
+
+
+def _check_words(options: Any) -> None:
+    """Refuse a word that its field does not know."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            legal = ", ".join(get_args(field.type))
+            raise BurstError(
+                f"burst attention: the option {field.name} must be one of {legal}, because a "
+                f"misspelt one would be silently ignored; got {value!r}; choose one of these"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BurstConfig:
+    """How burst attention runs. All ranks of a context-parallel group must have the same.
+
+    Attributes:
+        intra: how keys come together inside a host: "ring" passes shards from rank to rank,
+            "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
+            gathers on GPUs.
+        inter: how they come together between hosts: "ring" passes them from host to host while the
+            ranks of each host work together, "a2a" exchanges heads over all ranks; "auto" takes
+            the one or the other, by bytes between hosts.
+        backend: the attention kernel by name, or several joined by commas, the first of which that
+            can do the call is taken; "auto" takes the fastest that can.
+        hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
+            `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
+        deterministic: compute bitwise the same gradients every time.
         keep: which of attention's results (out, lse) stay for the replay of a recomputed layer, so
             that it need not compute them: "none", those of the later "half" of the sequence, "all";
             "auto" chooses within `keep_budget_gib`, under Megatron only.
@@ -60,50 +154,27 @@ class BurstConfig:
         keep_host_gib: most host memory of a rank for that; None: half of what is available, shared
             by the ranks of the host.
         keep_budget_gib: device memory of a rank that "auto" may fill.
-        keep_debug: compare a replay's inputs with the first pass's, bit by bit.
         timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
             as operations of the process group may take (--distributed-timeout-minutes).
+        tuning: what only an experimenter turns.
     """
 
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
-    inter: Literal["auto", "ring", "a2a", "flat"] = "auto"
-    heads_per_round: int | None = None
-    pieces: bool = True
-    circulate: Literal["auto", "kv", "q"] = "auto"
+    inter: Literal["auto", "ring", "a2a"] = "auto"
     backend: str = "auto"
     hardware: str | None = None
     deterministic: bool = False
-    hosts: int | None = None
-    grad_wire: Literal["auto", "accumulate", "input"] = "auto"
-    resend: Literal["auto", "never", "always"] = "auto"
-    transfer: Literal["auto", "send", "pull"] = "auto"
-    nccl_ctas: int | None = None
-    overlap: bool = True
     keep: Literal["none", "half", "all", "auto"] = "none"
     keep_layers: int | None = None
     keep_offload: bool = False
     keep_offload_inputs: bool = False
     keep_host_gib: float | None = None
     keep_budget_gib: float | None = None
-    keep_debug: bool = False
     timeout_s: float | None = None
+    tuning: Tuning = Tuning()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if get_origin(field.type) is Literal and value not in get_args(field.type):
-                legal = ", ".join(get_args(field.type))
-                raise BurstError(
-                    f"burst attention: the option {field.name} must be one of {legal}, because a "
-                    f"misspelt one would be silently ignored; got {value!r}; choose one of these"
-                )
-        for name in ("heads_per_round", "nccl_ctas"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BurstError(
-                    f"burst attention: {name} must be at least 1, because nothing would move with "
-                    f"none; got {value}; leave it out"
-                )
+        _check_words(self)
         self._check_ways()
         self._check_keep()
         if self.timeout_s is not None and self.timeout_s <= 0:
@@ -114,19 +185,18 @@ class BurstConfig:
 
     def _check_ways(self) -> None:
         """Refuse ways inside and between hosts that exclude each other."""
-        fits: dict[str, tuple[str, ...]] = {"a2a": ("auto", "a2a"), "flat": ("auto", "ring")}
-        allowed = fits.get(self.inter, (self.intra,))
-        if self.intra not in allowed:
+        flat = self.tuning.flat
+        if flat and self.inter != "auto":
             raise BurstError(
-                f"burst attention: with inter={self.inter} intra must be {allowed[1]} or auto, "
-                "because the same runs over all ranks, whatever their hosts; got "
-                f"intra={self.intra}; leave one of them out"
+                "burst attention: flat and inter must not come together, because one ring over all "
+                f"ranks knows no hosts; got inter={self.inter}; leave one of them out"
             )
-        if not self.pieces and self.heads_per_round is not None:
+        only = "ring" if flat else "a2a"
+        if (flat or self.inter == "a2a") and self.intra not in ("auto", only):
             raise BurstError(
-                "burst attention: pieces=False and heads_per_round must not come together, because "
-                "the one is a round of all heads, the other of some; got heads_per_round="
-                f"{self.heads_per_round}; leave one of them out"
+                f"burst attention: with {'flat' if flat else 'inter=a2a'} intra must be {only} or "
+                "auto, because the same runs over all ranks, whatever their hosts; got "
+                f"intra={self.intra}; leave one of them out"
             )
 
     def _check_keep(self) -> None:
@@ -158,11 +228,16 @@ class BurstConfig:
             f"keep={self.keep}, keep_budget_gib={self.keep_budget_gib}",
             "pass --burst-keep auto --burst-keep-budget-gib GIB, or none of them",
         )
-        for name in ("keep_layers", "keep_offload", "keep_debug"):
+        beside = {
+            "keep_layers": self.keep_layers,
+            "keep_offload": self.keep_offload,
+            "keep_debug": self.tuning.keep_debug,
+        }
+        for name, value in beside.items():
             yield (
-                self.keep != "none" or getattr(self, name) in (None, False),
+                self.keep != "none" or value in (None, False),
                 f"{name} must come with keep, because nothing is kept without it",
-                f"keep=none, {name}={getattr(self, name)}",
+                f"keep=none, {name}={value}",
                 "pass --burst-keep all, or leave it out",
             )
         yield (
@@ -183,7 +258,24 @@ class BurstConfig:
     def from_args(cls, args: Namespace) -> "BurstConfig":
         """The configuration in Megatron's parsed arguments (`--burst-*`)."""
         given = {f.name: getattr(args, f"burst_{f.name}", None) for f in fields(cls)}
+        given["tuning"] = given_tuning(args)
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def of(cls, **options: Any) -> "BurstConfig":
+        """The configuration with these options, those of its tuning among them."""
+        names = {field.name for field in fields(Tuning)}.intersection(options)
+        tuning = Tuning(**{name: options.pop(name) for name in names})
+        return cls(**options, tuning=tuning)
+
+    def tuned(self, **tunings: Any) -> "BurstConfig":
+        """The same with other tunings."""
+        return replace(self, tuning=replace(self.tuning, **tunings))
+
+
+def given_tuning(args: Namespace) -> Tuning:
+    """The tuning in Megatron's parsed arguments: of every --burst-tune together."""
+    return Tuning.parse(",".join(getattr(args, "burst_tune", None) or ()))
 
 
 @dataclass(frozen=True, slots=True)

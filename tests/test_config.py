@@ -1,8 +1,11 @@
-"""Options that contradict each other are refused where they are given."""
+"""Options that contradict each other are refused where they are given; tunings as text."""
+
+from argparse import Namespace
+from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.errors import BurstError
 
 REFUSALS = {
@@ -11,18 +14,81 @@ REFUSALS = {
         "must be a2a or auto.*intra=ring",
     ),
     "a2a around gather": ({"inter": "a2a", "intra": "gather"}, "intra must be a2a or auto"),
-    "flat around gather": ({"inter": "flat", "intra": "gather"}, "intra must be ring or auto"),
+    "flat around gather": (
+        {"flat": True, "intra": "gather"},
+        "intra must be ring or auto.*=gather",
+    ),
+    "flat around a ring": ({"flat": True, "inter": "ring"}, "must not come together.*inter=ring"),
     "no pieces, some heads": ({"pieces": False, "heads_per_round": 2}, "must not come together"),
-    "unknown": ({"inter": "exchange"}, "inter must be one of auto, ring, a2a, flat"),
+    "unknown": ({"inter": "exchange"}, "inter must be one of auto, ring, a2a, "),
 }
 
 
 @pytest.mark.parametrize("options, words", REFUSALS.values(), ids=REFUSALS)
 def test_contradictions_are_refused(options, words):
     with pytest.raises(BurstError, match=words):
-        BurstConfig(**options)
+        BurstConfig.of(**options)
 
 
 @pytest.mark.parametrize("intra", ["auto", "ring", "gather", "a2a"])
 def test_a_ring_between_hosts_goes_around_anything(intra):
     assert BurstConfig(inter="ring", intra=intra).intra == intra
+
+
+TUNINGS = {
+    "": Tuning(),
+    "circulate=q": Tuning(circulate="q"),
+    "hosts=2,flat=true,overlap=false": Tuning(hosts=2, flat=True, overlap=False),
+    "heads_per_round=3,nccl_ctas=8,keep_debug=true": Tuning(
+        heads_per_round=3, nccl_ctas=8, keep_debug=True
+    ),
+    "pieces=false,grad_wire=input,resend=never,transfer=pull": Tuning(
+        pieces=False, grad_wire="input", resend="never", transfer="pull"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TUNINGS, ids=lambda text: text or "none")
+def test_tunings_are_read_by_the_types_of_their_fields(text):
+    assert Tuning.parse(text) == TUNINGS[text]
+    assert (
+        BurstConfig.from_args(Namespace(burst_tune=[text], burst_keep="all")).tuning
+        == TUNINGS[text]
+    )
+
+
+def test_every_tuning_is_among_those_that_are_read():
+    read = {pair.partition("=")[0] for text in TUNINGS for pair in text.split(",") if pair}
+    assert read == {field.name for field in fields(Tuning)}
+
+
+@pytest.mark.parametrize(
+    "text, pair",
+    [
+        ("circulat=q", "circulat=q"), ("circulate", "circulate"), ("circulate=vk", "circulate=vk"),
+        ("overlap=False", "overlap=False"), ("hosts=2.5", "hosts=2.5"), ("hosts=", "hosts="),
+        ("hosts=2,,overlap=true", ""), ("hosts=2,hosts=4", "hosts=4"), ("hosts=2, flat=true", " f"),
+        ("timeout_s=3", "timeout_s=3"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
+    with pytest.raises(BurstError, match=r"^HERE: each tuning must") as refusal:
+        Tuning.parse(text, "HERE")
+    said = str(refusal.value)
+    assert f"; got '{pair}" in said and Tuning.legal() in said
+    assert all(f"{field.name}=" in Tuning.legal() for field in fields(Tuning))
+
+
+@pytest.mark.parametrize("text", ["heads_per_round=0", "nccl_ctas=-1"])
+def test_numbers_with_which_nothing_would_move_are_refused(text):
+    with pytest.raises(BurstError, match="at least 1.*got"):
+        Tuning.parse(text)
+
+
+def test_options_by_name_find_their_place():
+    config = BurstConfig.of(intra="gather", heads_per_round=2)
+    assert config == BurstConfig(intra="gather", tuning=Tuning(heads_per_round=2))
+    assert config.tuned(overlap=False).tuning == Tuning(heads_per_round=2, overlap=False)
+    assert hash(config) == hash(BurstConfig.of(heads_per_round=2, intra="gather"))
+    with pytest.raises(TypeError, match="heads_a_round"):
+        BurstConfig.of(heads_a_round=2)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from megatron_burst.config import Tuning
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,3 +21,8 @@ def test_relative_links_lead_somewhere():
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / link).exists(), (path, link)
+
+
+def test_every_tuning_is_in_its_document():
+    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
+    assert [row.replace("\\", "") for row in rows] == Tuning.legal().split(", ")

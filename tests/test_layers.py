@@ -24,7 +24,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"loss"},
     {"mcore"},
     {"cli"},
-    {"__init__", "__main__", "patch", "spec"},
+    {"__init__", "__main__", "patch", "spec", "compat"},
 )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.errors import BurstError
 
 _WHO = "bench attention"
@@ -55,22 +55,24 @@ def _parse(text: str) -> tuple[Impl, ...]:
 
 def burst_config(text: str) -> BurstConfig:
     """The configuration in a text such as "intra=gather,deterministic=true"."""
-    types = {field.name: field.type for field in fields(BurstConfig)}
+    types = {field.name: field.type for field in (*fields(BurstConfig), *fields(Tuning))}
+    del types["tuning"]
+    text = text.replace("inter=flat", "flat=true")  # as rows of before have it
     values = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         if name not in types or not value:
             raise BurstError(
                 f"{_WHO}: a variant of burst must be given as FIELD=VALUE,... with fields of "
-                f"BurstConfig, because nothing is silently ignored; got {pair!r} in {text!r}; "
-                f"choose among {', '.join(types)}"
+                f"BurstConfig and its tuning, because nothing is silently ignored; got {pair!r} in "
+                f"{text!r}; choose among {', '.join(types)}"
             )
         values[name] = _value(name, value, types[name])
-    return BurstConfig(**values)
+    return BurstConfig.of(**values)
 
 
 def _value(name: str, text: str, kind: type) -> object:
-    """A value of a field's type; Literals and names stay text, which BurstConfig checks."""
+    """A value of a field's type; Literals and names stay text, which the configuration checks."""
     kinds = (kind, *get_args(kind))
     converters = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
     convert = next((converters[k] for k in converters if k in kinds), str)

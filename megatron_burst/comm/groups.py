@@ -51,7 +51,7 @@ class Communicator:
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
-        self._overlap, self._asked = config.overlap, config.transfer
+        self._overlap, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
@@ -62,7 +62,7 @@ class Communicator:
             Link.INTER: tuple(ranks[column] for ranks in topology.grid),
         }
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
-        bounded = config.nccl_ctas is not None  # what others have made is not
+        bounded = config.tuning.nccl_ctas is not None  # what others have made is not
         given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
         wanted = {
             (link, cargo): ranks
@@ -71,11 +71,11 @@ class Communicator:
             if not (cargo is Cargo.READ and given)
         }
         self._groups = {(link, Cargo.READ): given[link] for link in several if given}
-        self._groups |= sub_groups.of(wanted, config.nccl_ctas)
+        self._groups |= sub_groups.of(wanted, config.tuning.nccl_ctas)
         self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, board) if self._pool else lambda: None
-        self.transfer = choose_transfer(topology, device, config.transfer, refusal)
+        self.transfer = choose_transfer(topology, device, config.tuning.transfer, refusal)
 
     def _pool_of(
         self, together: dist.ProcessGroup | None, sub_groups: SubGroups
@@ -186,8 +186,8 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: `hosts` pretends hosts; otherwise ranks tell each other their host's name;
-            `transfer`, `nccl_ctas` and `overlap` say how data are carried.
+        config: of its tuning `hosts` pretends hosts (otherwise ranks tell each other their host's
+            name); `transfer`, `nccl_ctas` and `overlap` say how data are carried.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
         flat: treat all ranks as one row, whatever their hosts.
 
@@ -196,7 +196,8 @@ def communicator_of(
     """
     state = state_of(group, config.timeout_s)
     made, board = state.communicators, state.board
-    carried = (config.hosts, config.transfer, config.nccl_ctas, config.overlap)
+    tuning = config.tuning
+    carried = (tuning.hosts, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
     names = tuple(sub_group.group_name for sub_group in hcp_groups or ())
     key = (*carried, flat, names)
     if key not in made:

@@ -66,14 +66,14 @@ def find_topology(
     Raises:
         BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
     """
-    if config.hosts is not None and hcp_groups:
+    if config.tuning.hosts is not None and hcp_groups:
         raise BurstError(
             f"{_WHO}: hosts and hcp_groups must not come together, because each says which "
-            f"ranks share a host; got hosts={config.hosts} and groups of "
+            f"ranks share a host; got hosts={config.tuning.hosts} and groups of "
             f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
         )
-    if config.hosts is not None:
-        return pretend_hosts(group.size(), config.hosts)
+    if config.tuning.hosts is not None:
+        return pretend_hosts(group.size(), config.tuning.hosts)
     homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), _WHO)]
     if not hcp_groups:
         return topology_of_homes(homes)

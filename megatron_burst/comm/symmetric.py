@@ -29,8 +29,8 @@ class SymmetricError(BurstError):
         self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
         super().__init__(
             f"{_WHO}: to pull, each rank must have memory that the others of its host can read, "
-            f"because they copy out of it; got {self.reason}; free some, or pass --burst-transfer "
-            "send (transfer='send') or auto"
+            f"because they copy out of it; got {self.reason}; free some, or pass --burst-tune "
+            "transfer=send or transfer=auto"
         )
 
 

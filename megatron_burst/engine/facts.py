@@ -25,8 +25,8 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> dict[str, 
         "backend": _found(lambda: choose_backend(problem, config.backend)[0].capability.name),
         "hardware": _found(lambda: speeds_digest(config)),
     }
-    in_rounds = config.intra != "ring" and config.inter != "flat" and config.pieces
-    if in_rounds and config.heads_per_round is None:
+    in_rounds = config.intra != "ring" and not config.tuning.flat and config.tuning.pieces
+    if in_rounds and config.tuning.heads_per_round is None:
         facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(q.device)}"
     return facts
 

@@ -43,8 +43,9 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
     settled = replace(
         config,
         intra=way.mode,
-        inter=way.between,
-        heads_per_round=way.heads if in_rounds else config.heads_per_round,
+        inter="auto" if config.tuning.flat else way.between,
+    ).tuned(
+        heads_per_round=way.heads if in_rounds else config.tuning.heads_per_round,
         circulate=way.circulate,
     )
     return settled, [Choice(f"planned for {machine.name}", chosen.reason)]

@@ -19,6 +19,7 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.emitter import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,14 @@ def way_of(
         pattern: mask, layout, scale.
         config: what the user asked for.
     """
+    tuning = config.tuning
     return AttentionCall(
-        shape, topology, intra=config.intra, inter=config.inter,
-        heads_per_round=config.heads_per_round, pieces=config.pieces, circulate=config.circulate,
-        transfer=config.transfer, overlap=config.overlap, backend=config.backend,
+        shape, topology, intra=config.intra, inter="flat" if tuning.flat else config.inter,
+        heads_per_round=tuning.heads_per_round, pieces=tuning.pieces, circulate=tuning.circulate,
+        transfer=tuning.transfer, overlap=tuning.overlap, backend=config.backend,
         layout=pattern.layout, mask=pattern.mask, device=device.type,
-        multiprocessors=multiprocessors(device), grad_wire=config.grad_wire,
-        resend=config.resend,
+        multiprocessors=multiprocessors(device), grad_wire=tuning.grad_wire,
+        resend=tuning.resend,
         again=config.keep != "none",
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, 
     """
     choice = way.between_why
     said = [_named("between hosts", choice)] if way.topology.inter_size > 1 else []
-    return replace(config, inter=choice.value), said
+    return config if config.tuning.flat else replace(config, inter=choice.value), said
 
 
 def set_up(
@@ -86,7 +88,7 @@ def set_up(
         q: [b, n, h, d_qk].
         k: [b, n, h_kv, d_qk].
         v: [b, n, h_kv, d_v].
-        carrier: of the context-parallel group; of a flat topology for inter "a2a" and "flat".
+        carrier: of the context-parallel group; of a flat topology for inter "a2a" and flat tuning.
         pattern: mask, layout, scale.
         config: what the user asked for; its `inter` decided.
 
@@ -99,7 +101,11 @@ def set_up(
     )
     way = replace(
         way_of(shape, q.device, carrier.topology, pattern, config),
-        rectangular_causal=backend.capability.rectangular_causal,
+        kernel=Kernel(
+            backend.capability.rectangular_causal,
+            backend.capability.takes_delta,
+            backend.capability.wide_grads,
+        ),
     )
     # whatever is kept: backward after a replay, and the one that follows its very forward
     replayed, followed = (replace(way, again=again) for again in (True, False))

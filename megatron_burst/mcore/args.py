@@ -8,7 +8,7 @@ from argparse import Namespace
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.options import LossOptions
 from megatron_burst.mcore.flags import FLAG, KEEP_FLAG, LOSS_FLAG
@@ -23,7 +23,8 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
 
     Every door comes here: the flag's before Megatron validates, all when core attention is built.
     """
-    check("run", args, who)
+    hosts = given_tuning(args).hosts
+    check("run", Namespace(**vars(args) | {"burst_hosts": hosts}), who)
     with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
     mixed = len(args.cp_comm_type or ()) > 1  # layers then see to their windows one by one
     check("attention", args, who, skip=("window_size",) if mixed else ())
@@ -53,7 +54,9 @@ def check_unused(args: Namespace) -> None:
     """
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
-        names = [f.name for f in fields(BurstConfig) if not f.name.startswith("keep")]
+        names = [f.name for f in fields(BurstConfig) if not f.name.startswith(("keep", "tuning"))]
+        if replace(given_tuning(args), keep_debug=False) != Tuning():
+            names.append("tune")
         _refuse_given(args, "burst", names, FLAG)
     if not wants_fused_loss(args):
         names = [f.name for f in fields(FusedLossConfig)]

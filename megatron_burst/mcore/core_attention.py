@@ -211,7 +211,7 @@ def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGr
     Then, and when hosts are pretended, burst makes its own.
     """
     hcp = None if pg_collection is None else pg_collection.hcp
-    if not hcp or len(hcp) != 2 or config.hosts is not None:
+    if not hcp or len(hcp) != 2 or config.tuning.hosts is not None:
         return None
     members = set(dist.get_process_group_ranks(cp_group_of(pg_collection)))
     ranks = [dist.get_process_group_ranks(group) for group in hcp]

@@ -3,42 +3,33 @@
 Types and legal values are the field's; here is what each means.
 """
 
-from argparse import Action, ArgumentParser
+from argparse import Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
+from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
 
 FLAG = "--context-parallel-impl burst"
 KEEP_FLAG = "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
+TUNE_FLAG = "--burst-tune"
 
 _ATTENTION = {
-    "hosts": "pretend that the ranks span N hosts",
     "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
-    "inter": "between hosts: a ring around intra, an exchange of heads over all ranks, or one flat "
-    "ring over all ranks; auto takes ring or exchange by the bytes there and by what hides them",
-    "heads_per_round": "key heads gathered, or computed by a rank (a2a), at a time; not in rings",
+    "inter": "between hosts: a ring around intra, or an exchange of heads over all ranks; auto "
+    "takes the one or the other by the bytes there and by what hides them",
     "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
-    "circulate": "what travels round rings in backward; auto takes what has fewer bytes",
     "backend": "attention kernel",
     "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
     "what simulation finds fastest",
-    "grad_wire": "dtype of gradients between ranks: accumulate is fp32, input the model's; auto is "
-    "the model's where a sum makes a single hop",
-    "resend": "gathered K and V between hosts again in backward; auto keeps them where few; "
-    "never is refused where they cannot stay",
-    "transfer": "gathered inside a host: send by NCCL, or pull by copy engine; auto pulls where it "
-    "can",
-    "nccl_ctas": "most thread blocks of a transfer",
     "timeout_s": "seconds a rank waits for others; not given: --distributed-timeout-minutes",
     "keep": "which of attention's results stay for the replay of a recomputed layer; auto needs "
     "--burst-keep-budget-gib",
     "keep_layers": "of a stage; the others recompute",
     "keep_offload": "put what is kept into pinned host memory",
     "keep_offload_inputs": "and the inputs of recomputed layers too",
-    "keep_debug": "compare a replay's inputs with the first pass's",
     "keep_host_gib": "most host memory of a rank for what waits there",
     "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
 }
@@ -75,11 +66,27 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
         "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"
     )
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
+    group.add_argument(
+        TUNE_FLAG,
+        action="append",
+        type=_tuning,
+        metavar="NAME=VALUE,...",
+        help=f"for experiments: {Tuning.legal()}",
+    )
     group = parser.add_argument_group("burst loss", "LM head and loss without logits")
     group.add_argument(
         LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
     )
     _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
+
+
+def _tuning(text: str) -> str:
+    """The text, which is what checkpoints save with the other arguments, once it is read."""
+    try:
+        Tuning.parse(text)
+    except BurstError as error:  # of whose sentence argparse would say nothing
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -> None:

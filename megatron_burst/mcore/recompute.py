@@ -71,7 +71,7 @@ def own_kept(forward):
         burst = own_config(self.config, self.layer_number, query, value)
         if burst.keep == "none":
             return forward(self, query, key, value, *args, **options)
-        keeping = Keeping(WHOLE, packer(query.device, burst), burst.keep_debug)
+        keeping = Keeping(WHOLE, packer(query.device, burst), burst.tuning.keep_debug)
         return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
     return forward_kept
@@ -130,7 +130,8 @@ def settled(
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
-    off = {"keep_offload": False, "keep_host_gib": None, "keep_debug": False}
+    off = {"keep_offload": False, "keep_host_gib": None}
+    burst = burst.tuned(keep_debug=False)  # nothing is kept that could be compared
     return replace(burst, keep="none", keep_layers=None, **off)
 
 
@@ -159,14 +160,14 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
+    debug = burst.tuning.keep_debug and choice.keep != "none"
     return replace(
-        burst,
+        burst.tuned(keep_debug=debug),
         keep=choice.keep,
         keep_budget_gib=None,
         keep_layers=max(0, choice.layers - with_them) if some else None,
         keep_offload=choice.offload,
         keep_host_gib=burst.keep_host_gib if choice.offload else None,
-        keep_debug=burst.keep_debug and choice.keep != "none",
     )
 
 

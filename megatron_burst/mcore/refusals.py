@@ -132,7 +132,8 @@ TABLE: tuple[Refusal, ...] = (
         "nested rings need equally many ranks on each host, so their number must divide the "
         "context parallel size",
         lambda o: f"choose among the divisors of {o.context_parallel_size}",
-        got="--burst-hosts {value} and --context-parallel-size {o.context_parallel_size}"),
+        asked="--burst-tune",
+        got="--burst-tune hosts={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "cp_comm_type", lambda kinds, o: kinds in (None, ["p2p"]) or "burst" in kinds,
         "no layer would run burst, which must be among its values",
         "leave it out, or name burst for the layers that shall run it",

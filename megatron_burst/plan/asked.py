@@ -66,8 +66,8 @@ def _transfer_missing(call: AttentionCall) -> str | None:
         return None
     return (
         "transfer=pull must come with gathering or exchanging heads, because shards of a ring are "
-        f"sent by NCCL; got {call.in_words}; pass --burst-transfer send (transfer='send') or auto, "
-        "or --burst-intra gather"
+        f"sent by NCCL; got {call.in_words}; pass --burst-tune transfer=send or "
+        "transfer=auto, or --burst-intra gather"
     )
 
 
@@ -95,5 +95,5 @@ def _resend_missing(call: AttentionCall) -> str | None:
     return (
         "resend=never must come with keys that are gathered inside hosts while K and V go round "
         f"between hosts, because only those can stay until backward; got {got}; leave it out, or "
-        "pass --burst-intra gather (intra='gather') and no --burst-circulate q"
+        "pass --burst-intra gather (intra='gather') and no circulate=q"
     )

@@ -25,6 +25,9 @@ from megatron_burst.plan.programme import AnySchedule
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.modes import program_of
+from megatron_burst.schedule.program import Program
 
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
@@ -54,8 +57,7 @@ class AttentionCall:
         multiprocessors: of a GPU: how many heads a round fill it depends on them.
         grad_wire: of gradients between ranks.
         resend: whether gathered K and V go between hosts again in backward.
-        rectangular_causal: whether the kernel takes causal tiles with more keys than queries;
-            None: as the backend of that name does.
+        kernel: what programs depend on of it; None: as the backend of that name has it.
         again: whether backward exchanges Q, K and V again: under recomputation with kept results.
     """
 
@@ -76,7 +78,7 @@ class AttentionCall:
     multiprocessors: int = USUAL_MULTIPROCESSORS
     grad_wire: str = "auto"
     resend: str = "auto"
-    rectangular_causal: bool | None = None
+    kernel: Kernel | None = None
     again: bool = False
 
     @cached_property
@@ -221,11 +223,36 @@ class AttentionCall:
         options |= {"heads_kv": shape.heads_kv, "heads_per_round": self.heads}
         if mode == "a2a":
             return a2a_schedule(topology, cp_rank, **options)
-        whole = self.rectangular_causal
-        if whole is None:
-            whole = self.backend.partition(",")[0] in _RECTANGULAR
+        whole = self.backend.partition(",")[0] in _RECTANGULAR
+        if self.kernel:
+            whole = self.kernel.rectangular_causal
         options["recalls"] = self.recalls and direction is Direction.BACKWARD
         return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
+
+    @property
+    def left(self) -> bool:
+        """Whether forward leaves for backward what came from other ranks: all of an all-to-all,
+        or keys of other nodes."""
+        return not self.again and (self.mode == "a2a" or self.recalls)
+
+    def spec(self, cp_rank: int, direction: Direction) -> Spec:
+        """What a rank's program is made for."""
+        backward = direction is Direction.BACKWARD
+        circulate = self.circulate_why.value if backward else Circulate.KV
+        whole = self.backend.partition(",")[0] in _RECTANGULAR
+        return Spec(
+            self.arranged, cp_rank, direction, self.priced, self.layout, self.mask,
+            Circulate(circulate), self.kernel or Kernel(rectangular_causal=whole),
+            1 if self.mode == "ring" else self.heads, self.by_copy_engine, self.left,
+        )  # fmt: skip
+
+    def program(self, cp_rank: int, direction: Direction) -> Program:
+        """What the engine runs on a rank.
+
+        Raises:
+            BurstError: if the call cannot run so.
+        """
+        return program_of(self.mode, self.spec(cp_rank, direction))
 
     def tflop(self, direction: Direction) -> float:
         """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""

@@ -179,8 +179,7 @@ def choose_transfer(
         cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
     if cannot and asked == "pull":
         raise BurstError(
-            f"burst attention: to pull, {cannot}; pass --burst-transfer send (transfer='send') or "
-            "auto"
+            f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
         )
     if cannot:
         return Choice("send", cannot)

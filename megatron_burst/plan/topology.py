@@ -151,7 +151,7 @@ def pretend_hosts(cp_size: int, num_hosts: int) -> Topology:
         raise BurstError(
             "burst attention: the number of hosts must divide the context-parallel size, because "
             f"nested rings need equally many ranks on each; got {num_hosts} hosts and context "
-            f"parallel size {cp_size}; choose --burst-hosts among the divisors of {cp_size}"
+            f"parallel size {cp_size}; choose --burst-tune hosts=N among the divisors of {cp_size}"
         )
     row = cp_size // num_hosts
     grid = (tuple(range(first, first + row)) for first in range(0, cp_size, row))

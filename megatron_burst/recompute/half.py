@@ -132,7 +132,7 @@ def keeping_of(
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
         policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer, marks)
-    return Keeping(policy, packer(q.device, config), config.keep_debug), said
+    return Keeping(policy, packer(q.device, config), config.tuning.keep_debug), said
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:

@@ -98,7 +98,7 @@ def test_auto_between_hosts_has_what_was_asked_for(asked, between):
 )
 @pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["GQA", "MHA"])
 def test_simulation_chooses_among_ways_that_have_what_was_asked_for(hosts, asked, shape):
-    config = BurstConfig(hardware="h200", **asked)
+    config = BurstConfig.of(hardware="h200", **asked)
     pattern, device = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0), torch.device("cpu")
     topology = pretend_hosts(4, hosts)
     call = way_of(shape, device, topology, pattern, config)
@@ -108,7 +108,7 @@ def test_simulation_chooses_among_ways_that_have_what_was_asked_for(hosts, asked
         return
     settled, _ = planned(call, config)
     way = way_of(shape, device, topology, pattern, settled)
-    assert misses(way) is None and {n: getattr(settled, n) for n in asked} == asked
+    assert misses(way) is None and {n: getattr(settled.tuning, n) for n in asked} == asked
     if "resend" in asked and hosts > 1:
         assert way.recalls or way.between == "a2a"
 
@@ -119,7 +119,7 @@ CALLS = {  # hosts, options of a call on the CPU, words of its refusal
         2, {"intra": "gather", "circulate": "q", "resend": "never"}, "never must.*got circulate=q;",
     ),
     "never, a2a": (2, {"intra": "a2a", "resend": "never"}, "never must.*got a2a inside hosts"),
-    "never, flat": (2, {"inter": "flat", "resend": "never"}, "never must.*got ring over all"),
+    "never, flat": (2, {"flat": True, "resend": "never"}, "never must.*got ring over all"),
     "a ring's heads": (1, {"heads_per_round": 1}, "heads_per_round must come with.*got heads_per"),
     "heads": (1, {"intra": "gather", "heads_per_round": 9}, "gathers, because.*got 9 of 8; leave"),
     "a rank's heads": (1, {"intra": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
@@ -140,7 +140,7 @@ def sentences(rank):
     found = {}
     for name, (hosts, options, _) in CALLS.items():
         with pytest.raises(BurstError) as refusal:
-            burst_attention(*inputs(), config=BurstConfig(hosts=hosts, **options))
+            burst_attention(*inputs(), config=BurstConfig.of(hosts=hosts, **options))
         found[name] = str(refusal.value)
     return found
 
@@ -155,7 +155,7 @@ def test_calls_are_refused_in_the_same_sentence_on_all_ranks():
 def both_say_the_hosts(rank):
     groups = [dist.group.WORLD, [dist.new_group([each]) for each in range(2)][rank]]
     with pytest.raises(BurstError, match=r"hosts and hcp_groups must not.*=2 and.*\[2, 1\]"):
-        burst_attention(*inputs(), config=BurstConfig(hosts=2), hcp_groups=groups)
+        burst_attention(*inputs(), config=BurstConfig.of(hosts=2), hcp_groups=groups)
 
 
 def test_hosts_and_groups_that_say_which_they_are_are_refused():
@@ -174,7 +174,7 @@ def bytes_of(options, run=None) -> list[int]:
 
     dist.batch_isend_irecv = counted
     try:
-        config = BurstConfig(**options)
+        config = BurstConfig.of(**options)
         tensors = inputs(torch.bfloat16)
         out = (run or (lambda attend, *qkv: attend(*qkv)))(
             lambda q, k, v: burst_attention(q, k, v, config=config), *tensors

@@ -67,7 +67,7 @@ def counted_and_planned(rank, world):
     found = []
     for hosts, circulate, grad_wire in PASSES:
         topology = pretend_hosts(world, hosts)
-        config = BurstConfig(hosts=hosts, circulate=circulate.value, grad_wire=grad_wire)
+        config = BurstConfig.of(hosts=hosts, circulate=circulate.value, grad_wire=grad_wire)
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         burst_attention(q, k, v, config=config).sum().backward()
@@ -114,7 +114,7 @@ def gathered_and_planned(rank, world):
     found = []
     for hosts, heads, grad_wire, circulate, resend in GATHERS:
         topology = pretend_hosts(world, hosts)
-        config = BurstConfig(
+        config = BurstConfig.of(
             hosts=hosts, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
             circulate=circulate.value, resend=resend,
         )  # fmt: skip
@@ -165,7 +165,7 @@ def exchanged_and_planned(rank, world):
     patches.apply("checkpoints")
     for hosts, inter, circulate, keep in EXCHANGES:
         topology = pretend_hosts(world, hosts)
-        config = BurstConfig(
+        config = BurstConfig.of(
             hosts=hosts, intra="a2a", inter=inter, heads_per_round=1,
             circulate=circulate.value if inter == "ring" else "auto",
             keep="all" if keep == "all" else "none",

@@ -99,7 +99,7 @@ def other_machine(rank, folder):
             able = ("auto", "reference")[rank] if name == "backend" else "auto"
             with mock.patch.object(facts, "choose_backend", lambda p, _, a=able: choose(p, a)):
                 try:
-                    call(4, config=BurstConfig(timeout_s=20, **options))
+                    call(4, config=BurstConfig.of(timeout_s=20, **options))
                 except DisagreementError as error:
                     found[name] = str(error)
                 else:
@@ -129,7 +129,7 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"scale": 0.25}, {"layout": "striped"},
-    {"qkv_format": "sbhd"}, {"config": BurstConfig(hosts=2)},
+    {"qkv_format": "sbhd"}, {"config": BurstConfig.of(hosts=2)},
 ]  # fmt: skip
 
 

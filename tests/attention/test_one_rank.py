@@ -18,10 +18,10 @@ from tests.ranks import run_ranks
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # what one rank has no use for is no error
     "default": BurstConfig(),
-    "gather": BurstConfig(intra="gather", heads_per_round=1),
+    "gather": BurstConfig.of(intra="gather", heads_per_round=1),
     "a2a": BurstConfig(inter="a2a"),
-    "flat": BurstConfig(inter="flat"),
-    "transfers": BurstConfig(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
+    "flat": BurstConfig.of(flat=True),
+    "transfers": BurstConfig.of(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
     "a machine": BurstConfig(hardware="h200"),
     "half kept": BurstConfig(keep="half"),
     "all kept": BurstConfig(keep="all"),

@@ -41,14 +41,15 @@ def test_without_hardware_nothing_changes():
     "asked",
     [
         {"intra": "ring", "circulate": "q"}, {"intra": "gather", "heads_per_round": 2},
-        {"inter": "a2a"}, {"inter": "flat"}, {"intra": "gather", "pieces": False},
+        {"inter": "a2a"}, {"flat": True}, {"intra": "gather", "pieces": False},
     ],
 )  # fmt: skip
 def test_what_was_asked_for_stays(asked):
-    config = BurstConfig(hardware="h200", **asked)
+    config = BurstConfig.of(hardware="h200", **asked)
     config, _ = planned(way(config), config)
-    assert {name: getattr(config, name) for name in asked} == asked
-    assert "auto" not in (config.intra, config.inter)
+    for name, value in asked.items():
+        assert getattr(config if hasattr(config, name) else config.tuning, name) == value
+    assert config.intra != "auto" and (config.inter == "auto") == config.tuning.flat
 
 
 def test_several_kernels_are_timed_as_the_fastest_that_is_known():
@@ -73,7 +74,7 @@ def attend(rank, tomls):
     """Largest error and what rank 0 said; or the sentence of a refusal."""
     tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)
     rows = rows_of(Layout.ZIGZAG, rank, 4, 8)
-    config = BurstConfig(hosts=2, hardware=tomls[rank])
+    config = BurstConfig.of(hosts=2, hardware=tomls[rank])
     try:
         with hearing() as said:
             got = run(tensors, rows, config=config)

@@ -56,13 +56,13 @@ def errors_in_float64(rank, world):
         rows = rows_of(layout, rank, world, tokens)
         truth = truth_of(tensors, causal, dims[0] ** -0.5)
         for hosts in hosts_of(world):
-            config = BurstConfig(hosts=hosts, circulate=circulate)
+            config = BurstConfig.of(hosts=hosts, circulate=circulate)
             got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
             errors[layout, circulate, heads, causal, hosts] = worst(got, truth, rows)
         if layout is not Layout.STRIPED:
             for backend in ("reference", "torch-cpu"):  # causal tiles rectangular, and square
                 for intra in ("gather", "a2a") if HEADS[heads][1] % world == 0 else ("gather",):
-                    config = BurstConfig(intra=intra, heads_per_round=1, backend=backend)
+                    config = BurstConfig.of(intra=intra, heads_per_round=1, backend=backend)
                     got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
                     key = layout, circulate, heads, causal, intra, backend
                     errors[key] = worst(got, truth, rows)
@@ -89,7 +89,7 @@ def test_float64_error_is_at_most_1e_12(world):
 WAYS = [  # ways over several hosts
     *({"intra": intra, "circulate": c} for intra in ("gather", "a2a") for c in ("kv", "q")),
     {"inter": "a2a"},
-    {"inter": "flat", "circulate": "q"},
+    {"flat": True, "circulate": "q"},
     {"intra": "gather", "pieces": False},
     {"intra": "gather", "overlap": False},
 ]
@@ -104,9 +104,9 @@ def errors_over_hosts(rank, hosts, world):
         truth = truth_of(tensors, causal, 6**-0.5)
         rows = rows_of(Layout.ZIGZAG, rank, world, 6)
         for way in WAYS:
-            in_rounds = way.get("pieces", True) and way.get("inter") != "flat"
+            in_rounds = way.get("pieces", True) and "flat" not in way
             several = {"heads_per_round": 1} if in_rounds else {}
-            config = BurstConfig(hosts=hosts, **several, **way)
+            config = BurstConfig.of(hosts=hosts, **several, **way)
             got = run(tensors, rows, causal=causal, config=config)
             errors[heads, causal, str(way)] = worst(got, truth, rows)
     return errors
@@ -132,9 +132,9 @@ def low_precision_errors(rank, world, dtype):
     results = {}
     hosts = 2 if world % 2 == 0 else 1
     for name, config in {
-        "kv": BurstConfig(hosts=hosts, circulate="kv"),
-        "q": BurstConfig(hosts=hosts, circulate="q"),
-        "gather": BurstConfig(intra="gather", heads_per_round=1),
+        "kv": BurstConfig.of(hosts=hosts, circulate="kv"),
+        "q": BurstConfig.of(hosts=hosts, circulate="q"),
+        "gather": BurstConfig.of(intra="gather", heads_per_round=1),
     }.items():
         got = run(tensors, rows, config=config)
         squares = [((a.double() - b[:, rows]) ** 2).sum() for a, b in zip(got, truth, strict=True)]

@@ -21,13 +21,13 @@ from tests.ranks import run_ranks
 WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {
-    "one host": BurstConfig(intra="a2a", heads_per_round=1),
-    "nested, kv": BurstConfig(intra="a2a", hosts=2, heads_per_round=1, circulate="kv"),
-    "nested, q": BurstConfig(intra="a2a", hosts=2, heads_per_round=1, circulate="q"),
-    "over all ranks": BurstConfig(inter="a2a", hosts=2, heads_per_round=1),
+    "one host": BurstConfig.of(intra="a2a", heads_per_round=1),
+    "nested, kv": BurstConfig.of(intra="a2a", hosts=2, heads_per_round=1, circulate="kv"),
+    "nested, q": BurstConfig.of(intra="a2a", hosts=2, heads_per_round=1, circulate="q"),
+    "over all ranks": BurstConfig.of(inter="a2a", hosts=2, heads_per_round=1),
 }
 GATHERED = {
-    f"gathered on {hosts} hosts": BurstConfig(
+    f"gathered on {hosts} hosts": BurstConfig.of(
         intra="gather", hosts=hosts, heads_per_round=3, resend="never"
     )
     for hosts in (2, 4)

@@ -36,7 +36,7 @@ CASES = {  # what differs from a good call, and words of the sentence
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
     "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
-    "hosts": ({"config": BurstConfig(hosts=3)}, "hosts must divide.*got 3 hosts"),
+    "hosts": ({"config": BurstConfig.of(hosts=3)}, "hosts must divide.*got 3 hosts"),
     "exchange": (
         {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},
         "ranks must divide the key heads.*got 1 key heads on 2 ranks; pass --burst-intra gather",
@@ -90,7 +90,7 @@ def odd_one_out(rank, change):
         ({n: shard(dtype=torch.bfloat16) for n in "qkv"}, "got dtype=torch.b?fl"),
         ({"layout": "striped"}, "got layout="),
         ({"softmax_scale": 2.0}, "got softmax_scale="),
-        ({"config": BurstConfig(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
+        ({"config": BurstConfig.of(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -149,7 +149,7 @@ def test_without_process_groups_it_says_so():
 )
 def test_misspelt_options_are_refused_when_they_are_made(option):
     with pytest.raises(BurstError, match="must be (one of|positive).*got"):
-        BurstConfig(**option)
+        BurstConfig.of(**option)
 
 
 def second_order(rank):

@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 
 def sub_groups(rank):
     """Ranks of each communicator of a 2 x 2 group, pretended and from the hosts' own names."""
-    nested = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    nested = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
     flat = communicator_of(dist.group.WORLD, BurstConfig())
-    again = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    again = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
     groups = {key: dist.get_process_group_ranks(group) for key, group in nested._groups.items()}
     distinct = len({group.group_name for group in nested._groups.values()})
     return groups, distinct, sorted(flat._groups), flat.topology.grid, nested is again
@@ -49,7 +49,7 @@ def given_groups(rank):
     used = communicator_of(dist.group.WORLD, BurstConfig(), mine)._groups
     assert [used[link, Cargo.READ] for link in Link] == mine
     assert used[Link.INTRA, Cargo.GRAD] is not rows[row]
-    bounded = communicator_of(dist.group.WORLD, BurstConfig(nccl_ctas=8), mine)
+    bounded = communicator_of(dist.group.WORLD, BurstConfig.of(nccl_ctas=8), mine)
     for link, given in zip(Link, mine, strict=True):  # thread blocks of given ones are not bounded
         own = bounded._groups[link, Cargo.READ]
         ranks = dist.get_process_group_ranks
@@ -108,11 +108,11 @@ def test_uneven_hosts_run_one_flat_ring():
 
 def addresses(rank):
     """Where hop buffers lie after each of several calls, and how often one was allocated."""
-    communicator = communicator_of(dist.group.WORLD, BurstConfig(hosts=2))
+    communicator = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
     seen = []
     for tokens in (4, 8, 8, 4, 8):
         q, k, v = (torch.randn(1, tokens, 2, 8).requires_grad_() for _ in range(3))
-        burst_attention(q, k, v, config=BurstConfig(hosts=2)).sum().backward()
+        burst_attention(q, k, v, config=BurstConfig.of(hosts=2)).sum().backward()
         buffers = [buffer for pool in communicator._buffers.values() for buffer in pool]
         seen.append(sorted(buffer.data_ptr() for buffer in buffers))
     return seen
@@ -127,8 +127,8 @@ def test_hop_buffers_are_allocated_once_and_only_ever_grow():
 def shared_groups(rank):
     """Sub-groups of many configurations, and how many process groups there are in all."""
     alike = [
-        BurstConfig(hosts=2), BurstConfig(hosts=2, overlap=False),
-        BurstConfig(hosts=2, transfer="send"),
+        BurstConfig.of(hosts=2), BurstConfig.of(hosts=2, overlap=False),
+        BurstConfig.of(hosts=2, transfer="send"),
     ]  # fmt: skip
     world = dist.group.WORLD
     first = communicator_of(world, alike[0])
@@ -136,13 +136,13 @@ def shared_groups(rank):
     others = [communicator_of(world, config) for config in alike[1:]]
     same = all(made._groups == first._groups and made is not first for made in others)
     more = len(distributed_c10d._world.pg_map) - count
-    flat = communicator_of(world, BurstConfig(hosts=2), flat=True)._groups
-    whole = communicator_of(world, BurstConfig(hosts=1))._groups
-    apart = communicator_of(world, BurstConfig(hosts=4))._groups  # a column of all ranks
-    bounded = communicator_of(world, BurstConfig(hosts=2, nccl_ctas=4))._groups
+    flat = communicator_of(world, BurstConfig.of(hosts=2), flat=True)._groups
+    whole = communicator_of(world, BurstConfig.of(hosts=1))._groups
+    apart = communicator_of(world, BurstConfig.of(hosts=4))._groups  # a column of all ranks
+    bounded = communicator_of(world, BurstConfig.of(hosts=2, nccl_ctas=4))._groups
     own = all(bounded[key] is not group for key, group in first._groups.items())
     column = {(Link.INTRA, cargo): apart[Link.INTER, cargo] for cargo in Cargo}
-    calls = [run_all(config) for config in (*alike, BurstConfig(hosts=4))]
+    calls = [run_all(config) for config in (*alike, BurstConfig.of(hosts=4))]
     return same, more, flat == whole == column, own, max(calls)
 
 
@@ -150,7 +150,7 @@ def run_all(config):
     """Largest difference of a call from one that goes round a flat ring."""
     torch.manual_seed(dist.get_rank())
     q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64) for _ in range(3))
-    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig(hosts=1)))
+    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig.of(hosts=1)))
     return float((out - flat).abs().max())
 
 
@@ -165,7 +165,7 @@ def lacking_on_one_rank(rank):
     communicator_of(dist.group.WORLD, BurstConfig())
     if rank == 0:
         state.sub_groups._made.clear()
-    made = communicator_of(dist.group.WORLD, BurstConfig(overlap=False))
+    made = communicator_of(dist.group.WORLD, BurstConfig.of(overlap=False))
     x = torch.ones(1)
     dist.all_reduce(x, group=made._groups[Link.INTRA, Cargo.GRAD])
     return x.item()

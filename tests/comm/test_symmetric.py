@@ -55,7 +55,7 @@ def room(num_bytes, dtype, device):
 def sizes_of_slots(rank):
     """Slots grow on the second host only: in zigzag its shares are smaller than the first one's."""
     pretend(room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig(hosts=2, timeout_s=20))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=20))
     host, found = rank // 2, []
     for num_bytes in ((2048, 1536)[host], 2048, 4096):
         slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, torch.device("cpu"))
@@ -80,7 +80,7 @@ def without_room(rank, asked):
         return room(num_bytes, dtype, device)
 
     pretend(room_once)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig(hosts=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=30))
     carrier.transfer, carrier._asked = Choice("pull"), asked
     device, begin = torch.device("cpu"), time.monotonic()
     carrier.slots(Cargo.READ, 2, 1024, device)
@@ -94,7 +94,9 @@ def without_room(rank, asked):
 
 def test_a_rank_without_room_is_told_to_all_of_its_host_before_they_meet():
     (one, *_), (other, *_), *far = run_ranks(without_room, 4, "pull")
-    assert one == other and "cp rank 1: out of memory;" in one and "--burst-transfer send" in one
+    assert (
+        one == other and "cp rank 1: out of memory;" in one and "--burst-tune transfer=send" in one
+    )
     assert [found[:2] for found in far] == [("PulledSlots", "pull")] * 2
 
 
@@ -112,7 +114,7 @@ def tried(rank, fails):
         raise RuntimeError("no such driver")
 
     pretend(none_at_all if fails and rank == 3 else room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig(hosts=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=30))
     begin = time.monotonic()
     return carrier._pool.refusal(carrier.board), time.monotonic() - begin < 20
 

@@ -35,7 +35,7 @@ WAYS = [
     {"intra": "gather", "resend": "never"},
     {"intra": "gather", "overlap": False},
     {"inter": "a2a"},
-    {"inter": "flat"},
+    {"flat": True},
 ]
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
 
@@ -49,7 +49,7 @@ def errors(rank, world, hosts, shape, ways, backend="auto"):
         cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
         if not way.get("pieces", True):
             cut = {}
-        config = BurstConfig(hosts=hosts, backend=backend, **cut, **way)
+        config = BurstConfig.of(hosts=hosts, backend=backend, **cut, **way)
         worst = (0,)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
@@ -75,9 +75,7 @@ def test_so_they_are_with_every_kernel(backend, shape):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **SOCKETS}
     settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
     places = ((4, 2),) if GPUS >= 4 else ((2, 2),)
-    compare(
-        places, SHAPES[shape], [*INSIDE, {"inter": "a2a"}, {"inter": "flat"}], settings, backend
-    )
+    compare(places, SHAPES[shape], [*INSIDE, {"inter": "a2a"}, {"flat": True}], settings, backend)
 
 
 def compare(places, shape, ways, settings, backend="auto"):
@@ -98,7 +96,7 @@ def many_calls(rank, world, options):
     """Sixteen passes in a row without a synchronisation: the largest difference between them."""
     torch.manual_seed(rank)
     tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
-    config = BurstConfig(hosts=2, deterministic=True, **options)
+    config = BurstConfig.of(hosts=2, deterministic=True, **options)
     results = [run(tensors, slice(None), config) for _ in range(16)]
     return max(
         float((a - b).abs().max())

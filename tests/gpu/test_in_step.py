@@ -47,7 +47,7 @@ def skipped(attend, odd):
 def astray(rank, name, calls):
     """What a rank is told at its next pass, or at the end of the step. Nothing here waits for a
     GPU: what was sent may never arrive."""
-    config, group = BurstConfig(timeout_s=60, **WAYS[name]), dist.group.WORLD
+    config, group = BurstConfig.of(timeout_s=60, **WAYS[name]), dist.group.WORLD
 
     def attend(causal=True, tokens=2048):
         q, k, v = (

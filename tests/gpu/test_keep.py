@@ -33,8 +33,8 @@ MODES = {
         deterministic=True, keep="all", keep_offload=True, keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
-    "none, hosts": BurstConfig(deterministic=True, hosts=2),
-    "half, hosts": BurstConfig(deterministic=True, keep="half", hosts=2),
+    "none, hosts": BurstConfig.of(deterministic=True, hosts=2),
+    "half, hosts": BurstConfig.of(deterministic=True, keep="half", hosts=2),
 }
 
 

@@ -43,7 +43,7 @@ def errors(rank, world, dtype, heads, tokens):
     found = {"alone": alone(run, truth, BurstConfig())}
     for hosts in (h for h in (1, 2, 4) if world % h == 0):
         for circulate in ("kv", "q"):
-            config = BurstConfig(hosts=hosts, circulate=circulate)
+            config = BurstConfig.of(hosts=hosts, circulate=circulate)
             for _ in range(3):  # buffers are used again; a race shows as a difference
                 key, got = (hosts, circulate), run(rows, config)
                 found[key] = max(found.get(key, (0,)), relative(got, truth, rows))
@@ -99,7 +99,7 @@ def many_calls_without_a_sync(rank, world, options):
     """Sixteen forward and backward passes in a row: buffers change hands on the GPU's own time."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
-    config = BurstConfig(**options)
+    config = BurstConfig.of(**options)
     results = []
     for _ in range(16):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

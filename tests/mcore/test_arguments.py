@@ -53,14 +53,14 @@ def start(rank: str = "0", patched: bool = True) -> None:
 
 def values_of_flags(rank):
     start()
-    every = "--burst-hosts 2 --burst-circulate q --burst-backend reference --burst-deterministic"
-    every += " --burst-intra gather --burst-heads-per-round 3 --burst-nccl-ctas 8"
+    every = "--burst-tune hosts=2,circulate=q --burst-backend reference --burst-deterministic"
+    every += " --burst-intra gather --burst-tune heads_per_round=3,nccl_ctas=8"
     every += " --burst-inter ring"
-    every += " --burst-transfer send --burst-grad-wire input --burst-timeout-s 12.5"
-    every += " --burst-resend never"
+    every += " --burst-tune transfer=send,grad_wire=input --burst-timeout-s 12.5"
+    every += " --burst-tune resend=never"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    flags = ("impl", "intra", "inter", "circulate", "backend", "grad-wire", "transfer", "resend")
+    flags = ("impl", "intra", "inter", "backend", "keep")
     for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
@@ -76,7 +76,7 @@ def _namespace(flags):
 
 def test_flags_have_the_legal_values_and_become_a_config():
     ((given, default), impl, legal), = run_ranks(values_of_flags, 1)  # fmt: skip
-    assert given == BurstConfig(
+    assert given == BurstConfig.of(
         intra="gather",
         inter="ring",
         heads_per_round=3,
@@ -95,11 +95,8 @@ def test_flags_have_the_legal_values_and_become_a_config():
     assert legal == {
         "context-parallel-impl": ["megatron", "burst"],
         "burst-intra": ["auto", "ring", "gather", "a2a"],
-        "burst-inter": ["auto", "ring", "a2a", "flat"],
-        "burst-circulate": ["auto", "kv", "q"],
-        "burst-grad-wire": ["auto", "accumulate", "input"],
-        "burst-transfer": ["auto", "send", "pull"],
-        "burst-resend": ["auto", "never", "always"],
+        "burst-inter": ["auto", "ring", "a2a"],
+        "burst-keep": ["none", "half", "all", "auto"],
     }
 
 
@@ -154,7 +151,7 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
 
 REFUSED = {  # and what was got
     "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
-    "--burst-hosts 3": "--burst-hosts 3 and --context-parallel-size 4",
+    "--burst-tune hosts=3": "--burst-tune hosts=3 and --context-parallel-size 4",
     "--cp-comm-type a2a": "--cp-comm-type a2a",
     "--cp-comm-type p2p p2p": "--cp-comm-type p2p p2p",
     "--attention-dropout 0.1": "attention_dropout=0.1",
@@ -203,6 +200,7 @@ def test_every_flag_that_is_refused_has_a_case():
     of_layers = {"attention_type", "attn_mask_type"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
     names = {r.argument for r in TABLE if {"run", "attention"} & {*r.features.split()}} - of_layers
+    names = names - {"burst_hosts"} | {"burst_tune"}
     assert {f"--{name.replace('_', '-')}" for name in names} == {
         flags.split()[0] for flags in REFUSED
     }

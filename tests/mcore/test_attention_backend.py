@@ -47,7 +47,7 @@ def test_layers_take_it_from_megatrons_configuration():
     """By every door: it is there whether or not there is a command line."""
     config = config_of(attention_backend=AttnBackend.unfused)
     assert burst_config_of(config) == BurstConfig(backend="reference")
-    config.burst = BurstConfig(backend="reference", circulate="q")
+    config.burst = BurstConfig.of(backend="reference", circulate="q")
     assert burst_config_of(config) == config.burst
 
 

@@ -5,11 +5,12 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
+from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import add_flags
 
 FLAGS = """--burst-keep half --burst-keep-layers 3 --burst-keep-offload --burst-keep-offload-inputs
-    --burst-keep-debug --burst-keep-host-gib 2.5"""
+    --burst-tune keep_debug=true --burst-keep-host-gib 2.5"""
 
 
 def parsed(flags):
@@ -24,7 +25,7 @@ def config(flags):
 
 def test_every_flag_reaches_the_configuration():
     assert config("") == BurstConfig()
-    assert config(FLAGS) == BurstConfig(
+    assert config(FLAGS) == BurstConfig.of(
         keep="half", keep_layers=3, keep_offload=True, keep_offload_inputs=True, keep_debug=True,
         keep_host_gib=2.5,
     )  # fmt: skip
@@ -33,17 +34,16 @@ def test_every_flag_reaches_the_configuration():
 
 
 def test_every_field_has_a_flag():
-    """Overlap and pieces are switched off by benchmarks only."""
     names = vars(parsed("")).keys()
-    wanted = {f"burst_{field.name}" for field in fields(BurstConfig)} - {"burst_overlap"}
-    wanted -= {"burst_pieces"}
+    wanted = {f"burst_{field.name}" for field in fields(BurstConfig)} - {"burst_tuning"}
+    wanted.add("burst_tune")
     wanted |= {f"burst_loss_{field.name}" for field in fields(FusedLossConfig)}
     assert names == wanted | {"context_parallel_impl", "burst_fused_loss", "burst_plan"}
     assert set(vars(parsed("")).values()) == {None, False, "megatron"}
 
 
 @pytest.mark.parametrize(
-    "flags", ["--burst-hosts two", "--burst-keep most", "--burst-keep-debug 1"]
+    "flags", ["--burst-timeout-s two", "--burst-keep most", "--burst-keep-offload 1"]
 )
 def test_values_are_checked(flags, capsys):
     with pytest.raises(SystemExit):
@@ -52,9 +52,25 @@ def test_values_are_checked(flags, capsys):
 
 
 def test_numbers_are_whole_where_they_count_something():
-    given = config("--burst-heads-per-round 2 --burst-timeout-s 1.5")
-    assert (given.heads_per_round, given.timeout_s) == (2, 1.5)
-    assert type(given.heads_per_round) is int
+    given = config("--burst-keep all --burst-keep-layers 2 --burst-timeout-s 1.5")
+    assert (given.keep_layers, given.timeout_s) == (2, 1.5)
+    assert type(given.keep_layers) is int
+
+
+def test_tunings_of_all_flags_come_together_and_stay_text_for_checkpoints():
+    given = parsed("--burst-tune circulate=q,hosts=2 --burst-tune overlap=false")
+    assert given.burst_tune == ["circulate=q,hosts=2", "overlap=false"]
+    tuning = Tuning(circulate="q", hosts=2, overlap=False)
+    assert BurstConfig.from_args(given) == BurstConfig(tuning=tuning)
+    with pytest.raises(BurstError, match="given once.*got 'hosts=4'"):
+        config("--burst-tune hosts=2 --burst-tune hosts=4")
+
+
+def test_a_bad_tuning_is_refused_in_the_sentence_that_lists_all(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--burst-tune circulat=q")
+    said = capsys.readouterr().err
+    assert "got 'circulat=q'" in said and Tuning.legal() in said
 
 
 def test_help_says_what_a_value_needs():

@@ -62,12 +62,12 @@ CASES = {
     "all, two layers a checkpoint": Case(ALL, recompute(PAIRS)),
     "all, block": Case(ALL, recompute(BLOCK_RECOMPUTE)),
     "all, selective": Case(ALL, recompute(SELECTIVE_RECOMPUTE)),
-    "all, q circulates": Case(BurstConfig(keep="all", circulate="q")),
-    "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
+    "all, q circulates": Case(BurstConfig.of(keep="all", circulate="q")),
+    "all, offload, debug": Case(OFFLOAD.tuned(keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
     "all of one layer": Case(FIRST, **ONE),
-    "auto": Case(BurstConfig(**AUTO)),
+    "auto": Case(BurstConfig.of(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
@@ -97,14 +97,16 @@ def compare_all(rank: int) -> dict:
     for setting in (MTP, VPP, TWO):
         pipeline.start(setting)
         names = [name for each, name in RUNS if each == setting]
-        ways = sorted({CASES[name].burst.circulate for name in names})  # each sums otherwise
+        ways = sorted({CASES[name].burst.tuning.circulate for name in names})  # each sums otherwise
         truths = {
-            way: run_step(setting, build(setting, config_for(setting, BurstConfig(circulate=way))))
+            way: run_step(
+                setting, build(setting, config_for(setting, BurstConfig.of(circulate=way)))
+            )
             for way in ways
         }
         for name in names:
             case = CASES[name]
-            truth = truths[case.burst.circulate]
+            truth = truths[case.burst.tuning.circulate]
             options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.recompute}
             chunks = build(setting, config_for(setting, case.burst, **options))
             evaluate(setting, chunks)

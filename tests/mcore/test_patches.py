@@ -17,7 +17,7 @@ from tests.mcore.patched import DIFF, git_apply, patch_megatron
 from tests.ranks import run_ranks
 
 MODULE = "megatron.training.arguments"
-FLAGS = "--context-parallel-impl burst --burst-circulate q --burst-keep all --burst-fused-loss"
+FLAGS = "--context-parallel-impl burst --burst-tune circulate=q --burst-keep all --burst-fused-loss"
 
 
 @pytest.fixture(scope="module")

@@ -263,16 +263,16 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
 
 
 def import_the_patch_module(rank):
-    sys.argv = ["own_script.py", "--context-parallel-impl", "burst", "--burst-hosts", "2"]
+    sys.argv = ["own_script.py", "--context-parallel-impl", "burst", "--burst-tune", "hosts=2"]
     importlib.import_module("megatron_burst.patch")
     from megatron.training import arguments
 
     args = arguments.parse_args()
-    return args.context_parallel_impl, args.burst_hosts
+    return args.context_parallel_impl, args.burst_tune
 
 
 def test_importing_the_patch_module_adds_the_flags():
-    assert run_ranks(import_the_patch_module, 1) == [("burst", 2)]
+    assert run_ranks(import_the_patch_module, 1) == [("burst", ["hosts=2"])]
 
 
 def make_is_run(rank, folder):
@@ -316,7 +316,7 @@ def run_as_module(rank, arguments):
 def test_usage_names_the_flags(arguments):
     ((printed, status),) = run_ranks(run_as_module, 1, arguments)
     assert status == 0 and printed.startswith("usage: ")
-    for flag in ("impl {megatron,burst}", "--burst-hosts", "--burst-backend", "--burst-grad-wire"):
+    for flag in ("impl {megatron,burst}", "--burst-intra", "--burst-backend", "--burst-tune"):
         assert flag in printed
 
 
@@ -326,7 +326,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.training import arguments
 import neighbour
 print(__name__, neighbour.WHO, sys.argv[1:], LocalSpecProvider().core_attention().__name__)
-print("burst_hosts" in vars(arguments.parse_args()))
+print("burst_tune" in vars(arguments.parse_args()))
 """
 
 
@@ -342,7 +342,7 @@ def script(tmp_path):
     "arguments, message",
     [
         (["no/such.py"], "error: .*first argument must be a script.*got 'no/such.py'; pass the"),
-        (["--burst-hosts", "2"], "error: .*must be a script.*got '--burst-hosts'"),
+        (["--burst-intra", "ring"], "error: .*must be a script.*got '--burst-intra'"),
         ([None, "--bf16"], "error: .*a CUDA GPU must be visible.*add --distributed-backend gloo"),
     ],
 )

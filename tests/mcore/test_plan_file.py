@@ -21,7 +21,7 @@ FLAGS = {
     "--no-create-attention-mask-in-dataloader": True,
     "--swiglu": True,
     "--burst-intra": "gather",
-    "--burst-heads-per-round": 2,
+    "--burst-tune": "heads_per_round=2",
     "--burst-keep": "all",
     "--burst-keep-offload": True,
     "--burst-deterministic": False,
@@ -70,18 +70,18 @@ def plan(tmp_path):
 
 def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     args = run_with(plan())
-    assert BurstConfig.from_args(args) == BurstConfig(
+    assert BurstConfig.from_args(args) == BurstConfig.of(
         intra="gather", heads_per_round=2, keep="all", keep_offload=True
     )
     assert args.burst_fused_loss is True
     said = caplog.text
-    assert "adds --pipeline-model-parallel-size 1 --burst-intra gather --burst-heads" in said
+    assert "adds --pipeline-model-parallel-size 1 --burst-intra gather --burst-tune" in said
 
 
 def test_what_is_given_wins(plan):
-    args = run_with(plan(), "--burst-intra ring --burst-heads-per-round 4")
+    args = run_with(plan(), "--burst-intra ring --burst-tune heads_per_round=4")
     config = BurstConfig.from_args(args)
-    assert (config.intra, config.heads_per_round, config.keep) == ("ring", 4, "all")
+    assert (config.intra, config.tuning.heads_per_round, config.keep) == ("ring", 4, "all")
     zero = run_with(plan(burst_loss_z_loss=0.1), "--burst-loss-z-loss 0")
     assert zero.burst_loss_z_loss == 0.0
 
@@ -153,7 +153,7 @@ def test_the_job_of_a_plan_is_checked_before_megatron_validates(plan):
         ({"seq_len": 4}, "got --seq-len; write --seq-length"),
         ({"zzz": 4}, "got --zzz; leave it out"),
         ({"burst_intra": "nested"}, "must give values that its flags take.*invalid choice"),
-        ({"burst_heads_per_round": "many"}, "must give values that its flags take.*invalid int"),
+        ({"burst_tune": "pieces=no"}, "must give values that its flags take.*got 'pieces=no'"),
         ({"burst_intra": {"a": 1}}, 'must map flags to values.*got --burst-intra: {"a": 1}'),
     ],
 )  # fmt: skip

@@ -31,21 +31,21 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload --burst-keep-offload-inputs
-    --burst-keep-debug"""
+    --burst-tune keep_debug=true"""
 PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,
     "--context-parallel-impl": "burst",
-    "--burst-circulate": "q",
+    "--burst-tune": "circulate=q",
 }
 TORCHRUN = {  # what two ranks start, their flags
     "launcher": (["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-fused-loss"),
     "import": (["own_script.py"], f"{FLAG_DOOR} 2 --burst-plan plan.json"),
-    "diff": ([str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-circulate kv"),
+    "diff": ([str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-tune circulate=kv"),
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),
-    "flag": (4, f"{FLAG_DOOR} 4 --burst-hosts 2 --burst-fused-loss {KEEP}"),
+    "flag": (4, f"{FLAG_DOOR} 4 --burst-tune hosts=2 --burst-fused-loss {KEEP}"),
     "spec": (4, SPEC_DOOR),
 }
 

@@ -182,7 +182,10 @@ def test_what_is_fine_is_not_refused(feature):
     "options, numbers",
     [
         (dict(seq_length=60), "--seq-length 60 and --context-parallel-size 4; .* 56 or 64$"),
-        (dict(burst_hosts=3), "--burst-hosts 3 and --context-parallel-size 4; .* divisors of 4$"),
+        (
+            dict(burst_hosts=3),
+            "--burst-tune hosts=3 and --context-parallel-size 4; .* divisors of 4$",
+        ),
     ],
 )
 def test_numbers_to_choose_are_told(options, numbers):
@@ -198,7 +201,7 @@ def arguments(**changes) -> Namespace:
 @pytest.mark.parametrize(
     "ask, changes, who",
     [
-        (check_args, dict(burst_hosts=3), "--context-parallel-impl burst"),
+        (check_args, dict(burst_tune=["hosts=3"]), "--context-parallel-impl burst"),
         (check_args, dict(sft=True), "--context-parallel-impl burst"),
         (check_args, dict(window_size=(8, 0)), "--context-parallel-impl burst"),
         (check_keep_args, dict(recompute_granularity=None), "--burst-keep"),

@@ -22,18 +22,15 @@ def parsed(words: str):
 
 BURST = "--context-parallel-impl burst"
 FOR_ATTENTION = {
-    "hosts": "2", "intra": "gather", "inter": "a2a", "heads_per_round": "2", "deterministic": "",
-    "circulate": "q", "backend": "reference", "hardware": "h200", "grad_wire": "input",
-    "resend": "never", "transfer": "send", "nccl_ctas": "8", "timeout_s": "5",
+    "intra": "gather", "inter": "a2a", "deterministic": "", "backend": "reference",
+    "hardware": "h200", "timeout_s": "5", "tune": "circulate=q",
 }  # fmt: skip
 FOR_LOSS = {"grads": "forward", "label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
 
 
 def test_there_is_a_case_for_every_option_that_has_a_flag():
-    without = {"pieces", "overlap"}
-    assert FOR_ATTENTION.keys() | without == {
-        f.name for f in fields(BurstConfig) if not f.name.startswith("keep")
-    }
+    names = {f.name for f in fields(BurstConfig) if not f.name.startswith("keep")}
+    assert FOR_ATTENTION.keys() == names - {"tuning"} | {"tune"}
     assert FOR_LOSS.keys() == {f.name for f in fields(FusedLossConfig)}
 
 
@@ -56,8 +53,13 @@ def test_options_of_the_loss_need_it(name):
 
 def test_keeping_works_with_megatrons_own_attention_too():
     check_unused(parsed("--burst-keep all --burst-keep-offload --burst-keep-host-gib 2"))
+    check_unused(parsed("--burst-keep all --burst-tune keep_debug=true"))
+    with pytest.raises(BurstError, match="^--burst-tune: must come"):
+        check_unused(parsed("--burst-keep all --burst-tune keep_debug=true,overlap=false"))
 
 
 def test_they_are_refused_when_arguments_are_validated():
-    with pytest.raises(BurstError, match="^--burst-intra --burst-hosts: must come"):
-        validate_flags(lambda args, defaults: args)(parsed("--burst-intra ring --burst-hosts 2"))
+    with pytest.raises(BurstError, match="^--burst-intra --burst-tune: must come"):
+        validate_flags(lambda args, defaults: args)(
+            parsed("--burst-intra ring --burst-tune hosts=2")
+        )

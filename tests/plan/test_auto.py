@@ -190,10 +190,12 @@ def test_schedules_are_the_engines_own(options, hosts):
     call = AttentionCall(shape, topology, backend="reference", mask=Mask.CAUSAL, **options)
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
     pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
-    config = BurstConfig(backend="reference", **options)
+    if options == {"inter": "flat"}:
+        options = {"flat": True}
+    config = BurstConfig.of(backend="reference", **options)
     made_of = attention_shape(q, k, v)
     config, _ = settle_inter(way_of(made_of, q.device, topology, pattern, config), config)
-    assert config.inter == call.between
+    assert ("flat" if config.tuning.flat else config.inter) == call.between
     arranged = topology if config.inter == "ring" else topology.flat()
     for rank in range(4):
         carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer="send")

@@ -54,7 +54,7 @@ def test_pretended_hosts_are_contiguous():
 
 @pytest.mark.parametrize("hosts", [0, -1, 3, 8])
 def test_hosts_that_do_not_divide_are_refused(hosts):
-    with pytest.raises(BurstError, match="must divide the context-parallel size.*--burst-hosts"):
+    with pytest.raises(BurstError, match="must divide the context-parallel size.*--burst-tune h"):
         pretend_hosts(4, hosts)
 
 

@@ -29,26 +29,26 @@ CASES = {
     "none": (BurstConfig(), {}),
     "all": (BurstConfig(keep="all"), {}),
     "all, gather": (BurstConfig(keep="all", intra="gather"), {}),
-    "all, a2a": (BurstConfig(keep="all", intra="a2a", heads_per_round=1), {}),
+    "all, a2a": (BurstConfig.of(keep="all", intra="a2a", heads_per_round=1), {}),
     "none, a2a": (BurstConfig(intra="a2a"), {}),
     "half": (BurstConfig(keep="half"), {}),
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
-    "half, two hosts": (BurstConfig(keep="half", hosts=2), {}),
-    "half, fast links": (BurstConfig(keep="half", hosts=2, transfer="send"), {}),
-    "half, fast links, a2a": (BurstConfig(keep="half", hosts=2, inter="a2a"), {}),
+    "half, two hosts": (BurstConfig.of(keep="half", hosts=2), {}),
+    "half, fast links": (BurstConfig.of(keep="half", hosts=2, transfer="send"), {}),
+    "half, fast links, a2a": (BurstConfig.of(keep="half", hosts=2, inter="a2a"), {}),
     "half, fast links, contiguous": (
-        BurstConfig(keep="half", hosts=2, transfer="send"),
+        BurstConfig.of(keep="half", hosts=2, transfer="send"),
         dict(layout="contiguous"),
     ),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
     "half, slow links, contiguous": (
-        BurstConfig(keep="half", hosts=2),
+        BurstConfig.of(keep="half", hosts=2),
         dict(layout="contiguous"),
     ),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
-    "half, offload": (BurstConfig(keep="half", keep_offload=True, keep_debug=True), {}),
+    "half, offload": (BurstConfig.of(keep="half", keep_offload=True, keep_debug=True), {}),
 }
 SAID = {
     "half": "keep half: dealt (the early rows are dealt out anew",
@@ -229,14 +229,14 @@ REFUSED = [
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_refuses_options_that_contradict_each_other(options, message):
     with pytest.raises(BurstError, match=message):
-        BurstConfig(**options)
+        BurstConfig.of(**options)
 
 
 def refused_calls(rank: int) -> list[str]:
     found = []
     for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
         try:
-            burst_attention(*problem(), config=BurstConfig(**options))
+            burst_attention(*problem(), config=BurstConfig.of(**options))
         except BurstError as error:
             found.append(str(error))
     return found

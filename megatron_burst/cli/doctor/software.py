@@ -47,7 +47,7 @@ def check_torch(gpus_listed: int) -> Check:
     ]
     if apart:
         what = f"{len(apart)} of {seen * (seen - 1)} pairs of GPUs cannot read each other's memory"
-        change = "keys are then sent by NCCL (--burst-transfer send); see to NVLink or PCIe access"
+        change = "keys are then sent by NCCL (transfer=send); see to NVLink or PCIe access"
         return Check("torch", Status.WARN, f"{what}, such as {apart[0]}", change)
     return Check("torch", Status.OK, f"torch sees {seen} GPUs, all with access to their peers")
 

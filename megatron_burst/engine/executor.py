@@ -1,0 +1,374 @@
+"""Runs programs: one loop, a function an operation.
+
+What depends on shapes alone (waits, streams, views of the group's buffers) is found once for each
+program and kept with it; a run looks up the call's own tensors and calls kernels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.slots import Give, Take, UnderWay
+from megatron_burst.engine.carrier import Carrier
+from megatron_burst.engine.memory import (
+    Dtypes,
+    Fields,
+    cut_out,
+    fields_in,
+    num_bytes,
+    raw_rows,
+    shape_of,
+)
+from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+from megatron_burst.plan.mask import Mask
+from megatron_burst.schedule import program as p
+from megatron_burst.schedule.order import order
+from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
+
+KEPT = (Home.HOP, Home.STAGING, Home.SUM)  # of the group, from call to call
+
+
+@dataclass(frozen=True)
+class Executor:
+    """A program with all that runs it.
+
+    Attributes:
+        program: of this rank.
+        backend: computes the tiles.
+        carrier: carries data between ranks.
+        scale: of the scores before the softmax.
+        dtypes: of elements.
+        deterministic: whether gradients must be bitwise the same every time.
+    """
+
+    program: Program
+    backend: Backend
+    carrier: Carrier
+    scale: float
+    dtypes: Dtypes
+    deterministic: bool
+
+    @cached_property
+    def order(self):
+        return order(self.program)
+
+    @cached_property
+    def waited_for(self) -> frozenset[int]:
+        """Operations that another stream waits for."""
+        return frozenset(i for waits in (*self.order.waits, self.order.joins) for i in waits)
+
+    @cached_property
+    def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
+        """How many buffers of a use the group must have, and of how many bytes."""
+        found: dict[tuple[Home, str], tuple[int, int]] = {}
+        for buffer in self.program.buffers.values():
+            if buffer.home in (*KEPT, Home.SLOT):
+                key = buffer.home, buffer.use
+                size = num_bytes(buffer, self.program.batch, self.dtypes)
+                count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
+                before = found.get(key, (0, 0))
+                found[key] = max(before[0], count), max(before[1], size)
+        return found
+
+    @cached_property
+    def exchanges(self) -> dict[str, int]:
+        """How often the slots of a use are filled."""
+        slots = [b for b in self.program.buffers.values() if b.home is Home.SLOT]
+        return {buffer.use: max(b.number for b in slots if b.use == buffer.use) + 1
+                for buffer in slots}  # fmt: skip
+
+    @cached_property
+    def views(self) -> dict[tuple, Fields]:
+        """Of buffers that outlive a call, by where they are and which part."""
+        return {}
+
+    def run(self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None) -> "Run":
+        """Run the program.
+
+        Args:
+            given: the call's own buffers: inputs, and outputs to be written.
+            left: bytes of what forward has left.
+        """
+        device = next(iter(next(iter(given.values())).values())).device
+        run = Run(self, dict(given), dict(left or {}), device)
+        streams = _Streams(self, run, device)
+        for index, op in enumerate(self.program.ops):
+            with streams.of(index, op):
+                for earlier in self.order.waits[index]:
+                    streams.wait(earlier)
+                RUN[type(op)](run, op)
+                streams.done(index, op)
+            for name in self.order.frees[index]:
+                run.fields.pop(name, None)
+        for earlier in self.order.joins:
+            streams.wait(earlier)
+        return run
+
+
+class Run:
+    """One run of a program: its tensors.
+
+    Attributes:
+        fields: of the call's buffers, by name.
+        left: bytes of buffers that forward leaves for backward.
+        under_way: what the last transfer is waited for with.
+    """
+
+    def __init__(
+        self, executor: Executor, given: dict[str, Fields], left: dict[str, Tensor],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.executor, self.program = executor, executor.program
+        self.backend, self.dtypes = executor.backend, executor.dtypes
+        self.fields, self.left, self.device = given, left, device
+        self.under_way: UnderWay | None = None
+        carrier, uses = executor.carrier, executor.uses
+        self._flat = {
+            key: carrier.buffers(key, count, size, device)
+            for key, (count, size) in uses.items()
+            if key[0] is not Home.SLOT
+        }
+        self._slots = {
+            use: carrier.slots(use, executor.exchanges[use], count, size, device)
+            for (home, use), (count, size) in uses.items()
+            if home is Home.SLOT
+        }
+        self._filled: dict[str, Tensor] = {}  # slots of this call
+
+    def of(self, ref: Ref) -> Fields:
+        """The tensors of a part of a buffer."""
+        fields = self.fields.get(ref.buffer)
+        if fields is not None:
+            return cut_out(fields, ref)
+        buffer = self.program.buffers[ref.buffer]
+        if buffer.home is Home.PART or buffer.home is Home.CALL:
+            self.fields[ref.buffer] = self._made(buffer)
+            return cut_out(self.fields[ref.buffer], ref)
+        flat = self.bytes_of(buffer)
+        if buffer.home is Home.LEFT:
+            self.fields[ref.buffer] = fields_in(flat, buffer, self.program.batch, self.dtypes)
+            return cut_out(self.fields[ref.buffer], ref)
+        views, key = self.executor.views, (ref, flat.data_ptr())
+        if key not in views:
+            if len(views) > 4096:  # buffers have moved again and again
+                views.clear()
+            views[key] = cut_out(fields_in(flat, buffer, self.program.batch, self.dtypes), ref)
+        return views[key]
+
+    def is_made(self, ref: Ref) -> bool:
+        """Whether the buffer has memory: parts are made by whoever writes them first."""
+        return ref.buffer in self.fields or self.program.buffers[ref.buffer].home is not Home.PART
+
+    def _made(self, buffer: Buffer) -> Fields:
+        options = {"device": self.device}
+        return {
+            field.name: torch.empty(
+                shape_of(field, self.program.batch, buffer.rows),
+                dtype=self.dtypes[field.dtype], **options,
+            )
+            for field in buffer.fields
+        }  # fmt: skip
+
+    def bytes_of(self, buffer: Buffer) -> Tensor:
+        """A whole buffer that is none of the allocator's parts."""
+        size = num_bytes(buffer, self.program.batch, self.dtypes)
+        if buffer.home is Home.SLOT:
+            if buffer.name not in self._filled:
+                slots = self._slots[buffer.use]
+                self._filled[buffer.name] = slots.view(buffer.number, (size,), torch.uint8)
+            return self._filled[buffer.name]
+        if buffer.home is Home.LEFT:
+            if buffer.name not in self.left:
+                self.left[buffer.name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return self.left[buffer.name]
+        number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
+        return self._flat[buffer.home, buffer.use][number][:size]
+
+    def raw(self, ref: Ref) -> Tensor:
+        """What travels: a whole buffer's bytes, or rows of one that is interleaved."""
+        buffer = self.program.buffers[ref.buffer]
+        flat = self.bytes_of(buffer)
+        if not buffer.interleaved:
+            assert ref.rows is None and ref.heads is None
+            return flat
+        rows = raw_rows(flat, buffer, self.program.batch, self.dtypes)
+        return rows if ref.rows is None else rows[ref.rows.slice]
+
+    def start(self, transfer: Transfer) -> UnderWay:
+        """Start a transfer behind what the current stream has queued."""
+        if transfer.slot is None:
+            sends = [(give.peer, self.raw(give.rows)) for give in transfer.gives]
+            recvs = [(take.peer, self.raw(take.rows)) for take in transfer.takes]
+            return self.executor.carrier.send(transfer.link, transfer.cargo, sends, recvs)
+        buffer = self.program.buffers[transfer.slot.buffer]
+        view = raw_rows(self.bytes_of(buffer), buffer, self.program.batch, self.dtypes)
+        gives = [Give(give.peer, give.rows.rows.slice) for give in transfer.gives]
+        takes = [
+            Take(take.peer, take.theirs.rows.slice, self.raw(take.rows)) for take in transfer.takes
+        ]
+        return self._slots[buffer.use].exchange(buffer.number, view, gives, takes)
+
+
+class _Streams:
+    """Which stream an operation is queued on, and how others wait for it."""
+
+    def __init__(self, executor: Executor, run: Run, device: torch.device) -> None:
+        self._executor, self._run, self._device = executor, run, device
+        self._transfers: dict[int, UnderWay] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._apart = executor.carrier.overlaps and device.type == "cuda"
+        if self._apart:
+            self._begin = torch.cuda.current_stream(device).record_event()
+            self._begun: set[torch.cuda.Stream] = set()
+
+    def of(self, index: int, op: Op):
+        """Within it the operation is queued where it belongs."""
+        transfers = isinstance(op, Transfer)
+        if not self._apart or (not transfers and op.stream is Stream.COMPUTE):
+            return nullcontext()
+        name = (op.link, op.cargo) if transfers else op.stream
+        stream = self._executor.carrier.stream(name, self._device)
+        if stream not in self._begun:  # what the calls before left is the compute stream's
+            stream.wait_event(self._begin)
+            self._begun.add(stream)
+        return torch.cuda.stream(stream)
+
+    def wait(self, earlier: int) -> None:
+        """Let the current stream wait for an operation on another one."""
+        if earlier in self._transfers:
+            self._transfers[earlier].wait()
+        elif earlier in self._events:
+            torch.cuda.current_stream(self._device).wait_event(self._events[earlier])
+
+    def done(self, index: int, op: Op) -> None:
+        """An operation was queued on the current stream."""
+        if isinstance(op, Transfer):
+            self._transfers[index] = self._run.under_way
+            if not self._executor.carrier.overlaps:
+                self._run.under_way.wait()
+        elif self._apart and index in self._executor.waited_for:
+            self._events[index] = torch.cuda.current_stream(self._device).record_event()
+
+
+def _copy(run: Run, op: p.Copy) -> None:
+    if len(op.sources) == 1 and _alike(run, op.sources[0], op.target):
+        run.raw(op.target).copy_(run.raw(op.sources[0]))
+        return
+    targets = run.of(op.target)
+    for name, x in _first_of(run, op.sources).items():
+        if name in targets:
+            targets[name].copy_(x)
+
+
+def _alike(run: Run, source: Ref, target: Ref) -> bool:
+    """Whether both are rows of the same kind."""
+    one, other = (run.program.buffers[ref.buffer] for ref in (source, target))
+    whole = source.heads is None and target.heads is None
+    return one.interleaved and other.interleaved and one.fields == other.fields and whole
+
+
+def _first_of(run: Run, refs: Sequence[Ref]) -> Fields:
+    """Fields by name; of several with one name the first."""
+    found: Fields = {}
+    for ref in refs:
+        found = run.of(ref) | found
+    return found
+
+
+def _to_ranks(run: Run, op: p.ToRanks) -> None:
+    sources = _first_of(run, op.sources)
+    for name, target in run.of(op.target).items():
+        _by_rank(target, op.ranks).copy_(_by_heads(sources[name], op.ranks))
+
+
+def _from_ranks(run: Run, op: p.FromRanks) -> None:
+    source = run.of(op.source)
+    for target in op.targets:
+        for name, x in run.of(target).items():
+            _by_heads(x, op.ranks).copy_(_by_rank(source[name], op.ranks))
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Rows of several ranks: [b, ranks, n, part, d], or [b, ranks, part, n] of statistics."""
+    return (
+        x.unflatten(1, (ranks, -1)) if x.dim() == 4 else x.unflatten(2, (ranks, -1)).transpose(1, 2)
+    )
+
+
+def _by_heads(x: Tensor, ranks: int) -> Tensor:
+    """The same of heads of several ranks."""
+    return (
+        x.unflatten(2, (ranks, -1)).transpose(1, 2) if x.dim() == 4 else x.unflatten(1, (ranks, -1))
+    )
+
+
+def _fill(run: Run, op: p.Fill) -> None:
+    for name, x in run.of(op.target).items():
+        x.fill_(-torch.inf if name == "lse" else 0)
+
+
+def _attend(run: Run, op: p.Attend) -> None:
+    kv = run.of(op.kv)
+    args = run.of(op.q)["q"], kv["k"], kv["v"], run.executor.scale, op.mask is Mask.CAUSAL
+    if len(op.into) == 1 and not run.is_made(op.into[0]):
+        out, lse = run.backend.forward(*args, into=None)
+        run.fields[op.into[0].buffer] = {"out": out, "lse": lse}
+        return
+    into = _first_of(run, op.into)
+    run.backend.forward(*args, into=(into["out"], into["lse"]))
+
+
+def _attend_backward(run: Run, op: p.AttendBackward) -> None:
+    found, kv = _first_of(run, op.sides), run.of(op.kv)
+    side = QuerySide(*map(found.get, ("q", "dout", "lse", "delta", "out")))
+    made, into = (run.is_made(op.dq), run.is_made(op.dkv)), None
+    if any(made):
+        into = run.of(op.dq)["dq"], *(run.of(op.dkv)[name] for name in ("dk", "dv"))
+    dq, dk, dv = run.backend.backward(
+        side, kv["k"], kv["v"], run.executor.scale, op.mask is Mask.CAUSAL,
+        into=into, deterministic=run.executor.deterministic,
+    )  # fmt: skip
+    if into is None:
+        run.fields[op.dq.buffer] = {"dq": dq}
+        run.fields[op.dkv.buffer] = {"dk": dk, "dv": dv}
+
+
+def _merge(run: Run, op: p.Merge) -> None:
+    into = _first_of(run, op.into)
+    parts = [run.of(part) for part in op.parts]
+    merge_parts(into["out"], into["lse"], [(part["out"], part["lse"]) for part in parts])
+
+
+def _add(run: Run, op: p.Add) -> None:
+    parts = [run.of(part) for part in op.parts]
+    for name, target in run.of(op.into).items():
+        if not parts:
+            target.zero_()
+        elif all(name in part for part in parts):
+            sum_parts(target, [part[name] for part in parts])
+
+
+def _delta(run: Run, op: p.Delta) -> None:
+    side = run.of(op.side)
+    run.fields[op.into.buffer] = {"delta": row_delta(side["dout"], side["out"])}
+
+
+def _stand_in(run: Run, op: p.StandIn) -> None:
+    side = _first_of(run, op.sides)
+    run.fields[op.into.buffer] = {"out": delta_stand_in(side["dout"], side["delta"])}
+
+
+def _transfer(run: Run, op: Transfer) -> None:
+    run.under_way = run.start(op)
+
+
+RUN: Mapping[type, Callable[[Run, Op], None]] = {
+    p.Copy: _copy, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks, p.Fill: _fill,
+    p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge, p.Add: _add,
+    p.Delta: _delta, p.StandIn: _stand_in, Transfer: _transfer,
+}  # fmt: skip

@@ -1,0 +1,98 @@
+"""The tensors of a program's buffers."""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_burst.schedule.program import Buffer, Dtype, Field, Ref
+
+ALIGNMENT = 16  # bytes that the GPU's tensor copies want rows and fields to begin at
+Dtypes = Mapping[Dtype, torch.dtype]
+Fields = dict[str, Tensor]  # [b, rows, heads, dim] each, or [b, heads, rows]
+
+
+def field_bytes(field: Field, dtypes: Dtypes) -> int:
+    """Bytes of a field in one row of one sequence."""
+    return field.elements * dtypes[field.dtype].itemsize
+
+
+def row_bytes(buffer: Buffer, dtypes: Dtypes) -> int:
+    """Bytes of a row of one sequence; where fields of several dtypes lie side by side, each begins
+    aligned."""
+    sizes = [field_bytes(field, dtypes) for field in buffer.fields]
+    if buffer.interleaved and len({dtypes[field.dtype] for field in buffer.fields}) > 1:
+        sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    return sum(sizes)
+
+
+def num_bytes(buffer: Buffer, batch: int, dtypes: Dtypes) -> int:
+    """Of a whole buffer."""
+    return buffer.rows * batch * row_bytes(buffer, dtypes)
+
+
+def raw_rows(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Tensor:
+    """An interleaved buffer as it travels: [rows, b, bytes]."""
+    return flat.view(buffer.rows, batch, row_bytes(buffer, dtypes))
+
+
+def fields_in(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Fields:
+    """The fields of a buffer out of its bytes."""
+    if buffer.interleaved:
+        return _interleaved(raw_rows(flat, buffer, batch, dtypes), buffer, dtypes)
+    return _dense(flat, buffer, batch, dtypes)
+
+
+def _interleaved(rows: Tensor, buffer: Buffer, dtypes: Dtypes) -> Fields:
+    several = len({dtypes[field.dtype] for field in buffer.fields}) > 1
+    fields, offset = {}, 0
+    for field in buffer.fields:
+        size = field_bytes(field, dtypes)
+        part = rows[..., offset : offset + size].view(dtypes[field.dtype])
+        if field.dim:
+            fields[field.name] = part.unflatten(-1, (field.heads, field.dim)).transpose(0, 1)
+        else:
+            fields[field.name] = part.permute(1, 2, 0)
+        offset += -(-size // ALIGNMENT) * ALIGNMENT if several else size
+    return fields
+
+
+def _dense(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Fields:
+    """Those whose size is a multiple of the higher power of two lie first. So each begins at a
+    multiple of its dtype's width, and those with a head dimension that is a multiple of 8 at a
+    multiple of 16 bytes, which kernels want."""
+    shapes = {field.name: shape_of(field, batch, buffer.rows) for field in buffer.fields}
+    sizes = {
+        field.name: prod(shapes[field.name]) * dtypes[field.dtype].itemsize
+        for field in buffer.fields
+    }
+    found, offset = {}, 0
+    for field in sorted(buffer.fields, key=lambda one: -(sizes[one.name] & -sizes[one.name])):
+        part = flat[offset : offset + sizes[field.name]].view(dtypes[field.dtype])
+        found[field.name] = part.view(shapes[field.name])
+        offset += sizes[field.name]
+    return {field.name: found[field.name] for field in buffer.fields}
+
+
+def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:
+    """[b, rows, heads, dim], or [b, heads, rows] of statistics."""
+    return (batch, rows, field.heads, field.dim) if field.dim else (batch, field.heads, rows)
+
+
+def cut_out(fields: Fields, ref: Ref) -> Fields:
+    """Rows and heads of them."""
+    if ref.rows is None and ref.heads is None:
+        return fields
+    rows, heads = (span.slice if span else slice(None) for span in (ref.rows, ref.heads))
+    return {
+        name: x[:, rows, heads] if x.dim() == 4 else x[:, heads, rows] for name, x in fields.items()
+    }
+
+
+def empty_like_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """[b, n, h, dim], with rows outermost in memory if they are in x."""
+    batch, rows, heads, _ = x.shape
+    if batch > 1 and x.stride(0) < x.stride(1):
+        return x.new_empty(rows, batch, heads, dim, dtype=dtype).transpose(0, 1)
+    return x.new_empty(batch, rows, heads, dim, dtype=dtype)

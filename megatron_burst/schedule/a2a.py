@@ -1,0 +1,382 @@
+"""All-to-all: each rank of a node computes all rows of the node for some heads.
+
+A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their
+queries, keys and values travel to the rank that computes them, and results travel back. While a
+round is computed, the next one's tensors come and the last one's results leave. Every pair of
+ranks exchanges 1/L of a shard, so fewer bytes travel than with gathered keys unless heads are
+grouped; kernels have the longest calls that there are, and no gradient is a sum over ranks.
+
+On several nodes what has come goes on from node to node (`inter_node`): the keys and values of a
+rank's heads, or in backward its queries. Over a flat topology all ranks exchange with each other
+and nothing circulates.
+
+Source: Ulysses (arXiv 2309.14509), here in rounds.
+"""
+
+from collections.abc import Sequence
+
+from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.plan.mask import cut
+from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.schedule.emitter import (
+    Emitter,
+    Gradients,
+    Outputs,
+    Spec,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+    out_fields,
+    q_fields,
+    sums_of,
+    travelling_side_fields,
+)
+from megatron_burst.schedule.inter_node import Visitors, steps, sums
+from megatron_burst.schedule.program import (
+    AttendBackward,
+    Copy,
+    Dtype,
+    Field,
+    FromRanks,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Stream,
+    Take,
+    ToRanks,
+)
+
+
+def a2a(spec: Spec) -> Program:
+    """The program of one rank.
+
+    Raises:
+        BurstError: if the heads cannot be sharded evenly, or the layout is striped.
+    """
+    emitter = _AllToAll(spec)
+    (emitter.backward if spec.backward else emitter.forward)()
+    return emitter.program()
+
+
+class _AllToAll(Emitter):
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        shape = spec.shape
+        self.plan = a2a_schedule(
+            spec.topology, spec.cp_rank, layout=spec.layout, mask=spec.mask, tokens=shape.tokens,
+            heads_kv=shape.heads_kv, heads_per_round=spec.heads_per_round,
+            direction=spec.direction, circulate=spec.circulate,
+        )  # fmt: skip
+        self.rounds, self.rows = self.plan.rounds, self.plan.num_rows
+        nodes, rounds = spec.topology.inter_size, len(self.rounds)
+        self.order = steps(nodes, rounds, spec.backward, here=False)
+        self.alone = spec.topology.inter_size == 1
+
+    def part_of(self, round_: int) -> int:
+        """KV heads that a rank computes in a round."""
+        return len(self.rounds[round_]) // len(self.plan.ranks)
+
+    def heads_of(self, round_: int) -> tuple[int, int]:
+        """Query heads and KV heads that a rank computes in a round."""
+        return self.part_of(round_) * self.spec.group, self.part_of(round_)
+
+    def forward(self) -> None:
+        there, back = Wholes(self), Results(self)
+        keys = self.key_visitors(there)
+        for index, step in enumerate(self.order):
+            if step.first:
+                whole = there.of(step.round)
+                there.post(step.round + 1)
+                lse = self.lse(step.round)
+                tiles = self.plan.tiles_of_round(index)
+                results = back.of(step.round)
+                outputs = Outputs(self, f"round {step.round}", tiles, whole, lse, results)
+            if keys:
+                keys.set_out(index)
+                keys.pass_on(index)
+            kv = keys.piece(step.round, step.distance) if keys and step.distance else whole
+            for tile in self.plan.tiles[index]:
+                outputs.compute(tile, kv)
+            if step.last:
+                outputs.merge()
+                self.emit(Copy((lse,), results))
+                back.collect()
+                back.post(step.round)
+        back.collect()
+
+    def lse(self, round_: int) -> Ref:
+        """Dense, as kernels want it; of the heads of a round."""
+        home = Home.LEFT if self.spec.left else Home.PART
+        fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
+        return self.buffer(f"lse {round_}", home, self.rows, fields)
+
+    def key_visitors(self, there: "Wholes") -> Visitors | None:
+        if self.alone or (self.spec.backward and self.spec.circulate is Circulate.Q):
+            return None
+        return Visitors(
+            self, self.order, lambda round_: (there.keys(round_),),
+            lambda round_: kv_fields(self.part_of(round_), self.spec.shape), self.rows,
+        )  # fmt: skip
+
+    def query_visitors(self, sides: "Sides") -> Visitors | None:
+        if self.alone or self.spec.circulate is Circulate.KV:
+            return None
+        return Visitors(
+            self, self.order, sides.bare,
+            lambda round_: travelling_side_fields(self.heads_of(round_)[0], self.spec.shape),
+            self.rows,
+        )  # fmt: skip
+
+    def backward(self) -> None:
+        there = Wholes(self)
+        back, sides = Results(self), Sides(self, there)
+        keys, queries = self.key_visitors(there), self.query_visitors(sides)
+        of_queries, of_keys = self.sums_of_both(back)
+        for index, step in enumerate(self.order):
+            if step.first:
+                there.post(step.round + 1)
+            for visitors in (keys, queries):
+                if visitors:
+                    visitors.set_out(index)
+                    visitors.pass_on(index)
+            if self.alone:
+                self.compute_alone(index, there, back, sides)
+                continue
+            visits = step.distance > 0
+            side = sides.of(step.round)
+            if visits and queries:
+                side = self.visiting(queries.piece(step.round, step.distance))
+            kv = there.keys(step.round)
+            if visits and keys:
+                kv = keys.piece(step.round, step.distance)
+            both = self.compute(index, side, kv)
+            travelling, local = (of_keys, of_queries) if keys else (of_queries, of_keys)
+            of_both = reversed(both) if keys else both
+            # what came home goes back before the next round's results take a place there
+            first, second = of_both
+            travelling.add(index, first)
+            self.send_home(travelling.come_home(index), back)
+            local.add(index, second)
+        if not self.alone:
+            travelling = of_keys if keys else of_queries
+            self.send_home(travelling.come_home(len(self.order)), back)
+        back.collect()
+
+    def sums_of_both(self, back: "Results") -> tuple:
+        shape = self.spec.shape
+        return (
+            sums(self, self.order, False, back.of,
+                 lambda r, dtype: dq_fields(self.heads_of(r)[0], shape, dtype), self.rows),
+            sums(self, self.order, True, back.of,
+                 lambda r, dtype: dkv_fields(self.heads_of(r)[1], shape, dtype), self.rows),
+        )  # fmt: skip
+
+    def compute_alone(self, index: int, there: "Wholes", back: "Results", sides: "Sides") -> None:
+        """A round of one node: one tile, whose results go back at once."""
+        round_ = self.order[index].round
+        into = back.of(round_)
+        side, kv = sides.of(round_), there.keys(round_)
+        self.emit(AttendBackward(side, kv, self.plan.tiles[index][0].mask, into, into))
+        back.collect()
+        back.post(round_)
+
+    def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
+        """A step's tiles: what is to be added of queries' and of keys' gradients."""
+        tiles, heads = self.plan.tiles[index], self.heads_of(self.order[index].round)
+        grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
+        parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
+        of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows))
+        return grads.sums(), of_keys
+
+    def send_home(self, rounds: Sequence[int], back: "Results") -> None:
+        for round_ in rounds:
+            back.collect()
+            back.post(round_)
+
+
+class Wholes:
+    """Tensors of this rank's heads over all rows of the node, a round at a time.
+
+    A slot holds this rank's rows once for each rank, with that rank's heads. In backward, what
+    forward has left does not come again.
+    """
+
+    def __init__(self, emitter: _AllToAll) -> None:
+        self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
+        self._recalls = spec.left and spec.backward
+        self._sources = ("q", "kv")
+        if spec.backward:
+            delta = emitter.delta().buffer
+            self._sources = ("side", delta) if self._recalls else ("side", "kv", delta)
+        self._slots = emitter.slot_count(
+            Cargo.READ, len(emitter.rounds), emitter.rows, self._fields(0)
+        )
+        self.post(0)
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        """What a row that travels has."""
+        shape, (heads_q, heads_kv) = self._emitter.spec.shape, self._emitter.heads_of(round_)
+        qkv = (*q_fields(heads_q, shape), *kv_fields(heads_kv, shape))
+        if not self._emitter.spec.backward:
+            return qkv
+        lse, delta = (Field(name, heads_q, 0, Dtype.SUM) for name in ("lse", "delta"))
+        dout = Field("dout", heads_q, shape.dim_v)
+        return (dout, delta) if self._recalls else (*qkv, dout, lse, delta)
+
+    def post(self, round_: int) -> None:
+        """Start to exchange a round's heads, if there is such a round."""
+        emitter, plan = self._emitter, self._plan
+        if round_ >= len(emitter.rounds):
+            return
+        fields, ranks, tokens = self._fields(round_), plan.ranks, plan.tokens
+        slot = emitter.buffer(
+            f"heads {round_}", Home.SLOT, emitter.rows, fields, Cargo.READ, round_, self._slots
+        )
+        heads = {name: emitter.rounds[round_] if name == "kv"
+                 else emitter.queries(emitter.rounds[round_]) for name in self._sources}  # fmt: skip
+        sources = tuple(Ref(name, heads=heads[name]) for name in self._sources)
+        emitter.emit(ToRanks(sources, slot, len(ranks)))
+        whole = self._declare(round_, fields)
+        mine, gives, takes = ranks.index(plan.cp_rank), [], []
+        for piece in plan.pieces:
+            rows = slot.at(piece.rows.moved(mine * tokens))
+            if piece.holder == plan.cp_rank:
+                emitter.emit(Copy((rows,), whole.at(piece.whole)))
+                gives += [
+                    (column, Give(peer, slot.at(piece.rows.moved(column * tokens))))
+                    for column, peer in enumerate(ranks)
+                    if peer != plan.cp_rank
+                ]
+            else:
+                takes.append(Take(piece.holder, rows, whole.at(piece.whole)))
+        gives.sort(key=lambda give: give[0])
+        emitter.exchange(Cargo.READ, slot, [give for _, give in gives], takes)
+
+    def _declare(self, round_: int, fields: tuple[Field, ...]) -> Ref:
+        """Where a round comes together."""
+        emitter, rounds = self._emitter, len(self._emitter.rounds)
+        if emitter.spec.left and not emitter.spec.backward:
+            return self.left(round_)
+        number = round_, min(2, rounds)
+        name = f"whole {round_}"
+        return emitter.buffer(name, Home.STAGING, emitter.rows, fields, "heads", *number)
+
+    def of(self, round_: int) -> Ref:
+        """What has come; q, k and v too, but in a backward for which forward has left them."""
+        leaves = self._emitter.spec.left and not self._emitter.spec.backward
+        return self.left(round_) if leaves else Ref(f"whole {round_}")
+
+    def keys(self, round_: int) -> Ref:
+        """What has k and v."""
+        return self.left(round_) if self._recalls else self.of(round_)
+
+    def left(self, round_: int) -> Ref:
+        """q, k and v that forward has left."""
+        emitter, shape = self._emitter, self._emitter.spec.shape
+        heads_q, heads_kv = emitter.heads_of(round_)
+        fields = (*q_fields(heads_q, shape), *kv_fields(heads_kv, shape))
+        return emitter.buffer(f"left {round_}", Home.LEFT, emitter.rows, fields, interleaved=True)
+
+
+class Sides:
+    """The query side of this rank's heads of its node's rows, round by round.
+
+    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
+    stand-in made of it is nearer to the true delta than a rounded output.
+    """
+
+    def __init__(self, emitter: _AllToAll, there: Wholes) -> None:
+        self._emitter, self._there = emitter, there
+        self._made: dict[int, tuple[Ref, ...]] = {}
+
+    def bare(self, round_: int) -> tuple[Ref, ...]:
+        """A round's side without an output, with dense statistics."""
+        emitter, spec = self._emitter, self._emitter.spec
+        name, heads = f"statistics {round_}", emitter.heads_of(round_)[0]
+        lse, delta = (Field(field, heads, 0, Dtype.SUM) for field in ("lse", "delta"))
+        left = (emitter.lse(round_),) if spec.left else ()
+        if name not in emitter.buffers:
+            # with other nodes it may have to set out while kernels run
+            home, stream = (Home.PART, Stream.COMPUTE) if emitter.alone else (Home.HOP, Stream.SIDE)
+            fields = (delta,) if left else (lse, delta)
+            made = emitter.buffer(name, home, emitter.rows, fields, "statistics")
+            emitter.emit(Copy((self._there.of(round_),), made, stream))
+        rest = (self._there.left(round_), *left) if left else ()
+        return Ref(name), *rest, self._there.of(round_)
+
+    def of(self, round_: int) -> tuple[Ref, ...]:
+        """A round's side for kernels; made once, whoever's keys it meets."""
+        if round_ not in self._made:
+            self._made = {round_: self._with_output(round_)}
+        return self._made[round_]
+
+    def _with_output(self, round_: int) -> tuple[Ref, ...]:
+        bare = self.bare(round_)
+        if self._emitter.spec.kernel.takes_delta:
+            return bare
+        return self._emitter.with_stand_in(f"stand-in {round_}", bare)
+
+
+class Results:
+    """Results of a round's heads on their way back to the ranks that hold the rows.
+
+    A slot holds this rank's heads of all rows; a rank gets its own rows of them.
+    """
+
+    def __init__(self, emitter: _AllToAll) -> None:
+        self._emitter, self._plan = emitter, emitter.plan
+        self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
+        self._slots = emitter.slot_count(
+            Cargo.GRAD, len(emitter.rounds), emitter.rows, self._fields(0)
+        )
+        self._under_way: int | None = None
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        spec, (heads_q, heads_kv) = self._emitter.spec, self._emitter.heads_of(round_)
+        if not spec.backward:
+            return out_fields(heads_q, spec.shape, Dtype.INPUT)
+        dtype = spec.share_dtype
+        return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
+
+    def of(self, round_: int) -> Ref:
+        """Where a round's results are to be put."""
+        return self._emitter.buffer(
+            f"results {round_}", Home.SLOT, self._emitter.rows, self._fields(round_), Cargo.GRAD,
+            round_, self._slots,
+        )  # fmt: skip
+
+    def post(self, round_: int) -> None:
+        """Start to bring a round's results home; those of the round before must be collected."""
+        emitter, plan, slot = self._emitter, self._plan, self.of(round_)
+        fields = self._fields(round_)
+        staged = emitter.buffer(f"home {round_}", Home.STAGING, emitter.rows, fields, "results")
+        own = [piece for piece in plan.pieces if piece.holder == plan.cp_rank]
+        gives = [
+            Give(piece.holder, slot.at(piece.whole))
+            for piece in plan.pieces
+            if piece.holder != plan.cp_rank
+        ]
+        takes = []
+        for column, peer in enumerate(plan.ranks):
+            for piece in own:
+                rows = staged.at(piece.rows.moved(column * plan.tokens))
+                if peer == plan.cp_rank:
+                    emitter.emit(Copy((slot.at(piece.whole),), rows))
+                else:
+                    takes.append(Take(peer, slot.at(piece.whole), rows))
+        emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        self._under_way = round_
+
+    def collect(self) -> None:
+        """Put the results under way, if any, where they belong."""
+        if self._under_way is None:
+            return
+        round_, self._under_way = self._under_way, None
+        emitter = self._emitter
+        heads = emitter.rounds[round_]
+        targets = tuple(
+            Ref(name, heads=heads if name == "dkv" else emitter.queries(heads))
+            for name in self._targets
+        )
+        emitter.emit(FromRanks(Ref(f"home {round_}"), targets, len(self._plan.ranks)))

@@ -1,0 +1,335 @@
+"""What all modes share: the call's own buffers, names for new ones, the ends of a program."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask, Span, Tile, cut, is_alone
+from megatron_burst.plan.schedule import Cargo, Circulate, Direction
+from megatron_burst.plan.slots import pulled_count, sent_count
+from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.order import placed
+from megatron_burst.schedule.program import (
+    Add,
+    Attend,
+    AttendBackward,
+    Buffer,
+    Delta,
+    Dtype,
+    Field,
+    Give,
+    Home,
+    Merge,
+    Op,
+    Program,
+    Ref,
+    StandIn,
+    Stream,
+    Take,
+    Transfer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a program depends on of the attention kernel (`kernels.backends.Capability`)."""
+
+    rectangular_causal: bool = True
+    takes_delta: bool = True
+    wide_grads: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a program is made for; equal specs have equal programs.
+
+    Attributes:
+        topology: of the group; as the mode sees it.
+        cp_rank: whose program.
+        direction: of the pass.
+        shape: sizes on one rank.
+        layout: of the tokens.
+        mask: of the sequence.
+        circulate: what goes round, or from node to node, in backward.
+        kernel: that computes the tiles.
+        heads_per_round: KV heads of a round; of no meaning for rings.
+        pulled: whether ranks of a node copy out of each other's slots.
+        left: whether forward leaves for backward what came from elsewhere, and backward reads it.
+    """
+
+    topology: Topology
+    cp_rank: int
+    direction: Direction
+    shape: AttentionShape
+    layout: Layout
+    mask: Mask
+    circulate: Circulate = Circulate.KV
+    kernel: Kernel = Kernel()
+    heads_per_round: int = 1
+    pulled: bool = False
+    left: bool = False
+
+    @property
+    def backward(self) -> bool:
+        return self.direction is Direction.BACKWARD
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.shape.heads_q // self.shape.heads_kv
+
+    @property
+    def share_dtype(self) -> Dtype:
+        """Of gradients as they leave for another rank of the node: as wide as the kernel's, and
+        no wider than the wire."""
+        return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
+
+
+@dataclass
+class Emitter:
+    """Collects a program; thrown away when it is complete."""
+
+    spec: Spec
+    ops: list[Op] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape, result = self.spec.shape, self.result_dtype
+        if self.spec.backward:
+            self.buffer("side", Home.CALL, shape.tokens, side_fields(shape.heads_q, shape))
+            self.buffer("dq", Home.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
+            self.buffer("dkv", Home.CALL, shape.tokens, dkv_fields(shape.heads_kv, shape, result))
+        else:
+            self.buffer("q", Home.CALL, shape.tokens, q_fields(shape.heads_q, shape))
+            self.buffer("out", Home.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
+        self.buffer("kv", Home.CALL, shape.tokens, kv_fields(shape.heads_kv, shape))
+
+    @property
+    def result_dtype(self) -> Dtype:
+        """Of out and gradients: they are summed where they are, or written once."""
+        return Dtype.INPUT
+
+    def buffer(
+        self, name: str, home: Home, rows: int, fields: Sequence[Field], use: str = "",
+        number: int = 0, count: int = 1, interleaved: bool = False,
+    ) -> Ref:  # fmt: skip
+        """Declare a buffer; all of it."""
+        interleaved |= home in (Home.SLOT, Home.STAGING)
+        self.buffers[name] = Buffer(
+            name, home, rows, tuple(fields), use, number, count, interleaved
+        )
+        return Ref(name)
+
+    def emit(self, *ops: Op) -> None:
+        self.ops += ops
+
+    def program(self) -> Program:
+        shape, spec = self.spec.shape, self.spec
+        widths = widths_of(shape)
+        used = {ref.buffer for op in self.ops for ref in (*op.reads, *op.writes)}
+        buffers = {name: buffer for name, buffer in self.buffers.items() if name in used}
+        made = Program(
+            spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
+            tuple(self.ops),
+        )  # fmt: skip
+        return placed(made)
+
+    # --- queries that meet keys ---
+
+    def attend(self, tile: Tile, q: Ref, kv: Ref, into: tuple[Ref, ...]) -> None:
+        self.emit(Attend(q.at(tile.q), kv.at(tile.kv), tile.mask, into))
+
+    def slot_count(self, cargo: Cargo, exchanges: int, rows: int, fields: Sequence[Field]) -> int:
+        """Slots that are filled in turn."""
+        if not self.spec.pulled:
+            return sent_count(exchanges)
+        widths = widths_of(self.spec.shape)
+        width = sum(field.elements * widths[field.dtype] for field in fields)
+        return pulled_count(cargo, exchanges, rows * self.spec.shape.batch * width)
+
+    def exchange(
+        self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
+    ) -> None:
+        """What the ranks of a node give each other; they pull all together."""
+        if self.spec.topology.intra_size > 1 and (gives or takes or self.spec.pulled):
+            self.emit(
+                Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, self.spec.pulled)
+            )
+
+    def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
+        """What a kernel makes."""
+        return self.buffer(name, Home.PART, rows, fields)
+
+    def queries(self, heads: Span) -> Span:
+        """The query heads of some KV heads."""
+        return Span(heads.start * self.spec.group, heads.stop * self.spec.group)
+
+    def delta(self) -> Ref:
+        """delta of the rank's own query side."""
+        shape = self.spec.shape
+        fields = (Field("delta", shape.heads_q, 0, Dtype.SUM),)
+        delta = self.buffer("delta", Home.PART, shape.tokens, fields)
+        self.emit(Delta(Ref("side"), delta))
+        return delta
+
+    def visiting(self, *sides: Ref) -> tuple[Ref, ...]:
+        """A query side that has delta, as the kernel wants it."""
+        if self.spec.kernel.takes_delta:
+            return sides
+        return self.with_stand_in(f"stand-in for {sides[0].buffer}", sides)
+
+    def with_stand_in(self, name: str, sides: tuple[Ref, ...]) -> tuple[Ref, ...]:
+        """With an output that has the same delta."""
+        rows = self.buffers[sides[0].buffer].rows
+        fields = (f for side in sides for f in self.buffers[side.buffer].fields)
+        heads = next(field.heads for field in fields if field.name == "dout")
+        made = self.part(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
+        self.emit(StandIn(sides, made))
+        return made, *sides
+
+
+class Outputs:
+    """Results of the tiles of a round: written where they belong, or merged there at its end."""
+
+    def __init__(
+        self, emitter: Emitter, name: str, tiles: Sequence[Tile], q: Ref, *out: Ref
+    ) -> None:
+        self._emitter, self._name, self._tiles = emitter, name, tiles
+        self._q, self._out = q, out
+        self._parts: list[tuple[Span, Ref]] = []
+        buffer = emitter.buffers[q.buffer]
+        self._rows = buffer.rows
+        heads = len(q.heads) if q.heads else next(f.heads for f in buffer.fields if f.name == "q")
+        self._fields = out_fields(heads, emitter.spec.shape, Dtype.INPUT)
+
+    def compute(self, tile: Tile, kv: Ref) -> None:
+        """A tile over some keys and values."""
+        if is_alone(tile, self._tiles):
+            into = self._at(tile.q)
+        else:
+            name = f"{self._name} part {len(self._parts)}"
+            into = (self._emitter.part(name, len(tile.q), self._fields),)
+            self._parts.append((tile.q, *into))
+        self._emitter.attend(tile, self._q, kv, into)
+
+    def _at(self, rows: Span) -> tuple[Ref, ...]:
+        return tuple(out.at(rows) for out in self._out)
+
+    def merge(self) -> None:
+        """Merge what rows have of several tiles."""
+        for span in cut((tile.q for tile in self._tiles), self._rows):
+            parts = tuple(
+                part.at(span.moved(-rows.start)) for rows, part in self._parts if rows.holds(span)
+            )
+            if parts:
+                self._emitter.emit(Merge(parts, self._at(span)))
+
+
+Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the parts to be added there
+
+
+class Gradients:
+    """Gradients of the tiles of a step; dq of rows that have one tile only is written in place.
+
+    Args:
+        emitter: of the program.
+        name: of the step.
+        tiles: of the step.
+        sides: the query side, in one or two buffers.
+        dq: where dq goes if nothing else is added to it; None: it is.
+        heads: query heads, and KV heads, of the tiles.
+        rows: of the query side.
+    """
+
+    def __init__(
+        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sides: tuple[Ref, ...],
+        dq: Ref | None, heads: tuple[int, int], rows: int,
+    ) -> None:  # fmt: skip
+        self._emitter, self._name, self._tiles, self._sides = emitter, name, tiles, sides
+        self._dq, self._rows, self._count = dq, rows, 0
+        self._parts: list[tuple[Span, Ref]] = []
+        self._written: list[Span] = []
+        shape = emitter.spec.shape
+        dtype = Dtype.SUM if emitter.spec.kernel.wide_grads else Dtype.INPUT
+        self._dq_fields = dq_fields(heads[0], shape, dtype)
+        self._dkv_fields = dkv_fields(heads[1], shape, dtype)
+
+    def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
+        """dk and dv of a tile, which are a part of their own if not written `into` another."""
+        emitter, name = self._emitter, f"{self._name} {self._count}"
+        self._count += 1
+        if self._dq is not None and is_alone(tile, self._tiles):
+            dq = self._dq.at(tile.q)
+            self._written.append(tile.q)
+        else:
+            dq = emitter.part(f"dq {name}", len(tile.q), self._dq_fields)
+            self._parts.append((tile.q, dq))
+        dkv = into or emitter.part(f"dkv {name}", len(tile.kv), self._dkv_fields)
+        sides = tuple(side.at(tile.q) for side in self._sides)
+        emitter.emit(AttendBackward(sides, kv.at(tile.kv), tile.mask, dq, dkv))
+        return dkv
+
+    def sums(self) -> list[Sum]:
+        """What is to be summed, for all query rows that are not complete."""
+        spans = cut((tile.q for tile in self._tiles), self._rows)
+        left = [span for span in spans if not any(done.holds(span) for done in self._written)]
+        return sums_of(self._parts, left)
+
+
+def sums_of(parts: Sequence[tuple[Span, Ref]], spans: Iterable[Span]) -> list[Sum]:
+    """What the rows of each span have of parts over some rows each; a part holds or does not touch
+    each span."""
+    return [
+        (span, tuple(part.at(span.moved(-rows.start)) for rows, part in parts if rows.holds(span)))
+        for span in spans
+    ]
+
+
+def add_up(
+    emitter: Emitter, total: Ref, sums: Sequence[Sum], fresh: bool, stream: Stream = Stream.COMPUTE
+) -> None:
+    """total <- sum of parts, added to what is there unless it is fresh."""
+    for span, parts in sums:
+        rows = total.at(span)
+        if parts or fresh:
+            emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+
+
+def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
+    """Bytes of an element."""
+    sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
+    return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
+
+
+def q_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    return (Field("q", heads, shape.dim_qk),)
+
+
+def kv_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    return Field("k", heads, shape.dim_qk), Field("v", heads, shape.dim_v)
+
+
+def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return Field("out", heads, shape.dim_v, dtype), Field("lse", heads, 0, Dtype.SUM)
+
+
+def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    """Of a rank's own query side."""
+    out = Field("out", heads, shape.dim_v)
+    return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
+            Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
+
+
+def travelling_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    """Of a query side that goes to other ranks: delta stands for the output."""
+    lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
+    return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
+
+
+def dq_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return (Field("dq", heads, shape.dim_qk, dtype),)
+
+
+def dkv_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return Field("dk", heads, shape.dim_qk, dtype), Field("dv", heads, shape.dim_v, dtype)

@@ -1,0 +1,377 @@
+"""Gathering: the keys of the ranks of a node come together, a few heads at a time.
+
+A round is a group of KV heads. Its keys and values lie in the order of the sequence, so whatever
+a rank's queries may see of them is one range of rows. While a step is computed, the next one's
+keys arrive; the gradients of its keys leave for the ranks that hold them while the next one is
+computed. The first step has none before it and, in backward, the last has none after it: there the
+rank's own diagonal tiles, which need nobody, are computed meanwhile. Where gradients go on to other
+nodes, half of the last step's diagonal tiles come first: behind them the last such sum sets out.
+
+On one node a round is one step. On several, the shards of the others come by (`inter_node`): keys
+and values, gathered inside the node in each step; or in backward queries, which meet keys that are
+gathered once a round.
+"""
+
+from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.plan.mask import Span, Tile
+from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.schedule.emitter import (
+    Emitter,
+    Gradients,
+    Outputs,
+    Spec,
+    Sum,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+    travelling_side_fields,
+)
+from megatron_burst.schedule.inter_node import Visitors, steps, sums
+from megatron_burst.schedule.program import (
+    Copy,
+    Field,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Stream,
+    Take,
+)
+
+
+def gather(spec: Spec) -> Program:
+    """The program of one rank.
+
+    Raises:
+        BurstError: if the layout cannot be gathered or cannot hold that many rows.
+    """
+    emitter = _Gather(spec)
+    (emitter.backward if spec.backward else emitter.forward)()
+    return emitter.program()
+
+
+class _Gather(Emitter):
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        shape = spec.shape
+        self.plan = gather_schedule(
+            spec.topology, spec.cp_rank, layout=spec.layout, mask=spec.mask, tokens=shape.tokens,
+            heads_kv=shape.heads_kv, heads_per_round=spec.heads_per_round,
+            direction=spec.direction, rectangular_causal=spec.kernel.rectangular_causal,
+            circulate=spec.circulate, recalls=spec.left and spec.backward,
+        )  # fmt: skip
+        self.rounds = self.plan.rounds
+        self.order = steps(spec.topology.inter_size, len(self.rounds), spec.backward, spec.left)
+        self.keys = Keys(self)
+
+    def forward(self) -> None:
+        self.keys.prepare(0, late=False)
+        self.keys.prepare(0, late=True)
+        for index, step in enumerate(self.plan.steps):
+            heads = self.queries(step.heads)
+            if self.order[index].first:
+                tiles = self.plan.tiles_of_round(index)
+                name = f"round {self.order[index].round}"
+                q, out = Ref("q", heads=heads), Ref("out", heads=heads)
+                outputs = Outputs(self, name, tiles, q, out)
+            for tile in step.before:
+                outputs.compute(tile, Ref("kv", heads=step.heads))
+            self.keys.prepare(index + 1, late=False)
+            for tile in step.tiles:
+                outputs.compute(tile, self.keys.of(index))
+            self.keys.prepare(index + 1, late=True)
+            if self.order[index].last:
+                outputs.merge()
+
+    def backward(self) -> None:
+        sides, keys = Sides(self), self.keys
+        shares = Shares(self)
+        rows = self.spec.shape.tokens
+        of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, rows)
+        of_keys = KeySums(self, shares)
+        alone = self.spec.topology.inter_size == 1
+        sides.prepare(0)
+        keys.prepare(0, late=False)
+        keys.prepare(0, late=True)
+        for index, step in enumerate(self.plan.steps):
+            side, heads = sides.of(index), (len(self.queries(step.heads)), len(step.heads))
+            direct = self.dq_of(self.order[index].round) if alone else None
+            tiles = Gradients(self, f"{index}", step.every_tile, side, direct, heads, rows)
+            own = Ref("kv", heads=step.heads)
+            of_keys.before(index - 1)
+            for tile in step.before:
+                shares.add_own(index, tile, tiles.compute(tile, own))
+            if step.before:  # these tiles hide what the sums wait for inside the node
+                of_keys.add(index - 1)
+            keys.prepare(index + 1, late=False)
+            for tile, share in zip(step.tiles, shares.of(index), strict=True):
+                tiles.compute(tile, keys.of(index), into=share)
+            if not step.before:
+                of_keys.add(index - 1)
+            sides.prepare(index + 1)
+            keys.prepare(index + 1, late=True)
+            of_keys.settle(index - 1)
+            shares.leave(index)
+            for tile in step.after:
+                shares.add_own(index, tile, tiles.compute(tile, own))
+            of_queries.add(index, tiles.sums())
+            of_queries.come_home(index)
+        of_queries.come_home(len(self.order))
+        of_keys.finish()
+
+    def dq_of(self, round_: int) -> Ref:
+        return Ref("dq", heads=self.queries(self.rounds[round_]))
+
+    def dq_fields_of(self, round_: int, dtype) -> tuple[Field, ...]:
+        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
+
+
+class Keys:
+    """Keys and values of all ranks of a node, a gather at a time, in the order of the sequence.
+
+    Rows that no tile of this rank reads are not fetched and hold anything.
+    """
+
+    def __init__(self, emitter: _Gather) -> None:
+        self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
+        travel = not spec.backward or spec.circulate is Circulate.KV
+        self._recalls = spec.left and spec.backward
+        self._visitors = None
+        if travel and not self._recalls and spec.topology.inter_size > 1:
+            self._visitors = Visitors(
+                emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
+                self._fields, spec.shape.tokens,
+            )  # fmt: skip
+        self._slots = emitter.slot_count(
+            Cargo.READ, len(self._plan.reads), self._plan.num_rows, self._fields(0)
+        )
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        return kv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape)
+
+    def _begins(self, index: int) -> bool:
+        """Whether a step is the first that uses its gather."""
+        steps = self._plan.steps
+        return index == 0 or steps[index].gather != steps[index - 1].gather
+
+    def prepare(self, index: int, late: bool) -> None:
+        """Let the keys of a step come: before the kernels that hide it (a gather of what is here,
+        if slots allow it), and behind them what waits for other nodes."""
+        if index >= len(self._plan.steps):
+            return
+        comes = bool(self._visitors and self._emitter.order[index].distance)
+        early = not comes and (self._slots > 1 or index == 0)
+        if not late:
+            if early:
+                self._gather(index)
+            return
+        if not comes and not early:
+            self._gather(index)
+        if self._visitors:
+            self._visitors.set_out(index)
+        if comes:
+            self._gather(index)
+        if self._visitors:
+            self._visitors.pass_on(index)
+
+    def _gather(self, index: int) -> None:
+        emitter, step, stream = self._emitter, self._emitter.order[index], Stream.COMPUTE
+        source = Ref("kv", heads=self._plan.steps[index].heads)
+        if step.distance and self._visitors:
+            source, stream = self._visitors.piece(step.round, step.distance), Stream.SIDE
+        if step.distance and emitter.spec.left:
+            name = f"left {step.round}+{step.distance}"
+            fields = self._fields(step.round)
+            left = emitter.buffer(name, Home.LEFT, emitter.spec.shape.tokens, fields)
+            if self._visitors:
+                emitter.emit(Copy((source,), left, stream))
+            source = left
+        if self._begins(index):
+            self._fill_and_exchange(index, source, stream)
+
+    def _fill_and_exchange(self, index: int, source: Ref, stream: Stream) -> None:
+        emitter, step, mine = self._emitter, self._plan.steps[index], self._plan.cp_rank
+        slot = emitter.buffer(
+            f"keys {step.gather}", Home.SLOT, self._plan.num_rows,
+            self._fields(emitter.order[index].round), Cargo.READ, step.gather, self._slots,
+        )  # fmt: skip
+        for piece in step.keys:
+            if piece.holder == mine:
+                emitter.emit(Copy((source.at(piece.rows),), slot.at(piece.whole), stream))
+        reads, others = self._plan.reads[step.gather], self._plan.others
+        gives = [Give(peer, slot.at(p.whole)) for peer in others for p in reads[peer]]
+        takes = [
+            Take(peer, slot.at(piece.whole), slot.at(piece.whole))
+            for peer in others
+            for piece in reads[mine]
+            if piece.holder == peer
+        ]
+        emitter.exchange(Cargo.READ, slot, gives, takes)
+
+    def of(self, index: int) -> Ref:
+        """The gathered keys and values of a step."""
+        return Ref(f"keys {self._plan.steps[index].gather}")
+
+
+class Sides:
+    """The query side of each step, of visitors too if queries circulate."""
+
+    def __init__(self, emitter: _Gather) -> None:
+        self._emitter, spec = emitter, emitter.spec
+        self._own = (Ref("side"),)
+        self._visitors = None
+        if spec.circulate is Circulate.Q:
+            self._own = (Ref("side"), emitter.delta())
+            self._visitors = Visitors(
+                emitter, emitter.order, self._of_round, self._fields, spec.shape.tokens
+            )
+
+    def _of_round(self, round_: int) -> tuple[Ref, ...]:
+        heads = self._emitter.queries(self._emitter.rounds[round_])
+        return tuple(Ref(side.buffer, heads=heads) for side in self._own)
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        heads = len(self._emitter.queries(self._emitter.rounds[round_]))
+        return travelling_side_fields(heads, self._emitter.spec.shape)
+
+    def prepare(self, index: int) -> None:
+        """Let the visitor of a step come."""
+        if self._visitors and index < len(self._emitter.order):
+            self._visitors.set_out(index)
+            self._visitors.pass_on(index)
+
+    def of(self, index: int) -> tuple[Ref, ...]:
+        """The side of a step."""
+        step = self._emitter.order[index]
+        if not (self._visitors and step.distance):
+            return self._of_round(step.round)
+        return self._emitter.visiting(self._visitors.piece(step.round, step.distance))
+
+
+class Shares:
+    """Gradients of gathered keys on their way to the ranks that hold these keys.
+
+    A share is in the dtype in which the kernel returns it (or in the wire's), is rounded once, and
+    all shares of a row are summed in the accumulation dtype in one pass: no error grows with the
+    number of ranks.
+    """
+
+    def __init__(self, emitter: _Gather) -> None:
+        self._emitter, self._plan = emitter, emitter.plan
+        self.slots = emitter.slot_count(
+            Cargo.GRAD, len(self._plan.steps), self._plan.share_rows, self._fields(0)
+        )
+        self._own: dict[int, list[tuple[Tile, Ref]]] = {}
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        emitter = self._emitter
+        heads, dtype = len(emitter.rounds[round_]), emitter.spec.share_dtype
+        return dkv_fields(heads, emitter.spec.shape, dtype)
+
+    def of(self, index: int) -> list[Ref]:
+        """Where the tiles of a step put their shares, one behind the other."""
+        lengths = [len(tile.kv) for tile in self._plan.steps[index].tiles]
+        fields = self._fields(self._emitter.order[index].round)
+        slot = self._emitter.buffer(
+            f"shares {index}", Home.SLOT, sum(lengths), fields, Cargo.GRAD, index, self.slots
+        )
+        starts = [sum(lengths[:n]) for n in range(len(lengths))]
+        pairs = zip(starts, lengths, strict=True)
+        return [slot.at(Span(start, start + length)) for start, length in pairs]
+
+    def add_own(self, index: int, tile: Tile, share: Ref) -> None:
+        """Remember the share of a tile over the rank's own shard until its step is summed."""
+        self._own.setdefault(index, []).append((tile, share))
+
+    def leave(self, index: int) -> None:
+        """Start to bring a step's shares to their holders."""
+        mine, slot = self._plan.cp_rank, Ref(f"shares {index}")
+        leaves = self._plan.steps[index].leaves
+        gives = [Give(leaf.piece.holder, slot.at(leaf.rows)) for leaf in leaves[mine]]
+        arrivals = self._arrivals(index)
+        takes = [Take(rank, slot.at(leaf.rows), rows) for rank, leaf, rows in arrivals]
+        self._emitter.exchange(Cargo.GRAD, slot, gives, takes)
+
+    def _arrivals(self, index: int) -> list[tuple]:
+        """(rank, what comes from it, where it lands)."""
+        leaves, found, start = self._plan.steps[index].leaves, [], 0
+        total = self._plan.steps[index].arriving_rows
+        fields = self._fields(self._emitter.order[index].round)
+        staged = self._emitter.buffer(f"came {index}", Home.STAGING, total, fields, "shares")
+        for rank in self._plan.others:
+            for leaf in leaves[rank]:
+                stop = start + len(leaf.rows)
+                found.append((rank, leaf, staged.at(Span(start, stop))))
+                start = stop
+        return found
+
+    def sums(self, index: int) -> list[Sum]:
+        """What is to be summed of a step, for each piece held here."""
+        own, found = self._own.pop(index, []), []
+        for piece in self._plan.steps[index].keys:
+            if piece.holder != self._plan.cp_rank:
+                continue
+            parts = [
+                share.at(piece.rows.moved(-tile.kv.start))
+                for tile, share in own
+                if tile.kv.holds(piece.rows)
+            ]
+            shares = zip(self._plan.steps[index].tiles, self.of(index), strict=True)
+            parts += [
+                share.at(piece.whole.moved(-tile.kv.start))
+                for tile, share in shares
+                if tile.kv.holds(piece.whole)
+            ]
+            parts += [rows for _, leaf, rows in self._arrivals(index) if leaf.piece == piece]
+            found.append((piece.rows, tuple(parts)))
+        return found
+
+
+class KeySums:
+    """Sums of the keys' gradients of each step, formed while the next one is computed.
+
+    Those that travel on are formed beside its kernels, so that they set out at once. In a single
+    slot they have to be formed before it is filled again.
+    """
+
+    def __init__(self, emitter: _Gather, shares: Shares) -> None:
+        self._emitter, self._shares, spec = emitter, shares, emitter.spec
+
+        def fields(round_: int, dtype) -> tuple[Field, ...]:
+            return dkv_fields(len(emitter.rounds[round_]), spec.shape, dtype)
+
+        def target(round_: int) -> Ref:
+            return Ref("dkv", heads=emitter.rounds[round_])
+
+        self._sums = sums(emitter, emitter.order, True, target, fields, spec.shape.tokens)
+        travel = spec.circulate is Circulate.KV and spec.topology.inter_size > 1
+        self._one_slot = shares.slots == 1
+        self._stream = Stream.SIDE if travel and not self._one_slot else Stream.COMPUTE
+
+    def before(self, index: int) -> None:
+        """Before the tiles of the next step."""
+        if index >= 0 and self._one_slot:
+            self._form(index, Stream.COMPUTE)
+
+    def add(self, index: int) -> None:
+        """Behind its first tiles."""
+        if index < 0 or self._one_slot:
+            return
+        if self._stream is Stream.COMPUTE:
+            self._form(index, Stream.COMPUTE)
+        else:
+            self._sums.add(index, self._shares.sums(index), self._stream)
+
+    def settle(self, index: int) -> None:
+        """Behind all of them."""
+        if index >= 0 and self._stream is Stream.SIDE:
+            self._sums.come_home(index, self._stream)
+
+    def _form(self, index: int, stream: Stream) -> None:
+        self._sums.add(index, self._shares.sums(index), stream)
+        self._sums.come_home(index, stream)
+
+    def finish(self) -> None:
+        """The last sums, and the last to come home."""
+        self._form(len(self._emitter.order) - 1, Stream.COMPUTE)
+        self._sums.come_home(len(self._emitter.order))

@@ -1,0 +1,224 @@
+"""Between nodes: pieces go round while the ranks of each node work together on what is there.
+
+A round is a group of heads. In each of its N steps the ranks of a node work with the shards of one
+node: each rank has the piece (its shard's heads of the round) of the rank at its own place there.
+Pieces go round the column of equal places in N-1 hops. A rank's own piece of the next round sets
+out behind the last hop of the round before, so the slow link always has something to carry.
+
+The gradient of a travelling piece follows: each node adds its sum, and the last hop of N-1 brings
+the total home, where what the home node itself contributed has waited. It never leaves.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.emitter import Emitter, Sum, add_up
+from megatron_burst.schedule.program import (
+    Add,
+    Copy,
+    Dtype,
+    Field,
+    Give,
+    Home,
+    Ref,
+    Stream,
+    Take,
+    Transfer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a round: `distance` is how many nodes the visiting piece has come."""
+
+    round: int
+    distance: int
+    first: bool  # of its round
+    last: bool
+
+
+@lru_cache(maxsize=1024)
+def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Step, ...]:
+    """The steps of a pass.
+
+    Each round begins with the node's own shards. In backward the last one ends with them, so that
+    the last gradients from elsewhere come home behind their tiles. An only round does not: its
+    first piece would have nothing to come behind. Where pieces are `here` already, left by forward,
+    every round ends with the node's own: so no two of them leave gradients one right after the
+    other.
+    """
+    found = []
+    for round_ in range(rounds):
+        ends_at_home = here or 0 < round_ == rounds - 1
+        turn = (*range(1, nodes), 0) if backward and ends_at_home else range(nodes)
+        places = list(enumerate(turn))
+        found += [Step(round_, away, place == 0, place == nodes - 1) for place, away in places]
+    return tuple(found)
+
+
+def send_on(emitter: Emitter, cargo: Cargo, sends: Ref, brings: Ref) -> None:
+    """One hop to the next node; as much comes from the one before."""
+    topology = emitter.spec.topology
+    row, column = topology.coord(emitter.spec.cp_rank)
+    give = Give(topology.rank_at(row + 1, column), sends)
+    take = Take(topology.rank_at(row - 1, column), sends, brings)
+    emitter.emit(Transfer(Link.INTER, cargo, (give,), (take,)))
+
+
+class Visitors:
+    """Pieces that come by.
+
+    Args:
+        emitter: of the program.
+        order: its steps.
+        own: the rank's own piece of a round, wherever it is.
+        fields: of a round's piece.
+        rows: of a piece.
+    """
+
+    def __init__(
+        self, emitter: Emitter, order: Sequence[Step],
+        own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
+        rows: int,
+    ) -> None:  # fmt: skip
+        self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
+        self._rows, self._nodes = rows, emitter.spec.topology.inter_size
+        self._leaving: dict[int, list[Step]] = defaultdict(list)
+        at = {(step.round, step.distance): index for index, step in enumerate(order)}
+        for step in order:
+            if step.distance < self._nodes - 1:
+                before = at.get((step.round - 1, self._nodes - 1), 0)
+                leaves = at[step.round, step.distance] if step.distance else before
+                self._leaving[leaves].append(step)
+
+    def piece(self, round_: int, distance: int) -> Ref:
+        """The piece of a step."""
+        name = f"piece {round_}+{distance}"
+        if name not in self._emitter.buffers:
+            self._emitter.buffer(name, Home.HOP, self._rows, self._fields(round_), Cargo.READ)
+        return Ref(name)
+
+    def set_out(self, index: int) -> None:
+        """Send the rank's own piece, if it is to leave while a step is prepared."""
+        for step in self._leaving[index]:
+            if step.distance == 0:
+                piece = self.piece(step.round, 0)
+                self._emitter.emit(Copy(self._own(step.round), piece, Stream.SIDE))
+                self._send(step)
+
+    def pass_on(self, index: int) -> None:
+        """Send on what came for a step, if it is to go on."""
+        for step in self._leaving[index]:
+            if step.distance:
+                self._send(step)
+
+    def _send(self, step: Step) -> None:
+        sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
+        send_on(self._emitter, Cargo.READ, sends, brings)
+
+
+class TravellingSums:
+    """Gradients of pieces that come by: each node adds its own; the last hop brings them home.
+
+    Args:
+        emitter: of the program.
+        order: its steps.
+        target: where the rank's own gradients of a round go.
+        fields: of a round's gradients, as they travel.
+        rows: of a piece.
+    """
+
+    def __init__(
+        self, emitter: Emitter, order: Sequence[Step], target: Callable[[int], Ref],
+        fields: Callable[[int], tuple[Field, ...]], rows: int,
+    ) -> None:  # fmt: skip
+        self._emitter, self._order, self._target = emitter, order, target
+        self._fields, self._rows = fields, rows
+        self._nodes = emitter.spec.topology.inter_size
+        self._coming: dict[int, list[int]] = defaultdict(list)  # rounds that come home, by turn
+        at = {(step.round, step.distance): index for index, step in enumerate(order)}
+        for index, step in enumerate(order):
+            if 0 < step.distance == self._nodes - 1:
+                turn = min(len(order), max(at[step.round, 0], index + 2))
+                self._coming[turn].append(step.round)
+
+    def _sum(self, round_: int, distance: int) -> Ref:
+        """The sum of a step; behind the last of them, what has come home."""
+        name = f"sum {round_}+{distance}"
+        if name not in self._emitter.buffers:
+            self._emitter.buffer(name, Home.HOP, self._rows, self._fields(round_), Cargo.GRAD)
+        return Ref(name)
+
+    def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
+        """Add what this node contributes in a step and send it on; `sums` name every row once."""
+        step = self._order[index]
+        fresh = step.distance <= 1
+        if self._nodes == 1:
+            add_up(self._emitter, self._target(step.round), sums, fresh, stream)
+            return
+        total = self._sum(step.round, step.distance)
+        add_up(self._emitter, total, sums, fresh, stream)
+        if step.distance:
+            came = self._sum(step.round, step.distance + 1)
+            send_on(self._emitter, Cargo.GRAD, total, came)
+
+    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
+        """Complete the rank's own gradients that come home by now; returns their rounds."""
+        for round_ in self._coming[turn]:
+            parts = self._sum(round_, 0), self._sum(round_, self._nodes)
+            self._emitter.emit(Add(parts, self._target(round_), stream))
+        return self._coming[turn]
+
+
+class LocalSums:
+    """Gradients that stay: summed over the steps of a round, rounded when it is over.
+
+    Args:
+        emitter: of the program.
+        order: its steps.
+        target: where a round's gradients go.
+        fields: of a round's sums.
+        rows: of them.
+    """
+
+    def __init__(
+        self, emitter: Emitter, order: Sequence[Step], target: Callable[[int], Ref],
+        fields: Callable[[int], tuple[Field, ...]], rows: int,
+    ) -> None:  # fmt: skip
+        self._emitter, self._order, self._target = emitter, order, target
+        self._fields, self._rows = fields, rows
+
+    def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
+        """Add a step's share; the sums of a step name rows once, those of its round every row."""
+        step, emitter = self._order[index], self._emitter
+        target = self._target(step.round)
+        if step.first and step.last:
+            add_up(emitter, target, sums, True, stream)
+            return
+        name = f"local sum {step.round}"
+        if name not in emitter.buffers:
+            fields = self._fields(step.round)
+            emitter.buffer(name, Home.SUM, self._rows, fields, "local", step.round)
+        if not step.last:
+            add_up(emitter, Ref(name), sums, step.first, stream)
+            return
+        for span, parts in sums:
+            emitter.emit(Add((Ref(name).at(span), *parts), target.at(span), stream))
+
+    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
+        """Nothing travels."""
+        return []
+
+
+def sums(
+    emitter: Emitter, order: Sequence[Step], of_keys: bool, target: Callable[[int], Ref],
+    fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int,
+) -> LocalSums | TravellingSums:  # fmt: skip
+    """Sums of keys' gradients, or of queries': those of what circulates travel home."""
+    travel = of_keys == (emitter.spec.circulate is Circulate.KV)
+    kind, dtype = (TravellingSums, Dtype.WIRE) if travel else (LocalSums, Dtype.SUM)
+    return kind(emitter, order, target, lambda round_: fields(round_, dtype), rows)

@@ -1,0 +1,346 @@
+"""The program of a rank: a list of operations on named buffers.
+
+A program reads as if its operations ran one after the other. Each names the stream that it is
+issued on and what it reads and writes; `order` derives from that which operations must wait for
+which, so that all else runs side by side. The list is also the order in which operations are
+issued: with CUDA_DEVICE_MAX_CONNECTIONS=1 whatever waits at the head of the queue holds up what is
+behind it, so a transfer that waits for other ranks is issued behind the kernels that hide it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+from megatron_burst.plan.mask import Mask, Span
+from megatron_burst.plan.schedule import Cargo, Direction
+from megatron_burst.plan.topology import Link, Topology
+
+
+class Dtype(StrEnum):
+    """Of a buffer's elements, before torch says which that is."""
+
+    INPUT = "input"  # of q, k and v
+    SUM = "sum"  # in which results and gradients are summed; of lse and delta
+    WIRE = "wire"  # of gradients between ranks
+
+
+class Home(StrEnum):
+    """Where a buffer lives."""
+
+    CALL = "call"  # given by the caller, or returned to it
+    LEFT = "left"  # made by forward, read by the backward that follows it
+    PART = "part"  # made by the operation that writes it first
+    HOP = "hop"  # of the group, used by one call after the other; shared out by lifetime
+    SLOT = "slot"  # the same, numbered; ranks of the node read or are sent rows of it
+    STAGING = "staging"  # the same, numbered; what comes for this rank lands in it
+    SUM = "sum"  # the same, numbered
+
+
+NUMBERED = (Home.SLOT, Home.STAGING, Home.SUM)
+
+
+class Stream(StrEnum):
+    """Where an operation is queued; a transfer has a stream of its own."""
+
+    COMPUTE = "compute"
+    SIDE = "side"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a buffer: [batch, rows, heads, dim], or [batch, heads, rows] if dim is 0."""
+
+    name: str
+    heads: int
+    dim: int
+    dtype: Dtype = Dtype.INPUT
+
+    @property
+    def elements(self) -> int:
+        """Of a row."""
+        return self.heads * max(self.dim, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory with a name.
+
+    Attributes:
+        name: in the program.
+        home: where it lives.
+        rows: of each tensor.
+        fields: its tensors.
+        use: buffers of one use share memory, as their numbers say.
+        number: of slots, staging and sums; of hop buffers `order.placed` finds it.
+        count: after how many numbers memory is used again.
+        interleaved: whether the fields lie side by side in each row, so that rows can travel;
+            else each is dense.
+    """
+
+    name: str
+    home: Home
+    rows: int
+    fields: tuple[Field, ...]
+    use: str = ""
+    number: int = 0
+    count: int = 1
+    interleaved: bool = False
+
+    @property
+    def storage(self) -> tuple:
+        """What overlaps with other buffers that have the same."""
+        if self.home is Home.HOP:
+            return self.home, self.use, self.number
+        shared = self.home in NUMBERED
+        return (self.home, self.use, self.number % self.count) if shared else (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Rows and heads of a buffer; None: all of them."""
+
+    buffer: str
+    rows: Span | None = None
+    heads: Span | None = None
+
+    def at(self, rows: Span) -> "Ref":
+        """These rows of it, counted from its first."""
+        return replace(self, rows=rows.moved(self.rows.start) if self.rows else rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Fill the target's fields with those of the same names that the sources have."""
+
+    sources: tuple[Ref, ...]
+    target: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: self.sources)
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
+class ToRanks:
+    """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one."""
+
+    sources: tuple[Ref, ...]
+    target: Ref
+    ranks: int
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: self.sources)
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
+class FromRanks:
+    """The way back."""
+
+    source: Ref
+    targets: tuple[Ref, ...]
+    ranks: int
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Empty sums: zeros, and -inf as lse."""
+
+    target: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: ())
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """One forward kernel: out and lse of the queries over the keys and values, which may go into
+    two buffers."""
+
+    q: Ref
+    kv: Ref
+    mask: Mask
+    into: tuple[Ref, ...]
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.q, self.kv))
+    writes = property(lambda self: self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendBackward:
+    """One backward kernel; `sides` have q, dout, lse and delta or out (or a stand-in)."""
+
+    sides: tuple[Ref, ...]
+    kv: Ref
+    mask: Mask
+    dq: Ref
+    dkv: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (*self.sides, self.kv))
+    writes = property(lambda self: (self.dq, self.dkv))
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merge results over disjoint keys; the target may be among the parts."""
+
+    parts: tuple[Ref, ...]
+    into: tuple[Ref, ...]
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: self.parts)
+    writes = property(lambda self: self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Sum in the accumulation dtype, rounded once; the target may be among the parts."""
+
+    parts: tuple[Ref, ...]
+    into: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: self.parts)
+    writes = property(lambda self: (self.into,))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """delta = rowsum(dO O) of a query side that has `dout` and `out`."""
+
+    side: Ref
+    into: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.side,))
+    writes = property(lambda self: (self.into,))
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """An output that has the same delta, for kernels that want an output."""
+
+    sides: tuple[Ref, ...]
+    into: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: self.sides)
+    writes = property(lambda self: (self.into,))
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """What another rank gets."""
+
+    peer: int
+    rows: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What comes from another rank: its rows there, and where they go here."""
+
+    peer: int
+    theirs: Ref
+    rows: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What goes to and comes from other ranks; over once both is done.
+
+    Attributes:
+        link: whose communicators carry it.
+        cargo: data to read, or gradients.
+        gives: what this rank sends, or others pull.
+        takes: what it receives, or pulls.
+        slot: of this rank, if ranks of a node share theirs; what it gives is in there.
+        pulled: by copy engine out of the others' slots, rather than sent.
+    """
+
+    link: Link
+    cargo: Cargo
+    gives: tuple[Give, ...]
+    takes: tuple[Take, ...]
+    slot: Ref | None = None
+    pulled: bool = False
+
+    @property
+    def reads(self) -> tuple[Ref, ...]:
+        given = tuple(give.rows for give in self.gives)
+        return (*given, self.slot) if self.slot else given
+
+    writes = property(lambda self: tuple(take.rows for take in self.takes))
+
+
+Op = (
+    Copy
+    | ToRanks
+    | FromRanks
+    | Fill
+    | Attend
+    | AttendBackward
+    | Merge
+    | Add
+    | Delta
+    | StandIn
+    | Transfer
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does in one pass of one call.
+
+    Attributes:
+        topology: of the group.
+        cp_rank: whose program it is.
+        direction: forward or backward.
+        batch: sequences.
+        widths: bytes of an element, by dtype.
+        buffers: by name.
+        ops: in the order in which they are issued.
+    """
+
+    topology: Topology
+    cp_rank: int
+    direction: Direction
+    batch: int
+    widths: Mapping[Dtype, int]
+    buffers: Mapping[str, Buffer]
+    ops: tuple[Op, ...]
+
+    def num_bytes(self, ref: Ref) -> int:
+        """Of rows and heads of a buffer, without padding."""
+        buffer = self.buffers[ref.buffer]
+        rows = len(ref.rows) if ref.rows else buffer.rows
+        share = 1.0 if ref.heads is None else len(ref.heads) / buffer.fields[0].heads
+        width = sum(field.elements * self.widths[field.dtype] for field in buffer.fields)
+        return round(prod((rows, self.batch, width)) * share)
+
+    @cached_property
+    def left(self) -> tuple[str, ...]:
+        """Names of what forward leaves for backward."""
+        return tuple(b.name for b in self.buffers.values() if b.home is Home.LEFT)
+
+    def count(self, home: Home, use: str) -> int:
+        """How many buffers of a use take memory."""
+        every = (b for b in self.buffers.values() if (b.home, b.use) == (home, use))
+        return len({buffer.storage for buffer in every})
+
+    def sent_bytes(self) -> dict[Link, int]:
+        """Bytes that the rank sends (or others pull from it), by the link that they take."""
+        sent = dict.fromkeys(Link, 0)
+        for op in self.ops:
+            for give in op.gives if isinstance(op, Transfer) else ():
+                sent[self.topology.link(self.cp_rank, give.peer)] += self.num_bytes(give.rows)
+        return sent

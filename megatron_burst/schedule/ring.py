@@ -1,0 +1,248 @@
+"""The nested ring: N rows of L ranks (`Topology.grid`), rings inside rows and between them.
+
+In step `round * L + place` the rank at (n, l) works with the shard of the rank at (n - round,
+l - place). Data that is only read goes round the intra ring within a round; at the start of a round
+the shard of the next round leaves on the inter ring and has the whole round to arrive.
+
+The gradient of a travelling shard follows one step behind. Its way home takes P - 1 hops: what the
+owner's own row contributes ends one place before the owner and waits there; the sums of the other
+rows are joined row by row at that same place, a whole round of flight each; the total comes back to
+that place, is joined with what waits, and makes one intra hop home. What the owner itself
+contributes never leaves it. So N(L-1) intra and N-1 inter hops, like the data that is read.
+
+Source: BurstEngine (arXiv 2509.19836) for the double ring; the way home is our own.
+"""
+
+from megatron_burst.plan.mask import Tile, tiles
+from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.emitter import (
+    Emitter,
+    Spec,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+    out_fields,
+    travelling_side_fields,
+)
+from megatron_burst.schedule.program import (
+    Add,
+    Attend,
+    AttendBackward,
+    Copy,
+    Dtype,
+    Fill,
+    Give,
+    Home,
+    Merge,
+    Program,
+    Ref,
+    Take,
+    Transfer,
+)
+
+
+def ring(spec: Spec) -> Program:
+    """The program of one rank.
+
+    Raises:
+        BurstError: if the layout cannot hold that many rows.
+    """
+    if spec.topology.cp_size == 1:
+        return _alone(spec)
+    emitter = _Ring(spec)
+    (emitter.backward if spec.backward else emitter.forward)()
+    return emitter.program()
+
+
+class _Ring(Emitter):
+    """Emits one pass; `step` counts over rounds and places."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.row, self.column = spec.topology.coord(spec.cp_rank)
+        self.nodes, self.places = spec.topology.inter_size, spec.topology.intra_size
+        self.keys_travel = not spec.backward or spec.circulate is Circulate.KV
+
+    @property
+    def result_dtype(self) -> Dtype:
+        return Dtype.SUM
+
+    def forward(self) -> None:
+        out, visitor = Ref("out"), self.own_visitor(("kv",))
+        self.emit(Fill(out))
+        for step in range(self.spec.topology.cp_size):
+            visitor = self.read_hops(step, visitor)
+            kv = self.visitor(step)
+            for number, tile in enumerate(self.tiles_of(step)):
+                fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
+                part = self.part(f"part {step}.{number}", len(tile.q), fields)
+                self.emit(Attend(Ref("q").at(tile.q), kv.at(tile.kv), tile.mask, (part,)))
+                self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
+
+    def backward(self) -> None:
+        sides = (Ref("side"),) if self.keys_travel else (Ref("side"), self.delta())
+        own = ("kv",) if self.keys_travel else tuple(side.buffer for side in sides)
+        visitor = self.own_visitor(own)
+        self.emit(Fill(Ref("dq")), Fill(Ref("dkv")))
+        home = GradientsHome(self)
+        for step in range(self.spec.topology.cp_size):
+            visitor = self.read_hops(step, visitor)
+            home.hops(step)
+            shares = self.compute(step, sides)
+            home.add(step, shares)
+        home.finish()
+
+    def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Tile, Ref]]:
+        """The tiles of a step; what stays is added up, what travels returned."""
+        spec, kv = self.spec, Ref("kv")
+        tiles_here = self.tiles_of(step)
+        if self.keys_travel:
+            kv = self.visitor(step)
+        elif step and tiles_here:
+            sides = self.visiting(self.visitor(step))
+        shares, shape = [], spec.shape
+        dtype = Dtype.SUM if spec.kernel.wide_grads else Dtype.INPUT
+        for number, tile in enumerate(tiles_here):
+            name = f"{step}.{number}"
+            dq = self.part(f"dq {name}", len(tile.q), dq_fields(shape.heads_q, shape, dtype))
+            fields = dkv_fields(shape.heads_kv, shape, dtype)
+            dkv = self.part(f"dkv {name}", len(tile.kv), fields)
+            rows = tuple(side.at(tile.q) for side in sides)
+            self.emit(AttendBackward(rows, kv.at(tile.kv), tile.mask, dq, dkv))
+            stays = Ref("dq").at(tile.q) if self.keys_travel else Ref("dkv").at(tile.kv)
+            self.emit(Add((stays, dq if self.keys_travel else dkv), stays))
+            shares.append((tile, dkv if self.keys_travel else dq))
+        return shares
+
+    def tiles_of(self, step: int) -> tuple[Tile, ...]:
+        """Between this rank and the owner of what visits."""
+        spec, (round_, place) = self.spec, divmod(step, self.places)
+        owner = spec.topology.rank_at(self.row - round_, self.column - place)
+        pair = (spec.cp_rank, owner) if self.keys_travel else (owner, spec.cp_rank)
+        return tiles(spec.layout, spec.mask, *pair, spec.topology.cp_size, spec.shape.tokens)
+
+    def own_visitor(self, own: tuple[str, ...]) -> Ref:
+        """The rank's own shard, packed to travel."""
+        self.own = own
+        packed = self.visitor_buffer(0)
+        if self.spec.topology.cp_size > 1:
+            self.emit(Copy(tuple(map(Ref, own)), packed))
+        return packed
+
+    def visitor_buffer(self, step: int) -> Ref:
+        shape = self.spec.shape
+        fields = (kv_fields(shape.heads_kv, shape) if self.keys_travel
+                  else travelling_side_fields(shape.heads_q, shape))  # fmt: skip
+        return self.buffer(f"visitor {step}", Home.HOP, shape.tokens, fields, Cargo.READ)
+
+    def visitor(self, step: int) -> Ref:
+        """What visits in a step; the rank's own shard is read where it is."""
+        if step == 0 and self.keys_travel:
+            return Ref("kv")
+        return Ref(f"visitor {step}")
+
+    def read_hops(self, step: int, visitor: Ref) -> Ref:
+        """Start the hops of a step; returns what visits in the next one."""
+        round_, place = divmod(step, self.places)
+        if place == 0:
+            self.next_round = None
+            if round_ < self.nodes - 1:
+                self.next_round = self.visitor_buffer((round_ + 1) * self.places)
+                self.hop(Link.INTER, Cargo.READ, visitor, self.next_round)
+        if place == self.places - 1:
+            return self.next_round or visitor
+        arriving = self.visitor_buffer(step + 1)
+        self.hop(Link.INTRA, Cargo.READ, visitor, arriving)
+        return arriving
+
+    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
+        """One hop along a ring: the shard before comes where this one goes."""
+        down, right = (1, 0) if link is Link.INTER else (0, 1)
+        at = self.spec.topology.rank_at
+        give = Give(at(self.row + down, self.column + right), sends)
+        take = Take(at(self.row - down, self.column - right), sends, brings)
+        self.emit(Transfer(link, cargo, (give,), (take,)))
+
+
+class GradientsHome:
+    """Gradients of the shards that travel, one step behind them."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring, self.count = ring, 0
+        self.own = Ref("dkv" if ring.keys_travel else "dq")
+        self.total: Ref | None = self.own  # of the step before
+        self.waiting: Ref | None = None  # what the own row contributed
+        self.row_sum: Ref | None = None  # of the other rows so far
+        self.came: Ref | None = None  # that row sum on its way
+
+    def buffer(self) -> Ref:
+        shape, keys = self.ring.spec.shape, self.ring.keys_travel
+        fields = (dkv_fields(shape.heads_kv, shape, Dtype.WIRE) if keys
+                  else dq_fields(shape.heads_q, shape, Dtype.WIRE))  # fmt: skip
+        self.count += 1
+        return self.ring.buffer(
+            f"gradient {self.count}", Home.HOP, shape.tokens, fields, Cargo.GRAD
+        )
+
+    def hops(self, step: int) -> None:
+        """Before a step's tiles: what the step before summed goes on."""
+        place = step % self.ring.places
+        if place == 0 and self.row_sum:
+            self.came = self.buffer()
+            self.ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, self.came)
+        if step == 0:
+            return
+        first = place == 0 or step == 1
+        before, self.total = self.total, self.buffer()
+        self.fresh = first
+        if not first:
+            self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
+
+    def add(self, step: int, shares: list[tuple[Tile, Ref]]) -> None:
+        """Add a step's shares to what has come; join rows at the end of one."""
+        ring, total = self.ring, self.total
+        if step and self.fresh:
+            ring.emit(Fill(total))
+        for tile, share in shares:
+            rows = total.at(tile.kv if ring.keys_travel else tile.q)
+            ring.emit(Add((rows, share), rows))
+        round_, place = divmod(step, ring.places)
+        if place < ring.places - 1:
+            return
+        if self.came:
+            ring.emit(Add((total, self.came), total))
+            self.came = None
+        if round_ == 0:
+            self.waiting = total if step else None
+        else:
+            self.row_sum = total
+
+    def finish(self) -> None:
+        """The total comes home."""
+        ring, total = self.ring, self.waiting
+        if self.row_sum:
+            total = self.buffer()
+            ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, total)
+            if self.waiting is None:
+                ring.emit(Add((self.own, total), self.own))
+            else:
+                ring.emit(Add((total, self.waiting), total))
+        if total is not None and ring.places > 1:
+            came = self.buffer()
+            ring.hop(Link.INTRA, Cargo.GRAD, total, came)
+            ring.emit(Add((self.own, came), self.own))
+
+
+def _alone(spec: Spec) -> Program:
+    """Of a rank that has the whole sequence: the kernel, and what it makes."""
+    emitter = Emitter(spec)
+    names = ("dq", "dkv") if spec.backward else ("out",)
+    for name in names:
+        made = emitter.buffers[name]
+        emitter.buffer(name, Home.PART, made.rows, made.fields)
+    if spec.backward:
+        emitter.emit(AttendBackward((Ref("side"),), Ref("kv"), spec.mask, Ref("dq"), Ref("dkv")))
+    else:
+        emitter.emit(Attend(Ref("q"), Ref("kv"), spec.mask, (Ref("out"),)))
+    return emitter.program()
