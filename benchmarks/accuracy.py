@@ -19,6 +19,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
+from megatron_burst.engine.run import run_backward, run_forward
+
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import impls_of
 from megatron_burst.cli.peers import Burst, Shard
@@ -26,7 +28,6 @@ from megatron_burst.cli.te_peer import TransformerEngine
 from megatron_burst.cli.timing import attempt
 from megatron_burst.cli.world import started
 from megatron_burst.config import BurstConfig, Tuning
-from megatron_burst.engine.run import run_backward, run_forward
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.layout import Layout

@@ -18,7 +18,6 @@ from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.facts import facts_of
-from megatron_burst.engine.passes import passes_of
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
@@ -174,7 +173,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
-    passes = passes_of(call, (q.shape, k.shape, v.shape), followed)
+    passes = call.followed if followed else call.replayed
     return BurstAttentionFunction.apply(q, k, v, passes, marks, layer)
 
 

@@ -8,20 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.aside import Aside
 from megatron_burst.comm.backend import backend_of
-from megatron_burst.comm.hop import Transfer
 from megatron_burst.comm.hosts import check_devices, find_topology
 from megatron_burst.comm.pass_log import PassLog
-from megatron_burst.comm.slots import Parcels, SentSlots, SerialSlots, Slots
+from megatron_burst.comm.queues import OneQueue, Queues, Streams
+from megatron_burst.comm.slots import Parcels, SentSlots, Slots
 from megatron_burst.comm.state import board_of, state_of
 from megatron_burst.comm.subgroups import SubGroups
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
+from megatron_burst.comm.transfer import Transfer
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.choose import Choice, choose_transfer
-from megatron_burst.plan.schedule import Cargo, Hop
-from megatron_burst.plan.slots import sent_count
+from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.say import say
 
@@ -39,6 +38,7 @@ class Communicator:
         cp_rank: this rank in the group.
         board: where its ranks agree out of band.
         transfer: how gathered keys move inside a host.
+        overlaps: whether transfers run beside kernels.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Communicator:
         read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:
         self.topology, self.board = topology, board
-        self._overlap, self._asked = config.tuning.overlap, config.tuning.transfer
+        self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, list[Tensor]] = {}
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._queues: dict[torch.device, Queues] = {}
         row, column = topology.coord(self.cp_rank)
         members = {
             Link.INTRA: topology.grid[row],
@@ -105,67 +105,53 @@ class Communicator:
         """Give the memory of all buffers back; the next call allocates them again."""
         self._buffers.clear()
 
-    def start(self, hop: Hop, send: Tensor, recv: Tensor) -> Transfer:
-        """Post one hop behind what the current stream has queued; returns at once."""
-        name = f"{hop.ring} {hop.cargo} hop from cp rank {hop.source} to {self.cp_rank}"
-        group = hop.ring, hop.cargo
-        transfer = self._post(group, [(hop.dest, send)], [(hop.source, recv)], name)
-        if not self._overlap:
-            transfer.wait()
-        return transfer
+    def queues(self, device: torch.device) -> Queues:
+        """Streams of a GPU; one queue where nothing overlaps."""
+        if device not in self._queues:
+            apart = device.type == "cuda" and self.overlaps
+            self._queues[device] = Streams(device) if apart else OneQueue()
+        return self._queues[device]
 
-    def beside(self, device: torch.device) -> Aside:
-        """Where waits, copies and posts do not hold up the current stream's kernels."""
-        if device.type != "cuda" or not self._overlap:
-            return Aside(None)
-        if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device, priority=-1)
-        return Aside(self._sides[device])
-
-    def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> Slots:
-        """Slots for a call of so many rounds, which this rank shares with the others of its host.
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> Slots:
+        """Slots for a call, which this rank shares with the others of its host.
 
         Args:
             cargo: what lies in them.
-            rounds: how often they are filled and exchanged in the call.
+            count: how many are filled in turn.
             num_bytes: of a slot; the same on all ranks of the host.
             device: of the buffers.
         """
         pulls = self._pool and self.transfer.value == "pull"
         make = self._pulled_slots if pulls else self._sent_slots
-        slots = make(cargo, rounds, num_bytes, device)
-        return slots if self._overlap else SerialSlots(slots)
+        return make(cargo, count, num_bytes, device)
 
     def _pulled_slots(
-        self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
+        self, cargo: Cargo, count: int, num_bytes: int, device: torch.device
     ) -> Slots:
         """Slots in symmetric memory. Where a rank has no room for them all ranks of its host send
         from now on, unless the user asked for pulling."""
         try:
-            return self._pool.slots(cargo, rounds, num_bytes, device)
+            return self._pool.slots(cargo, count, num_bytes, device)
         except SymmetricError as error:
             if self._asked == "pull":
                 raise
             self.transfer = Choice("send", error.reason)
             say(f"{_WHO}: from now on {self.transfer}", logging.WARNING)
-            return self._sent_slots(cargo, rounds, num_bytes, device)
+            return self._sent_slots(cargo, count, num_bytes, device)
 
     def _sent_slots(
-        self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device
+        self, cargo: Cargo, count: int, num_bytes: int, device: torch.device
     ) -> SentSlots:
-        buffers = self.buffers(cargo, sent_count(rounds), num_bytes, device)
-        return SentSlots(buffers, partial(self.exchange, cargo))
+        buffers = self.buffers(cargo, count, num_bytes, device)
+        return SentSlots(buffers, partial(self.send, Link.INTRA, cargo))
 
-    def exchange(self, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
-        """Post sends and receives inside the host; those between two ranks match in order."""
-        name = f"{Link.INTRA} {cargo} exchange of cp rank {self.cp_rank}"
-        return self._post((Link.INTRA, cargo), sends, recvs, name)
-
-    def _post(
-        self, group: tuple[Link, Cargo], sends: Parcels, recvs: Parcels, name: str
-    ) -> Transfer:
+    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
+        """Start behind what the current stream has queued; those between two ranks match in
+        order. Returns at once."""
+        peers = ", ".join(f"{peer}" for peer, _ in recvs)
+        name = f"{link} {cargo} transfer from cp rank {peers or 'none'} to {self.cp_rank}"
         operations = [
-            dist.P2POp(operation, tensor, self._ranks[peer], self._groups[group])
+            dist.P2POp(operation, tensor, self._ranks[peer], self._groups[link, cargo])
             for operation, parcels in ((dist.isend, sends), (dist.irecv, recvs))
             for peer, tensor in parcels
         ]

@@ -177,26 +177,6 @@ class Pulled:
             torch.cuda.current_stream().wait_event(event)
 
 
-class SerialSlots:
-    """Slots whose exchanges are over before anything else runs."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return self._slots.view(index, shape, dtype)
-
-    def exchange(
-        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> UnderWay:
-        under_way = self._slots.exchange(index, view, gives, takes)
-        under_way.wait()
-        return under_way
-
-
 def view_as(buffer: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """The first bytes of a flat buffer as a tensor."""
     return buffer[: size_in_bytes(shape, dtype)].view(dtype).view(shape)

@@ -12,7 +12,6 @@ from megatron_burst.comm.slots import PulledSlots
 from megatron_burst.comm.watch import Board
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.slots import pulled_count
 
 _WHO = "burst attention"
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or that version
@@ -60,14 +59,14 @@ class SymmetricPool:
         """Device memory of this rank's buffers."""
         return sum(slots.num_bytes for slots in self._slots.values())
 
-    def slots(self, cargo: Cargo, rounds: int, num_bytes: int, device: torch.device) -> PulledSlots:
-        """Slots of at least so many bytes for a call of so many rounds; the same ones if it can.
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> PulledSlots:
+        """At least so many slots of at least so many bytes; the same ones if it can.
 
         Raises:
             SymmetricError: on all ranks of the group, if one has no room.
         """
         key = (cargo, torch.cuda.current_stream(device).cuda_stream)
-        count, old = pulled_count(cargo, rounds, num_bytes), self._slots.get(key)
+        old = self._slots.get(key)
         if old and len(old) >= count and old.slot_bytes >= num_bytes:
             return old.begin()
         if old:

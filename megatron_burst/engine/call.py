@@ -1,47 +1,159 @@
-"""What one attention call is, apart from its tensors."""
+"""One attention call, ready to run: its programs, and the two passes that autograd sees."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
-from megatron_burst.comm.hop import Carrier
+from megatron_burst.comm.carrier import Carrier
+from megatron_burst.engine.executor import Executor
+from megatron_burst.engine.lean import lean
+from megatron_burst.engine.memory import Dtypes, Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
-from megatron_burst.plan.a2a import A2ASchedule
-from megatron_burst.plan.gather import GatherSchedule
-from megatron_burst.plan.schedule import Schedule
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.program import Home
+
+Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """Everything about one attention call but its tensors.
 
     Attributes:
-        forward: what this rank does in forward.
-        backward: what it does in backward.
-        recalling: what it does in a backward for which forward has left keys of other hosts; None
-            if it never does.
+        way: how it runs; all is chosen.
         backend: computes the tiles.
         carrier: carries the data between ranks.
         scale: of the scores before the softmax.
-        grad_dtype: of gradients on the wire.
+        dtypes: of elements.
         deterministic: whether gradients must be bitwise the same every time.
+        pulled: whether ranks of a node copy out of each other's slots.
     """
 
-    forward: Schedule | GatherSchedule | A2ASchedule
-    backward: Schedule | GatherSchedule | A2ASchedule
+    way: AttentionCall
     backend: Backend
     carrier: Carrier
     scale: float
-    grad_dtype: torch.dtype
+    dtypes: Dtypes
     deterministic: bool = False
-    recalling: GatherSchedule | None = None
+    pulled: bool = False
+
+    @cached_property
+    def replayed(self) -> "Passes":
+        """Passes of which forward leaves nothing: its results are kept for a recomputation, or no
+        backward follows."""
+        return Passes(self, replace(self.way, again=True))
+
+    @cached_property
+    def followed(self) -> "Passes":
+        """Passes of which backward follows this very forward."""
+        return Passes(self, replace(self.way, again=False), followed=True)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward of a call; what the one leaves the other takes.
+
+    Beside out, forward leaves q, k, v and lse. An all-to-all leaves what it brought in their place,
+    as much memory; a call that gathers may leave the keys of other nodes too.
+
+    Attributes:
+        call: the call.
+        way: as the passes run.
+        followed: by backward: values do not hold on to what they are a slice of.
+    """
+
+    call: Call
+    way: AttentionCall
+    followed: bool = False
+
+    def _executor(self, direction: Direction) -> Executor:
+        call, spec = self.call, self.way.spec(self.call.carrier.cp_rank, direction)
+        program = self.way.program_of(replace(spec, pulled=spec.pulled and call.pulled))
+        return Executor(
+            program, call.backend, call.carrier, call.scale, call.dtypes, call.deterministic
+        )
+
+    @cached_property
+    def forward_executor(self) -> Executor:
+        return self._executor(Direction.FORWARD)
+
+    @cached_property
+    def backward_executor(self) -> Executor:
+        return self._executor(Direction.BACKWARD)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        """Attention of this rank's queries over the keys of all ranks.
+
+        Args:
+            q: [b, n, h, dqk].
+            k: [b, n, h_kv, dqk].
+            v: [b, n, h_kv, dv].
+
+        Returns:
+            out [b, n, h, dv] in q's dtype or the one of sums, lse [b, h, n] in that of sums, and
+            what is left for backward.
+        """
+        executor = self.forward_executor
+        given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        run = executor.run(given | _results(executor, {"out": (q, v.shape[-1])}))
+        out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
+        left = tuple(run.left[name] for name in executor.program.left)
+        if self._takes_inputs:
+            left = (q, k, lean(v, q, k) if self.followed else v, lse, *left)
+        return out, lse, left
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the kernel is all of it: a ring of one rank, which has the whole sequence."""
-        return isinstance(self.forward, Schedule) and self.forward.topology.cp_size == 1
+    def _takes_inputs(self) -> bool:
+        """Whether backward reads q, k, v and lse themselves."""
+        return "kv" in self.backward_executor.program.buffers
 
-    @property
-    def num_rounds(self) -> int:
-        """In which heads are gathered or exchanged; 0 of a ring."""
-        return 0 if isinstance(self.forward, Schedule) else len(self.forward.rounds)
+    def backward(self, left: Sequence[Tensor], out: Tensor, dout: Tensor) -> Tensors:
+        """Gradients of this rank's q, k and v, in their dtype or the one of sums.
+
+        Args:
+            left: by forward.
+            out: [b, n, h, dv].
+            dout: [b, n, h, dv].
+        """
+        executor, side = self.backward_executor, {"dout": dout, "out": out}
+        shape, given, like = self.way.shape, {}, (dout,) * 3
+        if self._takes_inputs:
+            q, k, v, lse, *left = left
+            side |= {"q": q, "lse": lse}
+            given, like = {"kv": {"k": k, "v": v}}, (q, k, v)
+        dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
+        rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
+        given |= {"side": side} | _results(executor, rows)
+        run = executor.run(given, dict(zip(self.forward_executor.program.left, left, strict=True)))
+        return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
+
+
+def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:
+    """Room for results; rows are outermost in memory if they are in what they are like.
+
+    Args:
+        executor: of the pass.
+        like: by field, the tensor that it has the rows of, and its head dimension.
+    """
+    found: dict[str, Fields] = {}
+    program = executor.program
+    for name in ("out", "dq", "dkv"):
+        buffer = program.buffers.get(name)
+        if buffer is None or buffer.home is not Home.CALL:
+            continue
+        fields = found.setdefault(name, {})
+        for field in buffer.fields:
+            dtype = executor.dtypes[field.dtype]
+            if field.name in like:
+                x, dim = like[field.name]
+                fields[field.name] = empty_like_rows(x, field.heads, dim, dtype)
+            else:
+                x = next(iter(like.values()))[0]
+                fields[field.name] = torch.empty(
+                    program.batch, field.heads, buffer.rows, dtype=dtype, device=x.device
+                )
+    return found

@@ -4,16 +4,16 @@ What depends on shapes alone (waits, streams, views of the group's buffers) is f
 program and kept with it; a run looks up the call's own tensors and calls kernels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.slots import Give, Take, UnderWay
-from megatron_burst.engine.carrier import Carrier
 from megatron_burst.engine.memory import (
     Dtypes,
     Fields,
@@ -76,13 +76,6 @@ class Executor:
         return found
 
     @cached_property
-    def exchanges(self) -> dict[str, int]:
-        """How often the slots of a use are filled."""
-        slots = [b for b in self.program.buffers.values() if b.home is Home.SLOT]
-        return {buffer.use: max(b.number for b in slots if b.use == buffer.use) + 1
-                for buffer in slots}  # fmt: skip
-
-    @cached_property
     def views(self) -> dict[tuple, Fields]:
         """Of buffers that outlive a call, by where they are and which part."""
         return {}
@@ -96,17 +89,17 @@ class Executor:
         """
         device = next(iter(next(iter(given.values())).values())).device
         run = Run(self, dict(given), dict(left or {}), device)
-        streams = _Streams(self, run, device)
+        waits = _Waits(self, run, device)
         for index, op in enumerate(self.program.ops):
-            with streams.of(index, op):
+            with waits.queue(op):
                 for earlier in self.order.waits[index]:
-                    streams.wait(earlier)
+                    waits.wait(earlier)
                 RUN[type(op)](run, op)
-                streams.done(index, op)
+                waits.done(index, op)
             for name in self.order.frees[index]:
                 run.fields.pop(name, None)
         for earlier in self.order.joins:
-            streams.wait(earlier)
+            waits.wait(earlier)
         return run
 
 
@@ -134,7 +127,7 @@ class Run:
             if key[0] is not Home.SLOT
         }
         self._slots = {
-            use: carrier.slots(use, executor.exchanges[use], count, size, device)
+            use: carrier.slots(use, count, size, device)
             for (home, use), (count, size) in uses.items()
             if home is Home.SLOT
         }
@@ -214,45 +207,45 @@ class Run:
         return self._slots[buffer.use].exchange(buffer.number, view, gives, takes)
 
 
-class _Streams:
-    """Which stream an operation is queued on, and how others wait for it."""
+class _Waits:
+    """Which queue an operation is given to, and how others wait for it."""
 
     def __init__(self, executor: Executor, run: Run, device: torch.device) -> None:
-        self._executor, self._run, self._device = executor, run, device
+        self._executor, self._run = executor, run
+        self._queues = executor.carrier.queues(device)
         self._transfers: dict[int, UnderWay] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
-        self._apart = executor.carrier.overlaps and device.type == "cuda"
-        if self._apart:
-            self._begin = torch.cuda.current_stream(device).record_event()
-            self._begun: set[torch.cuda.Stream] = set()
+        self._marks: dict[int, object] = {}
+        self._begin = self._queues.mark()
+        self._begun: set[Hashable] = set()
 
-    def of(self, index: int, op: Op):
-        """Within it the operation is queued where it belongs."""
-        transfers = isinstance(op, Transfer)
-        if not self._apart or (not transfers and op.stream is Stream.COMPUTE):
-            return nullcontext()
-        name = (op.link, op.cargo) if transfers else op.stream
-        stream = self._executor.carrier.stream(name, self._device)
-        if stream not in self._begun:  # what the calls before left is the compute stream's
-            stream.wait_event(self._begin)
-            self._begun.add(stream)
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def queue(self, op: Op) -> Iterator[None]:
+        """Within it an operation goes where it belongs."""
+        name = (op.link, op.cargo) if isinstance(op, Transfer) else op.stream
+        if name is Stream.COMPUTE:
+            yield
+            return
+        with self._queues.on(name):
+            if name not in self._begun:  # what the calls before left is the compute stream's
+                self._queues.wait(self._begin)
+                self._begun.add(name)
+            yield
 
     def wait(self, earlier: int) -> None:
-        """Let the current stream wait for an operation on another one."""
+        """Let the current queue wait for an operation on another one."""
         if earlier in self._transfers:
             self._transfers[earlier].wait()
-        elif earlier in self._events:
-            torch.cuda.current_stream(self._device).wait_event(self._events[earlier])
+        else:
+            self._queues.wait(self._marks[earlier])
 
     def done(self, index: int, op: Op) -> None:
-        """An operation was queued on the current stream."""
+        """An operation was given to the current queue."""
         if isinstance(op, Transfer):
             self._transfers[index] = self._run.under_way
             if not self._executor.carrier.overlaps:
                 self._run.under_way.wait()
-        elif self._apart and index in self._executor.waited_for:
-            self._events[index] = torch.cuda.current_stream(self._device).record_event()
+        elif index in self._executor.waited_for:
+            self._marks[index] = self._queues.mark()
 
 
 def _copy(run: Run, op: p.Copy) -> None:

@@ -90,9 +90,9 @@ def cut_out(fields: Fields, ref: Ref) -> Fields:
     }
 
 
-def empty_like_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """[b, n, h, dim], with rows outermost in memory if they are in x."""
-    batch, rows, heads, _ = x.shape
+def empty_like_rows(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """[b, n, heads, dim] with the rows of x [b, n, ...], outermost in memory if they are in x."""
+    batch, rows = x.shape[:2]
     if batch > 1 and x.stride(0) < x.stride(1):
         return x.new_empty(rows, batch, heads, dim, dtype=dtype).transpose(0, 1)
     return x.new_empty(batch, rows, heads, dim, dtype=dtype)

@@ -17,9 +17,9 @@ from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Topology
 from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.program import Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,11 @@ def set_up(
             backend.capability.wide_grads,
         ),
     )
-    # whatever is kept: backward after a replay, and the one that follows its very forward
-    replayed, followed = (replace(way, again=again) for again in (True, False))
     narrow = way.priced.grad_bytes == q.dtype.itemsize
-    call = Call(
-        forward=way.schedule(carrier.cp_rank, Direction.FORWARD),
-        backward=replayed.schedule(carrier.cp_rank, Direction.BACKWARD),
-        backend=backend,
-        carrier=carrier,
-        scale=pattern.scale,
-        grad_dtype=q.dtype if narrow else accumulate_dtype(q.dtype),
-        deterministic=config.deterministic,
-        recalling=followed.schedule(carrier.cp_rank, Direction.BACKWARD)
-        if followed.recalls
-        else None,
-    )
+    sums = accumulate_dtype(q.dtype)
+    dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: q.dtype if narrow else sums}
+    pulled = carrier.transfer.value == "pull"
+    call = Call(way, backend, carrier, pattern.scale, dtypes, config.deterministic, pulled)
     return call, [*_choices(way, carrier.transfer), _named("backend", backend_choice)]
 
 

@@ -252,7 +252,11 @@ class AttentionCall:
         Raises:
             BurstError: if the call cannot run so.
         """
-        return program_of(self.mode, self.spec(cp_rank, direction))
+        return self.program_of(self.spec(cp_rank, direction))
+
+    def program_of(self, spec: Spec) -> Program:
+        """The same for a spec that is other than this call's in a detail."""
+        return program_of(self.mode, spec)
 
     def tflop(self, direction: Direction) -> float:
         """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""

@@ -1,19 +1,18 @@
 """Keeps the later half of the sequence's rows; computes the early half again, evenly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.groups import Communicator
-from megatron_burst.comm.hop import Carrier
 from megatron_burst.comm.pass_log import Marks
 from megatron_burst.comm.stamp import Kind
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
-from megatron_burst.engine.run import run_forward
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
@@ -21,6 +20,7 @@ from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.half import EarlyHalf, Move
 from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.topology import Link
 from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident, Tensors
 
@@ -77,15 +77,18 @@ class LaterHalf:
     def _compute(self, shard: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
         """Out and lse, rows first, of this rank's early rows, from its q, k and v."""
         if not self.plan.moves:
-            early = _rows_first(*run_forward(self.call, *(x[:, self._early] for x in shard)))
+            early = _rows_first(*self._forward(x[:, self._early] for x in shard))
             for target, rows in zip(whole, early, strict=True):
                 target[:, self._early] = rows
             return
         dealt = [_dense_rows(x, x.shape[1] // 2) for x in shard]
         _pass(self.plan.moves, self.dealer, shard, dealt)
-        out, lse = run_forward(self.call, *dealt)
+        out, lse = self._forward(dealt)
         home = [move.home for move in self.plan.moves]
         _pass(home, self.dealer, _rows_first(out.to(whole[0].dtype), lse), whole)
+
+    def _forward(self, shard: Iterable[Tensor]) -> Tensors:
+        return self.call.replayed.forward(*shard)[:2]
 
 
 def keeping_of(
@@ -141,7 +144,7 @@ def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
     mine = carrier.cp_rank
     sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     sends, recvs = [((mine + 1) % cp_size, sent)], [((mine - 1) % cp_size, received)]
-    carrier.exchange(Cargo.READ, sends, recvs).wait()
+    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait()
 
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
@@ -182,7 +185,7 @@ def _pass(
                 rows = target[:, move.dest_rows.slice]
                 arrivals.append((rows, _dense_rows(rows, rows.shape[1])))
                 recvs.append((move.source, arrivals[-1][1]))
-    carrier.exchange(Cargo.READ, sends, recvs).wait()
+    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait()
     for rows, arrived in arrivals:
         rows.copy_(arrived)
 

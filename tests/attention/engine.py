@@ -1,24 +1,22 @@
-"""The engine on simulated ranks: problems, schedules, both passes, and the truth beside them."""
+"""The engine on simulated ranks: problems, programs, both passes, and the truth beside them."""
 
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
-from megatron_burst.engine.call import Call
-from megatron_burst.engine.gather import gather_backward, gather_forward
-from megatron_burst.engine.gathered import Pieces
-from megatron_burst.engine.run import run_backward, run_forward
+from megatron_burst.engine.executor import Executor
+from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.setup import attention_shape
-from megatron_burst.engine.wholes import Left
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.a2a import A2ASchedule, a2a_schedule
-from megatron_burst.plan.cost import gather_bytes, link_bytes
-from megatron_burst.plan.gather import GatherSchedule, gather_schedule
+from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.program import Dtype, Home
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 
@@ -37,107 +35,100 @@ def truth(q, k, v, dout, causal, scale):
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def ring_schedules(topology, rank, circulate, **rows):
-    return (
-        ring_schedule(topology, rank, direction=Direction.FORWARD, **rows),
-        ring_schedule(topology, rank, direction=Direction.BACKWARD, circulate=circulate, **rows),
-    )
+@dataclass(frozen=True)
+class Way:
+    """How a call runs; `rectangular`: whether causal tiles may have more keys than queries."""
+
+    mode: str
+    circulate: Circulate = Circulate.KV
+    heads_per_round: int = 1
+    rectangular: bool = True
+    left: bool = False
+    layout: Layout = Layout.ZIGZAG
+    mask: Mask = Mask.CAUSAL
+    backend: str = "reference"
+    scale: float = 0.5
+    pulls: bool | str = False  # "one slot": as if slots were large
 
 
-def gather_schedules(topology, rank, heads, circulate=Circulate.KV, recalls=False, **rows):
-    """`heads`: key heads, heads of a round, whether causal tiles may be rectangular."""
-    options = dict(zip(("heads_kv", "heads_per_round", "rectangular_causal"), heads, strict=True))
-    schedule = partial(gather_schedule, topology, rank, **options, **rows)
-    return (
-        schedule(direction=Direction.FORWARD),
-        schedule(direction=Direction.BACKWARD, circulate=circulate, recalls=recalls),
-    )
+class Passes:
+    """Both passes of a rank."""
+
+    def __init__(self, way, topology, shard, carrier, grad_dtype=torch.float64):
+        q, k, v, _ = shard
+        backend = backends()[way.backend]
+        can = backend.capability
+        kernel = Kernel(way.rectangular and can.rectangular_causal, can.takes_delta, can.wide_grads)
+        shape = attention_shape(q, k, v, grad_dtype)
+        spec = Spec(
+            topology, carrier.cp_rank, Direction.FORWARD, shape, way.layout, way.mask,
+            kernel=kernel, heads_per_round=way.heads_per_round, pulled=bool(way.pulls),
+            left=way.left,
+        )  # fmt: skip
+        back = replace(spec, direction=Direction.BACKWARD, circulate=way.circulate)
+        sums = accumulate_dtype(q.dtype)
+        dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: grad_dtype}
+        one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
+        with one_slot if way.pulls == "one slot" else nullcontext():
+            self.programs = [MODES[way.mode](one) for one in (spec, back)]
+        self.executors = [
+            Executor(program, backend, carrier, way.scale, dtypes, False)
+            for program in self.programs
+        ]
+
+    def forward(self, q, k, v):
+        given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        return self.executors[0].run(given | self._outputs(q, 0))
+
+    def _outputs(self, like, index):
+        """With rows outermost in memory if they are in the inputs."""
+        program, dtypes = self.programs[index], self.executors[index].dtypes
+        return {
+            buffer.name: {
+                field.name: empty_like_rows(like, field.heads, field.dim, dtypes[field.dtype])
+                if field.dim
+                else like.new_empty(like.shape[0], field.heads, buffer.rows)
+                for field in buffer.fields
+            }
+            for buffer in program.buffers.values()
+            if buffer.home is Home.CALL and buffer.name in ("out", "dq", "dkv")
+        }
+
+    def both(self, q, k, v, dout):
+        """(out, dq, dk, dv); backward knows nothing but forward's inputs and results."""
+        run = self.forward(q, k, v)
+        out, lse = run.fields["out"]["out"].to(q.dtype), run.fields["out"]["lse"]
+        side = {"q": q, "dout": dout, "out": out, "lse": lse}
+        given = {"side": side, "kv": {"k": k, "v": v}} | self._outputs(q, 1)
+        left_before = {name: x.clone() for name, x in run.left.items()}
+        found = self.executors[1].run(given, run.left).fields
+        assert all(torch.equal(run.left[name], x) for name, x in left_before.items())
+        return [out, found["dq"]["dq"], found["dkv"]["dk"], found["dkv"]["dv"]]
 
 
-def a2a_schedules(topology, rank, heads, circulate=Circulate.KV, **rows):
-    """`heads`: key heads, and how many of them a rank computes in a round."""
-    options = {"heads_kv": heads[0], "heads_per_round": heads[1]}
-    schedule = partial(a2a_schedule, topology, rank, **options, **rows)
-    return (
-        schedule(direction=Direction.FORWARD),
-        schedule(direction=Direction.BACKWARD, circulate=circulate),
-    )
-
-
-def planned_bytes(schedules, shape):
-    if isinstance(schedules[0], A2ASchedule):
-        return None  # rows are padded
-    if isinstance(schedules[0], GatherSchedule):
-        shares = (0, shape.grad_bytes)
-        planned = (gather_bytes(s, shape, n) for s, n in zip(schedules, shares, strict=True))
-        return sum(sum(of_links.values()) for of_links in planned)
-    return sum(sum(link_bytes(schedule, shape).values()) for schedule in schedules)
-
-
-def both_passes(call, q, k, v, dout):
-    """(out, dq, dk, dv); backward knows nothing but forward's inputs and results."""
-    out, lse = run_forward(call, q, k, v)
-    return [out, *run_backward(call, q, k, v, out, lse, dout)]
-
-
-def both_passes_leaving(call, q, k, v, dout):
-    """(out, dq, dk, dv); backward takes the keys of other hosts that forward has left."""
-    left = Pieces.made_for(call.forward, k, v)
-    out, lse = gather_forward(call, q, k, v, left)
-    recalling = replace(call, recalling=call.backward)
-    return [out, *gather_backward(recalling, q, k, v, out, lse, dout, left)]
-
-
-def both_passes_recalling(call, q, k, v, dout):
-    """(out, dq, dk, dv); backward takes what forward has exchanged, twice."""
-    left = Left.of()
-    out, _ = a2a_forward(call, q, k, v, left)
-    shapes = [x.shape for x in (q, k, v)]
-    left_before = [x.clone() for x in left.tensors]
-    run_forward(call, q, -k, -v)  # a call in between must not spoil it
-    a2a_backward_recalling(call, left, shapes, out, -dout)
-    assert all(map(torch.equal, left.tensors, left_before))
-    return [out, *a2a_backward_recalling(call, left, shapes, out, dout)]
-
-
-def run_engine(
-    topology,
-    tensors,
-    *,
-    layout,
-    mask,
-    schedules,
-    backend,
-    scale,
-    seed=0,
-    pulls=False,
-    passes=both_passes,
-):
-    """(out, dq, dk, dv) of each rank; `schedules` makes a rank's two."""
+def run_engine(topology, tensors, way, seed=0):
+    """(out, dq, dk, dv) of each rank."""
     size = topology.cp_size
     tokens = tensors[0].shape[1] // size
 
     def one(rank, carrier):
-        q, k, v, dout = (x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        made = schedules(topology, rank, layout=layout, mask=mask, tokens=tokens)
-        call = Call(*made, backends()[backend], carrier, scale, torch.float64)
-        run_forward(call, q, -k, -v)  # neither call may see or spoil the other's keys
+        shard = [x[:, rows_of(way.layout, rank, size, tokens)] for x in tensors]
+        passes = Passes(way, topology, shard, carrier)
+        q, k, v, dout = shard
+        passes.forward(q, -k, -v)  # neither call may see or spoil the other's keys
         carrier.sent_bytes = 0
-        return passes(call, q, k, v, dout), planned_bytes(
-            made, attention_shape(q, k, v, torch.float64)
-        )
+        return passes.both(q, k, v, dout), passes.programs
 
-    results, carriers = run_simulated(one, size, seed, pulls)
-    for carrier, (_, planned) in zip(carriers, results, strict=True):
-        assert planned in (None, carrier.sent_bytes)
+    results, carriers = run_simulated(one, size, seed, way.pulls)
+    for carrier, (_, programs) in zip(carriers, results, strict=True):
+        assert carrier.sent_bytes == sum(sum(p.sent_bytes().values()) for p in programs)
     return [tensors for tensors, _ in results]
 
 
-def assert_exact(topology, tensors, *, layout, mask, scale, **options):
+def assert_exact(topology, tensors, way, seed=0):
     size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
-    expected = truth(*tensors, mask is Mask.CAUSAL, scale)
-    got = run_engine(topology, tensors, layout=layout, mask=mask, scale=scale, **options)
-    for rank, results in enumerate(got):
-        rows = rows_of(layout, rank, size, tokens)
+    expected = truth(*tensors, way.mask is Mask.CAUSAL, way.scale)
+    for rank, results in enumerate(run_engine(topology, tensors, way, seed)):
+        rows = rows_of(way.layout, rank, size, tokens)
         for result, whole in zip(results, expected, strict=True):
             assert (result - whole[:, rows]).abs().max() <= 1e-12

@@ -1,31 +1,56 @@
-"""Ranks as threads of one process, joined by hops that show a missing wait.
+"""Ranks as threads of one process, joined by transfers that show a missing wait.
 
-A receive buffer is full of NaN from its post to its wait, and what is sent is read when the
-receiver waits: who computes too early gets NaN, who overwrites too early sends the wrong thing.
+A receive buffer is full of NaN from its post until somebody waits for the transfer, and what is
+sent is read only then: who computes too early gets NaN, who overwrites too early sends the wrong
+thing.
 """
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from queue import Queue
 from random import Random
 
 import torch
 
-from megatron_burst.comm.aside import Aside
+from megatron_burst.comm.queues import OneQueue
 from megatron_burst.comm.slots import PulledSlots, SentSlots
-from megatron_burst.plan.slots import pulled_count, sent_count
+from megatron_burst.plan.topology import Link
 
 _TIMEOUT_S = 30
 
 
+class Letter:
+    """What one rank sends and another receives, once both have posted it."""
+
+    def __init__(self):
+        self.both, self._ends, self._lock, self._over = (
+            threading.Event(),
+            {},
+            threading.Lock(),
+            False,
+        )
+
+    def post(self, end, tensor):
+        with self._lock:
+            self._ends[end] = tensor
+            if len(self._ends) == 2:
+                self.both.set()
+
+    def deliver(self):
+        with self._lock:
+            if not self._over:
+                self._ends["recv"].copy_(self._ends["send"])
+                self._over = True
+
+
 class Wire:
-    """The hops between simulated ranks, and memory that all of them can read."""
+    """What joins simulated ranks: letters, barriers, memory that all of them can read."""
 
     def __init__(self, cp_size, in_turns=False):
-        self._queues, self._lock = {}, threading.Lock()
+        self._letters, self._lock = {}, threading.Lock()
         self.cp_size, self.memory = cp_size, {}
         self._barriers = {}
         self.turn = threading.Lock() if in_turns else None
@@ -47,35 +72,38 @@ class Wire:
         with self.resting():
             barrier.wait(_TIMEOUT_S)
 
-    def queue(self, *key) -> Queue:
+    def letter(self, *key) -> Letter:
         with self._lock:
-            return self._queues.setdefault(key, Queue())
+            return self._letters.setdefault(key, Letter())
 
 
 class SimulatedCarrier:
     """One rank's end of the wire; counts the bytes that it sends."""
 
+    overlaps = True
+
     def __init__(self, wire, cp_rank, seed=0, pulls=False):
         self.cp_rank, self.sent_bytes = cp_rank, 0
         self._wire, self._delay = wire, Random(1000 * seed + cp_rank)
-        self._pulls, self._pulled = pulls, {}
+        self._pulls, self._pulled, self._posted = pulls, {}, Counter()
 
-    def buffers(self, cargo, count, num_bytes, device):
+    def queues(self, device):
+        return OneQueue()
+
+    def buffers(self, use, count, num_bytes, device):
         options = {"dtype": torch.uint8, "device": device}
         return [torch.full((num_bytes,), 255, **options) for _ in range(count)]
 
-    def slots(self, cargo, rounds, num_bytes, device):
+    def slots(self, cargo, count, num_bytes, device):
         if not self._pulls:
-            count = sent_count(rounds)
-            exchange = partial(self.exchange, cargo)
-            return SentSlots(self.buffers(cargo, count, num_bytes, device), exchange)
+            buffers = self.buffers(cargo, count, num_bytes, device)
+            return SentSlots(buffers, partial(self.send, Link.INTRA, cargo))
         old = self._pulled.get(cargo)
-        if old is None or old.slot_bytes < num_bytes:
-            self._pulled[cargo] = self._make_pulled(cargo, rounds, num_bytes, device)
+        if old is None or old.slot_bytes < num_bytes or len(old) < count:
+            self._pulled[cargo] = self._make_pulled(cargo, count, num_bytes, device)
         return self._pulled[cargo].begin()
 
-    def _make_pulled(self, cargo, rounds, num_bytes, device):
-        count = 1 if self._pulls == "one slot" else pulled_count(cargo, rounds, num_bytes)
+    def _make_pulled(self, cargo, count, num_bytes, device):
         numbers, ranks = range(count), range(self._wire.cp_size)
         own = self.buffers(cargo, len(numbers), num_bytes, device)
         self._wire.memory |= {(cargo, number, self.cp_rank): own[number] for number in numbers}
@@ -91,29 +119,20 @@ class SimulatedCarrier:
         self._wire.barrier(*key)
         time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
 
-    def beside(self, device):
-        return Aside(None)
-
-    def exchange(self, cargo, sends, recvs):
-        time.sleep(self._delay.random() * 1e-3)
-        taken = []
-        for peer, send in sends:
-            self.sent_bytes += send.numel() * send.itemsize
-            taken.append(threading.Event())
-            self._wire.queue(cargo, self.cp_rank, peer).put((send, taken[-1]))
-        for _, recv in recvs:
-            recv.fill_(255 if recv.dtype is torch.uint8 else float("nan"))
-        inboxes = [(self._wire.queue(cargo, peer, self.cp_rank), recv) for peer, recv in recvs]
-        return SimulatedExchange(self._wire, inboxes, taken)
-
-    def start(self, hop, send, recv):
+    def send(self, link, cargo, sends, recvs):
         time.sleep(self._delay.random() * 1e-3)  # ranks must not have to run in step
-        self.sent_bytes += send.numel()
-        recv.fill_(255)  # NaN in every floating dtype
-        parcel = (send, taken := threading.Event())
-        self._wire.queue(hop.ring, hop.cargo, self.cp_rank, hop.dest).put(parcel)
-        inbox = self._wire.queue(hop.ring, hop.cargo, hop.source, self.cp_rank)
-        return SimulatedExchange(self._wire, [(inbox, recv)], [taken])
+        self.sent_bytes += sum(x.nbytes for _, x in sends)
+        for _, x in recvs:
+            x.fill_(255 if x.dtype is torch.uint8 else float("nan"))
+        letters = [self._post("send", (link, cargo, self.cp_rank, peer), x) for peer, x in sends]
+        letters += [self._post("recv", (link, cargo, peer, self.cp_rank), x) for peer, x in recvs]
+        return SimulatedTransfer(self._wire, letters)
+
+    def _post(self, end, way, tensor):
+        self._posted[end, way] += 1
+        letter = self._wire.letter(*way, self._posted[end, way])
+        letter.post(end, tensor)
+        return letter
 
 
 class CountedSlots(PulledSlots):
@@ -128,27 +147,23 @@ class CountedSlots(PulledSlots):
         return super().exchange(index, view, gives, takes)
 
 
-class SimulatedExchange:
-    """Several messages under way; those between two ranks arrive in the order of their posts."""
+class SimulatedTransfer:
+    """Letters under way; those between two ranks match in the order of their posts."""
 
-    def __init__(self, wire, inboxes, taken):
-        self._wire, self._inboxes, self._taken = wire, inboxes, taken
+    def __init__(self, wire, letters):
+        self._wire, self._letters = wire, letters
 
     def wait(self):
-        for inbox, recv in self._inboxes:
+        for letter in self._letters:
             with self._wire.resting():
-                data, taken = inbox.get(timeout=_TIMEOUT_S)
-            recv.copy_(data)
-            taken.set()
-        for taken in self._taken:
-            with self._wire.resting():
-                assert taken.wait(_TIMEOUT_S), "nobody took what was sent"
+                assert letter.both.wait(_TIMEOUT_S), "the other rank never posted it"
+            letter.deliver()
 
 
 def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
     """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers.
 
-    `pulls`: whether ranks read each other's slots; "one slot": as if slots were large.
+    `pulls`: whether ranks read each other's slots.
     In turns, one rank at a time runs until it waits: for compilers that are not for threads.
     """
     wire = Wire(cp_size, in_turns)

@@ -8,26 +8,17 @@ other's memory is not looked at here.
 
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.engine.a2a import a2a_backward_recalling, a2a_forward
-from megatron_burst.engine.call import Call
-from megatron_burst.engine.gather import gather_backward, gather_forward
-from megatron_burst.engine.gathered import Pieces
-from megatron_burst.engine.run import run_backward, run_forward
-from megatron_burst.engine.wholes import Left
-from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.engine import executor
 from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.schedule import Circulate
 from megatron_burst.plan.topology import pretend_hosts
 from tests.attention import simulated
-from tests.attention.engine import a2a_schedules, gather_schedules, problem
+from tests.attention.engine import Passes, Way, problem
 from tests.oracle import rows_of
 
 
@@ -51,6 +42,8 @@ class Streams(TorchDispatchMode):
         """What the current stream has behind it."""
         return {**self._known[self.current], self.current: self._clock[self.current]}
 
+    mark = here
+
     def unfinished(self):
         """Streams whose last use the current one does not know."""
         here = self.here()
@@ -63,10 +56,9 @@ class Streams(TorchDispatchMode):
             known[stream] = max(known[stream], time)
 
     @contextmanager
-    def on(self, stream, times=None):
-        before, times = self.current, self.here() if times is None else times
-        self.current = stream
-        self.wait(times)
+    def on(self, stream):
+        self.before = self.here()  # what the stream that goes over to this one has behind it
+        before, self.current = self.current, stream
         yield
         self.current = before
 
@@ -112,28 +104,8 @@ class Streams(TorchDispatchMode):
         return result
 
 
-class Side:
-    """An `Aside` of these streams."""
-
-    def __init__(self, streams):
-        self._streams, self._since = streams, streams.here()
-
-    def __enter__(self):
-        self._on = self._streams.on("side", self._since)
-        self._on.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._done = self._streams.here()
-        self._on.__exit__(*error)
-
-    def wait(self):
-        self._streams.wait(self._done)
-
-
 class Ordered:
-    """A transfer: the first that waits for it knows all of it, as `Transfer` waits only once; one
-    of nothing tells nothing."""
+    """A transfer: whoever waits for it knows all of it; one of nothing tells nothing."""
 
     def __init__(self, streams, transfer, done):
         self._streams, self._transfer, self._done = streams, transfer, done
@@ -141,8 +113,7 @@ class Ordered:
     def wait(self):
         with self._streams.muted():
             self._transfer.wait()
-        done, self._done = self._done, {}
-        self._streams.wait(done)
+        self._streams.wait(self._done)
 
 
 class StreamCarrier(simulated.SimulatedCarrier):
@@ -166,32 +137,20 @@ class StreamCarrier(simulated.SimulatedCarrier):
         made = super()._make_pulled(*args)
         return PulledInTime(made, self.streams)
 
-    def beside(self, device):
-        return Side(self.streams)
+    def queues(self, device):
+        return self.streams
 
-    def _posted(self, stream, post, sends, recvs):
-        with self.streams.on(stream):
-            for x in sends:
+    def send(self, link, cargo, sends, recvs):
+        with self.streams.on(f"{link} {cargo} data"):
+            self.streams.wait(self.streams.before)
+            for _, x in sends:
                 self.streams.use(x, writes=False)
-            for x in recvs:
+            for _, x in recvs:
                 self.streams.use(x, writes=True)
-            done = self.streams.here()
+            done = self.streams.mark()
         with self.streams.muted():
-            transfer = post()
+            transfer = super().send(link, cargo, sends, recvs)
         return Ordered(self.streams, transfer, done if [*sends, *recvs] else {})
-
-    def start(self, hop, send, recv):
-        def post():
-            return super(StreamCarrier, self).start(hop, send, recv)
-
-        return self._posted(f"{hop.ring} {hop.cargo}", post, [send], [recv])
-
-    def exchange(self, cargo, sends, recvs):
-        def post():
-            return super(StreamCarrier, self).exchange(cargo, sends, recvs)
-
-        tensors = [[x for _, x in parcels] for parcels in (sends, recvs)]
-        return self._posted(f"intra {cargo}", post, *tensors)
 
 
 class PulledInTime:
@@ -213,73 +172,49 @@ class PulledInTime:
 
     def exchange(self, *args):
         with self._streams.on(f"pull {id(self)}"):
+            self._streams.wait(self._streams.before)
             under_way = self._slots.exchange(*args)
             done = self._streams.here()
         return Ordered(self._streams, under_way, done)
 
 
-def both_passes(call, q, k, v, dout):
-    out, lse = run_forward(call, q, k, v)
-    run_backward(call, q, k, v, out, lse, dout)
-
-
-def both_passes_recalling(call, q, k, v, dout):
-    left = Left.of()
-    out, _ = a2a_forward(call, q, k, v, left)
-    a2a_backward_recalling(call, left, [x.shape for x in (q, k, v)], out, dout)
-
-
-def both_passes_leaving(call, q, k, v, dout):
-    left = Pieces.made_for(call.forward, k, v)
-    out, lse = gather_forward(call, q, k, v, left)
-    gather_backward(replace(call, recalling=call.backward), q, k, v, out, lse, dout, left)
-
-
-def races(monkeypatch, hosts, ranks, schedules, pulls, passes=both_passes):
-    """Uses that are not ordered, in two passes back to back on each rank."""
+def races(monkeypatch, hosts, ranks, way):
+    """Uses that are not ordered, in two calls back to back on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
     topology, tokens = pretend_hosts(hosts * ranks, hosts), 8
     tensors = problem(topology.cp_size, tokens, (8, 4), (4, 4), 0)
 
     def one(rank, carrier):
-        q, k, v, dout = (
-            x[:, rows_of(Layout.ZIGZAG, rank, topology.cp_size, tokens)] for x in tensors
-        )
-        made = schedules(topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=tokens)
-        call = Call(*made, backends()["reference"], carrier, 0.5, torch.float64)
+        rows = rows_of(Layout.ZIGZAG, rank, topology.cp_size, tokens)
+        shard = [x[:, rows] for x in tensors]
+        passes = Passes(way, topology, shard, carrier)
         with carrier.streams:
             for _ in range(2):
-                passes(call, q, k, v, dout)
+                passes.both(*shard)
         return carrier.streams.races, carrier.streams.unfinished()
 
-    return simulated.run_simulated(one, topology.cp_size, pulls=pulls)[0]
+    return simulated.run_simulated(one, topology.cp_size, pulls=way.pulls)[0]
 
 
-WAYS = {
-    "gather": both_passes,
-    "gather, recalling": both_passes_leaving,
-    "a2a": both_passes,
-    "a2a, recalling": both_passes_recalling,
-}
-GRIDS = [(1, 2), (2, 1), (3, 2)]  # hosts, ranks on each
+GRIDS = [(1, 2), (2, 1), (3, 2)]  # nodes, ranks on each
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("left", [False, True], ids=["", "left"])
+@pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, way, circulate):
-    def schedules(*args, **rows):
-        if way == "gather":
-            return gather_schedules(*args, (4, 2, True), circulate, **rows)
-        if way == "gather, recalling":
-            forward, _ = gather_schedules(*args, (4, 2, True), **rows)
-            options = {"heads_kv": 4, "heads_per_round": 2, "rectangular_causal": True}
-            directed = {"direction": Direction.BACKWARD, "recalls": True}
-            return forward, gather_schedule(*args, **options, **directed, **rows)
-        return a2a_schedules(*args, (4, 1), circulate, **rows)
-
-    passes = WAYS[way]
+def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, mode, left, circulate):
+    if left and (mode == "ring" or (mode, circulate) == ("gather", Circulate.Q)):
+        pytest.skip("nothing is left")
     several = (False, True, "one slot") if grid == (1, 2) else (True,)  # slots alike on all grids
-    for pulls in several if grid[1] > 1 else (False,):
-        for found, unfinished in races(monkeypatch, *grid, schedules, pulls, passes):
+    for pulls in several if grid[1] > 1 and mode != "ring" else (False,):
+        way = Way(mode, circulate, 2 if mode == "gather" else 1, left=left, pulls=pulls)
+        for found, unfinished in races(monkeypatch, *grid, way):
             assert found == [] and unfinished == []
+
+
+def test_a_wait_that_is_left_out_is_found(monkeypatch):
+    """The net holds: without the waits of one kind of operation there are races."""
+    monkeypatch.setattr(executor._Waits, "wait", lambda self, earlier: None)
+    found = races(monkeypatch, 3, 2, Way("gather"))
+    assert any(of_rank for of_rank, _ in found)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.queues import Queues
 from megatron_burst.comm.slots import Parcels, Slots, UnderWay
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.topology import Link
@@ -27,14 +28,12 @@ class Carrier(Protocol):
     ) -> list[Tensor]:
         """Flat byte buffers, the same ones in every call."""
 
-    def slots(
-        self, cargo: Cargo, exchanges: int, count: int, num_bytes: int, device: torch.device
-    ) -> Slots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> Slots:
         """Slots for a call, which this rank shares with the others of its node."""
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> UnderWay:
         """Start behind what the current stream has queued; those between two ranks match in
         order."""
 
-    def stream(self, name: Hashable, device: torch.device) -> torch.cuda.Stream:
-        """A stream of that name, the same one in every call."""
+    def queues(self, device: torch.device) -> Queues:
+        """Where work of this carrier's calls is queued."""
