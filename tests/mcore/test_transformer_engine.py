@@ -84,8 +84,8 @@ def test_signatures_are_those_of_megatrons_wrapper():
     ]
     assert [owner.split(".")[-2] for owner in owners] == [
         "LocalSpecProvider",
-        "TESpecProvider",
         "Attention",
+        "TESpecProvider",
     ]
 
 
