@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.groups import Communicator, communicator_of
+from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
@@ -70,9 +70,8 @@ class BurstCoreAttention(MegatronModule):
         packed_seq_params=None,
     ) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
-        check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        check_tokens(query, key)
-        return self.burst(query, key, value, CAUSAL[attn_mask_type])
+        extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
+        return self.burst(query, key, value, *extras)
 
 
 if HAVE_TE:
@@ -117,9 +116,7 @@ if HAVE_TE:
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
                 return super().forward(query, key, value, *extras, num_splits)
-            check_call(*extras)
-            check_tokens(query, key)
-            return self.burst(query, key, value, CAUSAL[attn_mask_type])
+            return self.burst(query, key, value, *extras)
 
 
 def burst_replacements() -> dict[type, type]:
@@ -174,12 +171,19 @@ class BurstForward:
                 f"context_parallel_size={config.context_parallel_size} and a group of "
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
-        topology = communicator_for(pg_collection, burst_config).topology
+        hcp_groups = hcp_groups_of(pg_collection, burst_config)
+        topology = communicator_of(cp_group, burst_config, hcp_groups).topology
         switch_on_keep(burst_config)
-        hcp_groups, of_calls = hcp_groups_of(pg_collection, burst_config), for_calls(burst_config)
+        of_calls = for_calls(burst_config)
         return cls(cp_group, hcp_groups, softmax_scale, of_calls, config, layer_number, topology)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type, *extras
+    ) -> Tensor:
+        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]."""
+        check_call(attention_mask, attn_mask_type, *extras)
+        check_tokens(query, key)
+        causal = CAUSAL[attn_mask_type]
         saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
         config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
@@ -217,11 +221,6 @@ def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGr
     ranks = [dist.get_process_group_ranks(group) for group in hcp]
     inside = all(members.issuperset(group_ranks) for group_ranks in ranks)
     return hcp if inside and len(ranks[0]) * len(ranks[1]) == len(members) else None
-
-
-def communicator_for(pg_collection, config: BurstConfig) -> Communicator:
-    """The communicator of core attention; all ranks of the group must ask for it together."""
-    return communicator_of(cp_group_of(pg_collection), config, hcp_groups_of(pg_collection, config))
 
 
 # ---- what is refused: see refusals.py -------------------------------------------------------

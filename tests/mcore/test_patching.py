@@ -90,6 +90,60 @@ def test_names_that_modules_have_for_a_function_are_rebound_and_given_back(stub,
         assert early.plus is late.add is stub.add is original and not patch.live
 
 
+def negated(original):
+    def negate(a, b=1):
+        return -original(a, b)
+
+    return negate
+
+
+def subtract(a, b=1):
+    return a - b
+
+
+def test_one_patch_may_lie_over_another(stub):
+    """Both are in force, each once, in whatever order they come again; both are given back."""
+    lower, upper = (
+        Patch("a test", "stub_of_megatron:add", f"{__name__}:{name}", ("a", "b"), "a test")
+        for name in ("doubled", "negated")
+    )
+    original = stub.add
+    lower.apply()
+    assert lower.live and not upper.live
+    for patch in (upper, lower, upper):
+        patch.apply()
+        assert lower.live and upper.live and stub.add(1) == -4
+    undo_all()
+    assert not lower.live and not upper.live and stub.add is original
+
+
+def test_what_takes_a_place_itself_takes_no_other(stub, monkeypatch):
+    """A function of torch's own, say, which has other names: they stay."""
+    early = ModuleType("early")
+    early.plus, original = stub.add, stub.add
+    monkeypatch.setitem(sys.modules, "early", early)
+    patch = Patch("a test", "stub_of_megatron:add", f"={__name__}:subtract", ("a", "b"), "a test")
+    patch.apply()
+    assert patch.live and stub.add is subtract and early.plus is original
+    early.minus = subtract
+    undo_all()
+    assert not patch.live and stub.add is early.plus is original and early.minus is subtract
+    assert globals()["subtract"] is subtract
+
+
+def test_what_is_only_relied_on_is_checked_and_left(stub):
+    original = stub.add
+    Patch("a test", "stub_of_megatron:add", "", ("a", "b"), "a test").apply()
+    assert stub.add is original
+    with pytest.raises(BurstError, match=r"\('a',\).*got \('a', 'b'\)"):
+        Patch("a test", "stub_of_megatron:add", "", ("a",), "a test").apply()
+
+
+def test_what_cannot_be_imported_is_told_and_not_live():
+    patch = Patch("a test", "no_such_module:add", "", (), "a test")
+    assert "no_such_module" in patch.misfit() and not patch.live
+
+
 def test_what_somebody_bound_over_a_patch_stays_theirs(stub):
     patch_of().apply()
     theirs = stub.add = lambda a, b=1: -a
