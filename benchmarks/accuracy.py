@@ -19,7 +19,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-from megatron_burst.engine.run import run_backward, run_forward
 
 from megatron_burst.cli.cases import Case
 from megatron_burst.cli.impls import impls_of
@@ -80,9 +79,9 @@ def simulated(tensors, ranks, mode):
         q, k, v, dout = (x[:, rows] for x in tensors)
         pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, DIM**-0.5)
         call, _ = set_up(q, k, v, carrier, pattern, config)
-        out, lse = run_forward(call, q, k, v)
+        out, _, left = call.followed.forward(q, k, v)
         out = out.to(q.dtype)
-        return rows, [out, *run_backward(call, q, k, v, out, lse, dout)]
+        return rows, [out, *call.followed.backward(left, out, dout)]
 
     results, _ = run_simulated(one, ranks, in_turns=True)
     whole = [torch.empty_like(tensors[i]) for i in (3, 0, 1, 2)]

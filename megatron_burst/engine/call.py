@@ -20,11 +20,14 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Everything about one attention call but its tensors.
+class Passes:
+    """Forward and backward of a call; what the one leaves the other takes.
+
+    Beside out, forward leaves q, k, v and lse. An all-to-all leaves what it brought in their place,
+    as much memory; a call that gathers may leave the keys of other nodes too.
 
     Attributes:
-        way: how it runs; all is chosen.
+        way: how they run; all is chosen.
         backend: computes the tiles.
         carrier: carries the data between ranks.
         scale: of the scores before the softmax.
@@ -41,40 +44,11 @@ class Call:
     deterministic: bool = False
     pulled: bool = False
 
-    @cached_property
-    def replayed(self) -> "Passes":
-        """Passes of which forward leaves nothing: its results are kept for a recomputation, or no
-        backward follows."""
-        return Passes(self, replace(self.way, again=True))
-
-    @cached_property
-    def followed(self) -> "Passes":
-        """Passes of which backward follows this very forward."""
-        return Passes(self, replace(self.way, again=False), followed=True)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward and backward of a call; what the one leaves the other takes.
-
-    Beside out, forward leaves q, k, v and lse. An all-to-all leaves what it brought in their place,
-    as much memory; a call that gathers may leave the keys of other nodes too.
-
-    Attributes:
-        call: the call.
-        way: as the passes run.
-        followed: by backward: values do not hold on to what they are a slice of.
-    """
-
-    call: Call
-    way: AttentionCall
-    followed: bool = False
-
     def _executor(self, direction: Direction) -> Executor:
-        call, spec = self.call, self.way.spec(self.call.carrier.cp_rank, direction)
-        program = self.way.program_of(replace(spec, pulled=spec.pulled and call.pulled))
+        spec = self.way.spec(self.carrier.cp_rank, direction)
+        program = self.way.program_of(replace(spec, pulled=spec.pulled and self.pulled))
         return Executor(
-            program, call.backend, call.carrier, call.scale, call.dtypes, call.deterministic
+            program, self.backend, self.carrier, self.scale, self.dtypes, self.deterministic
         )
 
     @cached_property
@@ -103,7 +77,7 @@ class Passes:
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         left = tuple(run.left[name] for name in executor.program.left)
         if self._takes_inputs:
-            left = (q, k, lean(v, q, k) if self.followed else v, lse, *left)
+            left = (q, k, lean(v, q, k) if not self.way.again else v, lse, *left)
         return out, lse, left
 
     @property
@@ -130,6 +104,28 @@ class Passes:
         given |= {"side": side} | _results(executor, rows)
         run = executor.run(given, dict(zip(self.forward_executor.program.left, left, strict=True)))
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about one attention call but its tensors.
+
+    Attributes:
+        replayed: passes of which forward leaves nothing that came from others: its results are kept
+            for a recomputation, or no backward follows.
+        followed: passes of which backward follows this very forward.
+    """
+
+    replayed: Passes
+    followed: Passes
+
+    @staticmethod
+    def of(way: AttentionCall, *args, **options) -> "Call":
+        """Arguments as of `Passes`."""
+        replayed, followed = (
+            Passes(replace(way, again=again), *args, **options) for again in (True, False)
+        )
+        return Call(replayed, followed)
 
 
 def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:

@@ -84,10 +84,14 @@ def cut_out(fields: Fields, ref: Ref) -> Fields:
     """Rows and heads of them."""
     if ref.rows is None and ref.heads is None:
         return fields
-    rows, heads = (span.slice if span else slice(None) for span in (ref.rows, ref.heads))
-    return {
-        name: x[:, rows, heads] if x.dim() == 4 else x[:, heads, rows] for name, x in fields.items()
-    }
+    return {name: _part(x, ref) for name, x in fields.items()}
+
+
+def _part(x: Tensor, ref: Ref) -> Tensor:
+    rows, heads = (1, 2) if x.dim() == 4 else (2, 1)
+    if ref.rows is not None:
+        x = x.narrow(rows, ref.rows.start, len(ref.rows))
+    return x if ref.heads is None else x.narrow(heads, ref.heads.start, len(ref.heads))
 
 
 def empty_like_rows(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:

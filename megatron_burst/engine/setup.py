@@ -111,7 +111,7 @@ def set_up(
     sums = accumulate_dtype(q.dtype)
     dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: q.dtype if narrow else sums}
     pulled = carrier.transfer.value == "pull"
-    call = Call(way, backend, carrier, pattern.scale, dtypes, config.deterministic, pulled)
+    call = Call.of(way, backend, carrier, pattern.scale, dtypes, config.deterministic, pulled)
     return call, [*_choices(way, carrier.transfer), _named("backend", backend_choice)]
 
 

@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.slots import PulledSlots, SerialSlots, Take
+from megatron_burst.comm.slots import PulledSlots, Take
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.slots import pulled_count
 
@@ -55,22 +55,3 @@ def test_one_slot_with_one_barrier_would_not_do(monkeypatch):
     """The test above can fail: a slot that is filled at once again is read too late."""
     monkeypatch.setattr(PulledSlots, "__len__", lambda slots: 2)
     assert run_two_ranks(1, 4, 1)[0] != [100 * call + 1 for call in range(4)]
-
-
-def test_serial_slots_wait_at_once():
-    events = []
-
-    class Recorder:
-        def view(self, index, shape, dtype):
-            return torch.zeros(shape, dtype=dtype)
-
-        def exchange(self, index, view, gives, takes):
-            events.append(("exchange", index))
-            return self
-
-        def wait(self):
-            events.append("wait")
-
-    slots = SerialSlots(Recorder())
-    slots.exchange(3, slots.view(3, (1,), torch.float32), (), ())
-    assert events == [("exchange", 3), "wait"]

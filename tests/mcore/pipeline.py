@@ -183,7 +183,7 @@ class counted:
 
         owners = [(type(backend), "forward", "kernels") for backend in backends().values()]
         owners += [(FusedScaleMaskSoftmax, "forward", "kernels")]  # in Megatron's own
-        owners += [(Communicator, "start", "hops"), (Communicator, "exchange", "hops")]
+        owners += [(Communicator, "send", "hops")]
         self._patches = []
         for owner, method, name in owners:
             function = counting(name, getattr(owner, method))

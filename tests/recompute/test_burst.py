@@ -124,10 +124,7 @@ def watched(hops):
 
         return call
 
-    with (
-        mock.patch.object(Communicator, "start", noting(Communicator.start)),
-        mock.patch.object(Communicator, "exchange", noting(Communicator.exchange)),
-    ):
+    with mock.patch.object(Communicator, "send", noting(Communicator.send)):
         yield
 
 

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.run import run_forward
+from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
+from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.half import early_half
 from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import pretend_hosts
 from megatron_burst.recompute.half import LaterHalf
+from megatron_burst.schedule.program import Dtype
 from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
@@ -34,10 +33,12 @@ CASES = [  # layout, hosts, ranks, rows of a rank, whether they are dealt out an
 ]
 
 
-def call_of(topology, rank, layout, tokens, carrier):
-    rows = dict(layout=layout, mask=Mask.CAUSAL, tokens=tokens)
-    schedules = (ring_schedule(topology, rank, direction=d, **rows) for d in Direction)
-    return Call(*schedules, backends()["reference"], carrier, 0.3, torch.float64)
+def call_of(topology, layout, shard, carrier):
+    way = AttentionCall(
+        attention_shape(*shard), topology, intra="ring", inter="ring", layout=layout, device="cpu"
+    )
+    dtypes = dict.fromkeys(Dtype, torch.float64)
+    return Call.of(way, backends()["reference"], carrier, 0.3, dtypes)
 
 
 @pytest.mark.parametrize("layout, hosts, size, tokens, deal", CASES)
@@ -47,8 +48,9 @@ def test_the_whole_is_restored_from_its_later_half(layout, hosts, size, tokens, 
 
     def one(rank, carrier):
         shard = tuple(x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        whole = run_forward(call_of(topology, rank, layout, tokens, carrier), *shard)
-        early = call_of(topology, rank, plan.layout, tokens // 2, carrier)
+        whole = call_of(topology, layout, shard, carrier).replayed.forward(*shard)[:2]
+        half = [x[:, : tokens // 2] for x in shard]
+        early = call_of(topology, plan.layout, half, carrier)
         policy, before = LaterHalf(plan, early, carrier), carrier.sent_bytes
         kept = policy.trim(whole)
         restored = policy.restore(kept, shard)

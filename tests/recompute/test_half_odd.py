@@ -24,11 +24,11 @@ TOKENS = 8
 def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
     """Error of gradients; how many parcels the first exchange between any two ranks had."""
     patches.apply("checkpoints")
-    parcels, inner = [], Communicator.exchange
+    parcels, inner = [], Communicator.send
 
-    def noting(self, cargo, sends, recvs):
+    def noting(self, link, cargo, sends, recvs):
         parcels.append(len(sends) + len(recvs))
-        return inner(self, cargo, sends, recvs)
+        return inner(self, link, cargo, sends, recvs)
 
     generator, shapes = torch.Generator().manual_seed(7), [(4, 6), (2, 6), (2, 3)]
     whole = [
@@ -42,7 +42,7 @@ def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
     config = BurstConfig.of(keep="half", hosts=size, keep_offload=True, keep_debug=True)
     attend = partial(burst_attention, layout="contiguous", config=config)
     with (
-        mock.patch.object(Communicator, "exchange", noting),
+        mock.patch.object(Communicator, "send", noting),
         mock.patch.object(planned, "rates", return_value=Rates(gbs=1e9)),
     ):
         checkpoint(attend, *leaves, use_reentrant=False).square().sum().backward()
