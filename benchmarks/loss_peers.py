@@ -45,10 +45,10 @@ def megatron(fused: bool, x: HeadTensors) -> Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
     if not x.hidden.is_cuda:
-        on_cpu.install(training=False)
+        cpu_mode.install(training=False)
     hidden, labels = copy_to_tensor_model_parallel_region(x.hidden, x.group), x.labels.unsqueeze(1)
     logits = F.linear(hidden, x.weight).unsqueeze(1)
     if fused:

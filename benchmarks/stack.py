@@ -15,20 +15,20 @@ from torch import Tensor
 from benchmarks.layers import Widths
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.keep import switch_on
-from megatron_burst.mcore.spec_tree import burst_spec
+from megatron_burst.mcore.patches import switch_on_keep
+from megatron_burst.mcore.specs import burst_spec
 
 
 def start(cpu: bool, cp_size: int) -> None:
     """Make Megatron's groups, all ranks one context-parallel group."""
     if cpu:
-        from megatron_burst.mcore import on_cpu
+        from megatron_burst.mcore import cpu_mode
 
-        on_cpu.install(training=False)
+        cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    switch_on(BurstConfig(keep="all"))
+    switch_on_keep(BurstConfig(keep="all"))
 
 
 class Stack:
@@ -115,16 +115,16 @@ class Stack:
 
 def _config(widths: Widths, cp_size: int, comm_type: str) -> TransformerConfig:
     dtype = getattr(torch, widths.dtype)
-    on_cpu = not torch.cuda.is_available()
+    cpu_mode = not torch.cuda.is_available()
     return TransformerConfig(
         num_layers=widths.layers, hidden_size=widths.hidden, ffn_hidden_size=widths.ffn,
         num_attention_heads=widths.heads_q, num_query_groups=widths.heads_kv,
         kv_channels=widths.head_dim, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype,
-        pipeline_dtype=dtype, use_cpu_initialization=on_cpu, masked_softmax_fusion=not on_cpu,
-        bias_activation_fusion=not on_cpu, bias_dropout_fusion=not on_cpu,
-        apply_rope_fusion=HAVE_TE and not on_cpu, persist_layer_norm=False,
+        pipeline_dtype=dtype, use_cpu_initialization=cpu_mode, masked_softmax_fusion=not cpu_mode,
+        bias_activation_fusion=not cpu_mode, bias_dropout_fusion=not cpu_mode,
+        apply_rope_fusion=HAVE_TE and not cpu_mode, persist_layer_norm=False,
         gradient_accumulation_fusion=False, context_parallel_size=cp_size,
         cp_comm_type=comm_type if cp_size > 1 else None,
     )  # fmt: skip

@@ -5,7 +5,7 @@
         --context-parallel-size 8 --context-parallel-impl burst ...
 
 Nothing here knows of burst attention: the second line is what turns it on. The flags are Megatron's
-and --step-log FILE. Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.on_cpu).
+and --step-log FILE. Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
 """
 
 import argparse
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.install()
+    cpu_mode.install()
 
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -33,7 +33,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from step_log import StepLog
 
-from megatron_burst.mcore.datasets import use_built_dataset_helpers
+from megatron_burst.mcore.launch import use_built_dataset_helpers
 
 Batch = dict[str, torch.Tensor]
 

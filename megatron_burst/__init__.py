@@ -13,7 +13,7 @@ _HOME_OF = {
     "burst_attention": "megatron_burst.attention",
     "check_in_step": "megatron_burst.comm.state",
     "count_supervised": "megatron_burst.loss.rows",
-    "fuse_loss": "megatron_burst.mcore.loss",
+    "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",
     "token_log_probs": "megatron_burst.loss.linear",
     "burst_spec": "megatron_burst.spec",

@@ -1,6 +1,6 @@
-"""Patches of Megatron and torch: few, idempotent, checked against what they replace, undone.
+"""How functions of Megatron and torch are replaced: checked against what they were, and given back.
 
-What they replace stands in one table; `undo_all` gives all of it back.
+What is replaced stands in one table, `mcore/patches.py`; `undo_all` gives all of it back.
 """
 
 import functools
@@ -15,61 +15,74 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import version_of
 
-_MARK = "__megatron_burst_original__"
+_MARK = "__megatron_burst_patch__"  # what a replacement has: the patch's `becomes`, the original
+
+# Of this process, in the order in which it was done: what gives back.
+_UNDO: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One rebound function or method of Megatron's or torch's.
+    """One name of Megatron's or torch's that burst binds anew, or only relies on.
 
     Attributes:
-        owner: module, or "module:Class".
-        name: attribute of the owner.
-        parameters: names that the original must have, in order; written out, as Megatron had them
-            when the patch was written.
+        group: patches that are put in force together.
+        place: "module:function" or "module:Class.method".
+        becomes: "module:function", called with the original (and more, see `apply`) for what takes
+            its place, under every name; "=module:name" takes its place itself, there only; "" if
+            burst only relies on it.
+        parameters: names that the original must have, in order; written out, as they were in the
+            release that the patch was written for.
         why: what it is for and why no public seam does.
-        wrap: makes the replacement from the original.
-        package: the distribution that the owner comes with.
+        package: the distribution that it comes with.
+        with_te: whether it is there only where Megatron finds TransformerEngine.
     """
 
-    owner: str
-    name: str
+    group: str
+    place: str
+    becomes: str
     parameters: tuple[str, ...]
     why: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     package: str = "megatron-core"
+    with_te: bool = False
 
     @property
     def target(self) -> str:
-        return f"{self.owner.replace(':', '.')}.{self.name}"
-
-    def _owner(self) -> Any:
-        module, _, name = self.owner.partition(":")
-        owner = importlib.import_module(module)
-        return getattr(owner, name) if name else owner
+        """The place as a dotted name."""
+        return self.place.replace(":", ".")
 
     @property
     def live(self) -> bool:
         """Whether it is in force."""
-        return hasattr(getattr(self._owner(), self.name, None), _MARK)
+        try:
+            return self._is_in(*_owner_of(self.place))
+        except (ImportError, AttributeError):
+            return False
 
     def misfit(self) -> str | None:
         """Why the original is not the function that the patch was written for, or None."""
         if self.live:
             return None
-        original = getattr(self._owner(), self.name, None)
+        try:
+            owner, name = _owner_of(self.place)
+        except (ImportError, AttributeError) as error:
+            return f"megatron_burst: {self.target} cannot be imported: {error}"
+        original = getattr(owner, name, None)
         found = tuple(inspect.signature(original).parameters) if callable(original) else None
         if found == self.parameters:
             return None
         return (
             f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
-            f"because a patch replaces it; got {found} in {self.package} "
-            f"{version_of(self.package)}; install the one that megatron_burst names in its "
-            "pyproject.toml"
+            f"because {'a patch replaces it' if self.becomes else 'burst is called by it'}; got "
+            f"{found} in {self.package} {version_of(self.package)}; install the one that "
+            "megatron_burst names in its pyproject.toml"
         )
 
-    def apply(self) -> None:
-        """Put it in force, under every name of a loaded module; a second time changes nothing.
+    def apply(self, *given: Any) -> None:
+        """Put it in force; a second time changes nothing.
+
+        Args:
+            given: passed to `becomes`, after the original.
 
         Raises:
             BurstError: if the original is not the function that the patch was written for.
@@ -79,31 +92,36 @@ class Patch:
         misfit = self.misfit()
         if misfit:
             raise BurstError(misfit)
-        owner = self._owner()
-        is_class = isinstance(owner, type)
-        found = (inspect.getattr_static if is_class else getattr)(owner, self.name)
+        if not self.becomes:
+            return
+        owner, name = _owner_of(self.place)
+        if self.becomes.startswith("="):
+            original = vars(owner).get(name)
+            value = _named(self.becomes[1:])
+            setattr(owner, name, value)
+            on_undo(functools.partial(_give_back, owner, name, original, value))
+            return
+        found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
         method = type(found) if isinstance(found, staticmethod | classmethod) else None
-        original = found.__func__ if method else found
-        replacement = functools.wraps(original)(self.wrap(original))
-        setattr(replacement, _MARK, original)
-        placed = method(replacement) if method else replacement
-        _TABLE.append(_Replaced.by(placed, owner, self.name))
+        function = found.__func__ if method else found
+        replacement = functools.wraps(function)(_named(self.becomes)(function, *given))
+        setattr(replacement, _MARK, (self.becomes, function))
+        _rebind(owner, name, method(replacement) if method else replacement)
+
+    def _is_in(self, owner: Any, name: str) -> bool:
+        found = getattr(owner, name, None)
+        if self.becomes.startswith("="):
+            return found is _named(self.becomes[1:])
+        while (mark := getattr(found, _MARK, None)) is not None:  # others may lie over it
+            becomes, found = mark
+            if becomes == self.becomes:
+                return True
+        return False
 
 
-def rebind(owner: Any, name: str, value: Any) -> None:
-    """Bind an attribute to a function, and with it all names that modules have for the old one.
-
-    `from module import function`, run before, has made such a name.
-
-    Args:
-        owner: module or class; a method has no other names.
-        name: of the attribute.
-        value: what it is bound to.
-    """
-    if isinstance(owner, ModuleType):
-        for module, other in _names_of(getattr(owner, name)):
-            setattr(module, other, value)
-    setattr(owner, name, value)
+def on_undo(give_back: Callable[[], None]) -> None:
+    """Have `undo_all` call something that gives back what is no function of another's."""
+    _UNDO.append(give_back)
 
 
 def undo_all() -> None:
@@ -112,45 +130,48 @@ def undo_all() -> None:
     Models keep the attention and the loss that they were built with. A name that somebody has bound
     anew over a patch stays theirs.
     """
-    while _TABLE:
-        _TABLE.pop().give_back()
+    while _UNDO:
+        _UNDO.pop()()
 
 
-@dataclass(frozen=True, slots=True)
-class _Replaced:
-    """What a patch has put in place of what.
+def _named(path: str) -> Any:
+    """What a dotted path with a colon names."""
+    owner, name = _owner_of(path)
+    return getattr(owner, name)
 
-    Attributes:
-        owner: module or class.
-        name: of the attribute.
-        original: what it was; None if the class had inherited it.
-        replacement: what it is now.
+
+def _owner_of(path: str) -> tuple[Any, str]:
+    """The module or class that has what a path names, and its name there."""
+    module, _, names = path.partition(":")
+    *classes, name = names.split(".")
+    owner = importlib.import_module(module)
+    return functools.reduce(getattr, classes, owner), name
+
+
+def _rebind(owner: Any, name: str, replacement: Any) -> None:
+    """Bind an attribute anew, and with it all names that modules have for the old one.
+
+    `from module import function`, run before, has made such a name; a method has none.
     """
-
-    owner: Any
-    name: str
-    original: Any
-    replacement: Any
-
-    @classmethod
-    def by(cls, replacement: Any, owner: Any, name: str) -> "_Replaced":
-        """Replace an attribute."""
-        original = vars(owner).get(name)
-        rebind(owner, name, replacement)
-        return cls(owner, name, original, replacement)
-
-    def give_back(self) -> None:
-        if isinstance(self.owner, ModuleType):  # also under names that were bound since
-            for module, name in _names_of(self.replacement):
-                setattr(module, name, self.original)
-        elif vars(self.owner).get(self.name) is self.replacement:
-            if self.original is None:
-                delattr(self.owner, self.name)
-            else:
-                setattr(self.owner, self.name, self.original)
+    original = vars(owner).get(name)  # None if a class inherits it
+    if isinstance(owner, ModuleType):
+        for module, other in _names_of(original):
+            setattr(module, other, replacement)
+    setattr(owner, name, replacement)
+    on_undo(functools.partial(_give_back, owner, name, original, replacement, everywhere=True))
 
 
-_TABLE: list[_Replaced] = []  # of this process, in the order in which they were made
+def _give_back(
+    owner: Any, name: str, original: Any, replacement: Any, everywhere: bool = False
+) -> None:
+    if everywhere and isinstance(owner, ModuleType):  # also under names that were bound since
+        for module, other in _names_of(replacement):
+            setattr(module, other, original)
+    elif vars(owner).get(name) is replacement:
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def _names_of(function: Any) -> Iterator[tuple[ModuleType, str]]:

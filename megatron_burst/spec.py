@@ -4,6 +4,6 @@ from megatron_burst.installed import require_megatron
 
 require_megatron("megatron_burst.spec")  # before what only imports with a Megatron that fits
 
-from megatron_burst.mcore.spec_tree import burst_spec, layer_spec  # noqa: E402
+from megatron_burst.mcore.specs import burst_spec, layer_spec  # noqa: E402
 
 __all__ = ["burst_spec", "layer_spec"]

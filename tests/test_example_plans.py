@@ -109,9 +109,9 @@ def validated(rank: int, runs: list[tuple[int, list[str]]]) -> list[dict | str]:
     """Megatron's validated arguments of each run, or what refused it."""
     from megatron.training import arguments
 
-    from megatron_burst.mcore import launch, on_cpu
+    from megatron_burst.mcore import cpu_mode, launch
 
-    on_cpu.install()
+    cpu_mode.install()
     launch.prepare([])
     found = []
     for world, words in runs:

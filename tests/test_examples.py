@@ -16,8 +16,8 @@ from typer.main import get_command
 
 from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import with_flags
-from megatron_burst.mcore.plan_arguments import check_plan
+from megatron_burst.mcore.launch import with_flags
+from megatron_burst.mcore.plan_file import check_plan
 from megatron_burst.plan.flags import as_words, model_flags
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import from_hugging_face
@@ -44,7 +44,7 @@ def options(parser):
 def megatrons_parser():
     from megatron.training.arguments import add_megatron_arguments
 
-    return with_flags(add_megatron_arguments)(ArgumentParser(conflict_handler="resolve"))
+    return with_flags(add_megatron_arguments, "store")(ArgumentParser(conflict_handler="resolve"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstError, burst_attention, keep, linear_cross_entropy, token_log_probs
-from megatron_burst.recompute.keep import torch_patches
+from megatron_burst.mcore import patches
 from tests.recompute.layers import flash
 
 Q, K, V = torch.randn(3, 1, 8, 2, 8, generator=torch.Generator().manual_seed(1)).unbind()
@@ -28,8 +28,7 @@ def group():
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
         )
-        for patch in torch_patches():
-            patch.apply()
+        patches.apply("checkpoints")
         yield
         dist.destroy_process_group()
 

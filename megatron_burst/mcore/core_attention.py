@@ -2,38 +2,41 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.argument_values import global_args
-from megatron_burst.mcore.attention_backend import with_attention_backend
-from megatron_burst.mcore.groups import communicator_for, cp_group_of, hcp_groups_of
-from megatron_burst.mcore.keep import for_calls, switch_on
-from megatron_burst.mcore.keep_layers import settled
-from megatron_burst.mcore.refusals import (
-    CAUSAL,
-    WHO,
-    check_call,
-    check_config,
-    check_named,
-    check_run,
-    check_tokens,
-)
+from megatron_burst.installed import require_megatron
+from megatron_burst.mcore.args import burst_config_of, check_args, global_args
+from megatron_burst.mcore.patches import switch_on_keep
+from megatron_burst.mcore.recompute import for_calls, settled
+from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.topology import Topology
+from megatron_burst.say import say
+
+WHO = "burst core attention"
+PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise
+CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}  # the masks that are supported
 
 
 class BurstCoreAttention(MegatronModule):
@@ -46,18 +49,11 @@ class BurstCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection=None,
-    ) -> None:
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+        attention_type: str, attention_dropout: float | None = None,
+        softmax_scale: float | None = None, k_channels: int | None = None,
+        v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection=None,
+    ) -> None:  # fmt: skip
         super().__init__(config=config)
         if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
             raise BurstError(
@@ -65,23 +61,17 @@ class BurstCoreAttention(MegatronModule):
                 f"own context parallelism needs it; got cp_comm_type={cp_comm_type!r} in layer "
                 f"{layer_number}; install transformer-engine or pass --cp-comm-type burst"
             )
-        check_config(config, layer_number, attn_mask_type, attention_type, attention_dropout)
+        check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params=None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
-        check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        check_tokens(query, key)
-        return self.burst(query, key, value, CAUSAL[attn_mask_type])
+        extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
+        return self.burst(query, key, value, *extras)
 
 
 if HAVE_TE:
@@ -99,63 +89,34 @@ if HAVE_TE:
         """
 
         def __init__(
-            self,
-            config: TransformerConfig,
-            layer_number: int,
-            attn_mask_type: AttnMaskType,
-            attention_type: str,
-            attention_dropout: float | None = None,
-            softmax_scale: float | None = None,
-            cp_comm_type: str | None = None,
-            pg_collection=None,
-            **options,
-        ) -> None:
-            check_named(config)
+            self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+            attention_type: str, attention_dropout: float | None = None,
+            softmax_scale: float | None = None, cp_comm_type: str | None = None,
+            pg_collection=None, **options,
+        ) -> None:  # fmt: skip
+            check("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(
-                config,
-                layer_number,
-                attn_mask_type,
-                attention_type,
-                attention_dropout=attention_dropout,
-                softmax_scale=softmax_scale,
-                cp_comm_type="p2p" if runs_burst else cp_comm_type,
-                pg_collection=pg_collection,
+                config, layer_number, attn_mask_type, attention_type,
+                attention_dropout=attention_dropout, softmax_scale=softmax_scale,
+                cp_comm_type="p2p" if runs_burst else cp_comm_type, pg_collection=pg_collection,
                 **options,
-            )
+            )  # fmt: skip
             self.burst = None
             if runs_burst:
-                check_config(
-                    config, layer_number, attn_mask_type, attention_type, attention_dropout
-                )
+                check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
         def forward(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            attn_mask_type: AttnMaskType,
-            attention_bias: Tensor | None = None,
-            packed_seq_params=None,
-            num_splits: int | None = None,
-        ) -> Tensor:
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
+            packed_seq_params=None, num_splits: int | None = None,
+        ) -> Tensor:  # fmt: skip
             """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+            extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
-                return super().forward(
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    attn_mask_type,
-                    attention_bias,
-                    packed_seq_params,
-                    num_splits,
-                )
-            check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-            check_tokens(query, key)
-            return self.burst(query, key, value, CAUSAL[attn_mask_type])
+                return super().forward(query, key, value, *extras, num_splits)
+            return self.burst(query, key, value, *extras)
 
 
 def burst_replacements() -> dict[type, type]:
@@ -210,33 +171,26 @@ class BurstForward:
                 f"context_parallel_size={config.context_parallel_size} and a group of "
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
-        topology = communicator_for(pg_collection, burst_config).topology
-        switch_on(burst_config)
-        return cls(
-            cp_group,
-            hcp_groups_of(pg_collection, burst_config),
-            softmax_scale,
-            for_calls(burst_config),
-            config,
-            layer_number,
-            topology,
-        )
+        hcp_groups = hcp_groups_of(pg_collection, burst_config)
+        topology = communicator_of(cp_group, burst_config, hcp_groups).topology
+        switch_on_keep(burst_config)
+        of_calls = for_calls(burst_config)
+        return cls(cp_group, hcp_groups, softmax_scale, of_calls, config, layer_number, topology)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type, *extras
+    ) -> Tensor:
+        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]."""
+        check_call(attention_mask, attn_mask_type, *extras)
+        check_tokens(query, key)
+        causal = CAUSAL[attn_mask_type]
         saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
         config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
-            query,
-            key,
-            value,
-            group=self.cp_group,
-            causal=causal,
-            softmax_scale=self.softmax_scale,
-            qkv_format="sbhd",
-            config=config,
-            hcp_groups=self.hcp_groups,
-            layer=self.layer_number,
-        )
+            query, key, value, group=self.cp_group, causal=causal,
+            softmax_scale=self.softmax_scale, qkv_format="sbhd", config=config,
+            hcp_groups=self.hcp_groups, layer=self.layer_number,
+        )  # fmt: skip
         return out.flatten(2)
 
     def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
@@ -247,12 +201,91 @@ class BurstForward:
         return 1 - replayed_share(call)
 
 
-def burst_config_of(config: TransformerConfig) -> BurstConfig:
-    """`config.burst` if somebody set it, else what Megatron's command line says, else defaults.
+def cp_group_of(pg_collection) -> dist.ProcessGroup:
+    """The context-parallel group, from Megatron's collection or from its global state."""
+    if pg_collection is not None and pg_collection.cp is not None:
+        return pg_collection.cp
+    return parallel_state.get_context_parallel_group()
 
-    The kernels are those of Megatron's `attention_backend`, unless it is auto.
+
+def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGroup] | None:
+    """Megatron's hierarchical groups [intra, inter], if they tile the context-parallel group.
+
+    They can be stale: `destroy_model_parallel` leaves them behind (core/parallel_state.py:2506).
+    Then, and when hosts are pretended, burst makes its own.
     """
-    given, args = getattr(config, "burst", None), global_args()
-    if given is None:
-        given = BurstConfig() if args is None else BurstConfig.from_args(args)
-    return with_attention_backend(given, getattr(config, "attention_backend", None))
+    hcp = None if pg_collection is None else pg_collection.hcp
+    if not hcp or len(hcp) != 2 or config.tuning.hosts is not None:
+        return None
+    members = set(dist.get_process_group_ranks(cp_group_of(pg_collection)))
+    ranks = [dist.get_process_group_ranks(group) for group in hcp]
+    inside = all(members.issuperset(group_ranks) for group_ranks in ranks)
+    return hcp if inside and len(ranks[0]) * len(ranks[1]) == len(members) else None
+
+
+# ---- what is refused: see refusals.py -------------------------------------------------------
+
+
+def check_run() -> None:
+    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
+
+    Also for what the flag's door would have set in the command line, if there is one.
+    """
+    _say_once(f"burst attention: {require_megatron(WHO)}")
+    args = global_args()
+    if args is not None:
+        check_args(args, WHO)
+        check("built", args, WHO)
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """Say it on the first rank, once in a process."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(sentence)
+
+
+def check_layer(
+    config: TransformerConfig,
+    layer_number: int,
+    attn_mask_type: AttnMaskType,
+    attention_type: str,
+    attention_dropout: float | None,
+) -> None:
+    """Refuse a layer whose configuration asks for something that burst does not do."""
+    window = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    )
+    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
+    if attention_dropout is not None:
+        own["attention_dropout"] = attention_dropout
+    if not window:
+        own["window_size"] = None
+    layer = SimpleNamespace(**vars(config) | own)
+    check("attention", layer, f"{WHO}: layer {layer_number}")
+
+
+def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
+    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
+    extras = attention_mask, attention_bias, packed_seq_params
+    if attn_mask_type in CAUSAL and all(extra is None for extra in extras):
+        return
+    call = SimpleNamespace(
+        attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
+        attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
+        packed_seq_params=None if packed_seq_params is None else packed_seq_params.qkv_format,
+        attn_mask_type=attn_mask_type,
+    )
+    check("call", call, WHO)
+
+
+def check_tokens(query: Tensor, key: Tensor) -> None:
+    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
+
+    Args:
+        query, key: [tokens, b, h, d].
+    """
+    engine = InferenceMode.is_active()
+    place = "an inference engine" if engine else "one call"
+    tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
+    check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

@@ -11,6 +11,8 @@ from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
 
+FLAG = "--context-parallel-impl burst"
+KEEP_FLAG = "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
 TUNE_FLAG = "--burst-tune"
 

@@ -1,77 +1,39 @@
-"""Runs a Megatron script with burst's flags; the list of all patches and which are in force."""
+"""The flag's door: Megatron's parser with burst's flags, and scripts that are run with it.
 
-import functools
+Loads nothing of Megatron before it is asked to: a script's own comes first.
+"""
+
+import importlib.util
 import runpy
 import sys
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser, Namespace
 from pathlib import Path
 
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
-from megatron_burst.mcore import arguments
-from megatron_burst.mcore.argument_values import global_args
-from megatron_burst.mcore.datasets import HELPERS_PATCH
-from megatron_burst.mcore.flags import add_flags
-from megatron_burst.mcore.loss_arguments import loss_patches
-from megatron_burst.mcore.switch import SwitchOn, hint_at_burst
-from megatron_burst.patching import Patch
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.args import (
+    check_args,
+    check_keep_args,
+    check_loss_args,
+    check_unused,
+    force_args,
+    global_args,
+    say_attention_backend,
+    wants_burst,
+    wants_fused_loss,
+)
+from megatron_burst.mcore.flags import FLAG, add_flags
+from megatron_burst.mcore.plan_file import check_plan, take_plans
 
 _DOOR = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
 _MEANING = "Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own."
 _REST = """Without --context-parallel-impl burst the script runs as it would without megatron_burst.
 On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
-
-
-def all_patches() -> tuple[Patch, ...]:
-    """Every patch of Megatron that megatron_burst can apply; `Patch.live` tells which are on."""
-    from megatron_burst.mcore.keep import input_patches, keep_patches
-    from megatron_burst.mcore.providers import provider_patches
-
-    keeping = (*keep_patches(), *input_patches(BurstConfig()))
-    return (*flag_patches(), *provider_patches(), *keeping, *loss_patches())
-
-
-def flag_patches() -> tuple[Patch, ...]:
-    """What `prepare` applies: flags, their check, and a missing Makefile."""
-    return (
-        Patch(
-            owner="megatron.training.arguments",
-            name="add_megatron_arguments",
-            parameters=("parser",),
-            why="adds burst's flags: Megatron's parser has no hook for plugins",
-            wrap=functools.partial(arguments.with_flags, on_impl=SwitchOn),
-        ),
-        Patch(
-            owner="megatron.training.arguments",
-            name="validate_args",
-            parameters=("args", "defaults"),
-            why="checks burst's flags, and switches burst on if they ask for it",
-            wrap=arguments.validate_flags,
-        ),
-        Patch(
-            owner="megatron.training.yaml_arguments",
-            name="load_yaml",
-            parameters=("yaml_path",),
-            why="refuses burst with --yaml-cfg, which drops the command line unseen",
-            wrap=arguments.refuse_yaml,
-        ),
-        Patch(
-            owner="megatron.core.transformer.dot_product_attention:DotProductAttention",
-            name="__init__",
-            parameters=(
-                "self", "config", "layer_number", "attn_mask_type", "attention_type",
-                "attention_dropout", "softmax_scale", "cp_comm_type", "pg_collection",
-            ),
-            why="names burst's flag where Megatron asserts that context parallelism needs "
-            "TransformerEngine",
-            wrap=hint_at_burst,
-        ),
-        HELPERS_PATCH,
-    )  # fmt: skip
 
 
 def prepare(argv: list[str], door: str = "megatron_burst") -> None:
@@ -94,11 +56,10 @@ def prepare(argv: list[str], door: str = "megatron_burst") -> None:
             f"otherwise; got {asked[0]} in arguments that are parsed; import it first"
         )
     if _wants_cpu(argv):
-        from megatron_burst.mcore import on_cpu
+        from megatron_burst.mcore import cpu_mode
 
-        on_cpu.install()
-    for patch in flag_patches():
-        patch.apply()
+        cpu_mode.install()
+    patches.apply("flags", "helpers")
 
 
 def run_script(argv: list[str]) -> None:
@@ -141,3 +102,113 @@ def _wants_cpu(argv: list[str]) -> bool:
         return False
     joined = " ".join(argv).replace("=", " ")
     return "--distributed-backend gloo" in joined
+
+
+# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+
+
+class SwitchOn(Action):
+    """Has Megatron's specs name burst as soon as `--context-parallel-impl burst` is parsed.
+
+    A script may go past the `validate_args` that checks the run and sets what follows. Burst's core
+    attention is built even then, and refuses what was not set.
+    """
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        setattr(namespace, self.dest, values)
+        if values == "burst":
+            patches.apply("attention")
+
+
+def with_flags(add_megatron_arguments, on_impl: str | type[Action] = SwitchOn):
+    """Replacement of `add_megatron_arguments` that adds burst's flags.
+
+    Args:
+        add_megatron_arguments: Megatron's.
+        on_impl: what parsing --context-parallel-impl does.
+    """
+
+    def add_all(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_flags(parser, on_impl)
+        take_plans(parser)
+        return parser
+
+    return add_all
+
+
+def validate_flags(validate_args):
+    """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
+
+    def validate_all(args: Namespace, defaults=None):
+        check_plan(args)
+        check_unused(args)
+        burst = BurstConfig.from_args(args)
+        keeps = burst.keep != "none" or burst.keep_offload_inputs
+        if wants_burst(args):
+            check_args(args)
+            force_args(args)
+        if keeps:
+            check_keep_args(args)
+        if wants_fused_loss(args):
+            check_loss_args(args)
+        validated = validate_args(args, {} if defaults is None else defaults)
+        if wants_burst(args):
+            patches.apply("attention")
+            say_attention_backend(args)
+        if keeps:
+            patches.switch_on_keep(burst)
+        if wants_fused_loss(args):
+            patches.apply("loss", given=(FusedLossConfig.from_args(args),))
+            patches.apply("main_grad")
+        return validated
+
+    return validate_all
+
+
+def refuse_yaml(load_yaml):
+    """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
+
+    def load(yaml_path):
+        own = any(word.startswith("--burst-") for word in sys.argv)
+        if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
+            raise BurstError(
+                f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command "
+                f"line; got --yaml-cfg {yaml_path}; pass the file's values as flags"
+            )
+        return load_yaml(yaml_path)
+
+    return load
+
+
+def hint_at_burst(init):
+    """Replacement of the constructor of Megatron's local attention, which holds whole sequences."""
+
+    def build(self, config, *arguments, **options) -> None:
+        if config.context_parallel_size > 1:
+            raise BurstError(
+                "Megatron's local attention: the context parallel size must be 1, because it "
+                "attends within a rank; got --context-parallel-size "
+                f"{config.context_parallel_size}; pass {FLAG}, or install transformer-engine"
+            )
+        init(self, config, *arguments, **options)
+
+    return build
+
+
+def use_built_dataset_helpers() -> None:
+    """Keep Megatron from running make where there is nothing to make."""
+    patches.apply("helpers")
+
+
+def compile_unless_built(compile_helpers):
+    """Replacement of what runs make for the data set helpers, which Megatron's wheel has built."""
+
+    def compile_where_there_is_a_makefile() -> None:
+        from megatron.core.datasets import utils
+
+        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+        if not built or (Path(utils.__file__).parent / "Makefile").is_file():
+            compile_helpers()
+
+    return compile_where_there_is_a_makefile

@@ -1,153 +1,276 @@
-"""What core attention refuses: configurations and calls that burst does not support."""
+"""What burst cannot do: one table, asked of arguments, configurations, layers, calls and models.
 
+Every door asks by `check`. Nothing here loads Megatron.
+"""
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from functools import cache
-
-import torch.distributed as dist
-from megatron.core.inference.utils import InferenceMode
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.installed import require_megatron
-from megatron_burst.mcore.argument_values import global_args
-from megatron_burst.mcore.arguments import check_args, check_options
-from megatron_burst.say import say
+from megatron_burst.mcore.flags import FLAG, KEEP_FLAG, LOSS_FLAG
+from megatron_burst.plan.units import nearest_multiples
 
-WHO = "burst core attention"
-PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise
-_WITHOUT = "train this model without burst"
-CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}  # the masks that are supported
+OFF = (False, "none", [], ())
+
+type Options = Any  # whatever has fields of Megatron's names: arguments, a configuration, a view
 
 
-def check_config(
-    config: TransformerConfig,
-    layer_number: int,
-    attn_mask_type: AttnMaskType,
-    attention_type: str,
-    attention_dropout: float | None,
-) -> None:
-    """Refuse a layer whose configuration asks for something that burst does not do.
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A value that a feature of burst cannot run with.
+
+    Attributes:
+        features: which refuse it, separated by blanks; see `check`.
+        argument: Megatron's name of it.
+        allowed: values that are fine, besides None; or whether one is, of the value and all
+            options.
+        why: the others are not.
+        change: what to do; may depend on the options.
+        asked: what asks for it; the argument as a flag, if empty.
+        got: what to say was got, from `{value}`, `{words}` (of a list) and `{o.other_argument}`;
+            the argument and its value, if empty.
+    """
+
+    features: str
+    argument: str
+    allowed: Container[object] | Callable[[Any, Options], bool]
+    why: str
+    change: str | Callable[[Options], str] = "leave it out"
+    asked: str = ""
+    got: str = ""
+
+    def value_in(self, options: Options) -> object | None:
+        """The value, by name if it is an enum, if it is refused; "None" for a missing one."""
+        value = getattr(options, self.argument, None)
+        value = getattr(value, "name", value)
+        if callable(self.allowed):
+            return None if self.allowed(value, options) else repr(value) if value is None else value
+        return None if value is None or value in self.allowed else value
+
+    def sentence(self, who: str, value: object, options: Options) -> str:
+        """What is told of a value."""
+        asked = self.asked or f"--{self.argument.replace('_', '-')}"
+        words = " ".join(map(str, value)) if isinstance(value, list) else value
+        got = self.got or f"{self.argument}={{value}}"
+        got = got.format(value=value, words=words, o=options)
+        change = self.change if isinstance(self.change, str) else self.change(options)
+        return f"{who}: cannot run with {asked}, because {self.why}; got {got}; {change}"
+
+
+def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
+    """Refuse options that a feature of burst would ignore or compute wrongly.
+
+    Args:
+        feature: "run" (burst attention, of a command line), "attention" (also of a configuration or
+            a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
+            "recompute" (anything kept or offloaded), "keep", "half", "own" (Megatron's attention);
+            "loss" (the fused one), "head"; "cpu" (CPU mode).
+        options: Megatron's arguments, or anything with fields of the same names; what they lack is
+            not asked for.
+        who: for the message.
+        skip: arguments that are checked elsewhere.
 
     Raises:
-        BurstError: naming the option and what to change.
+        BurstError: on every rank alike, naming what to change.
     """
-    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-    window = is_layer_window_attention(
-        config.window_size, config.window_attn_skip_freq, layer_number
-    )
-    needs = (  # whether it holds, what must hold and why, what was got, what to change
-        (not dropout, "must not drop weights, because kernels of a ring cannot",
-         f"attention_dropout={dropout}", "pass --attention-dropout 0"),
-        (not window, "must see all earlier keys, because windows are not supported yet",
-         f"window_size={config.window_size}", f"leave it out, or {_WITHOUT}"),
-        (not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
-         "must not be fp8, because its kernels are not", "fp8 attention", "switch it off"),
-        (attention_type == "self", "must be self-attention, because queries and keys are dealt "
-         "out alike", f"attention_type={attention_type}", _WITHOUT),
-        (attn_mask_type in CAUSAL, "must be causal or unmasked, because other masks are not "
-         "supported", f"attn_mask_type={attn_mask_type.name}", _WITHOUT),
-    )  # fmt: skip
-    for holds, must, got, change in needs:
-        if not holds:
-            raise BurstError(f"{WHO}: layer {layer_number} {must}; got {got}; {change}")
-    check_options(config, WHO, skip=PER_LAYER)
-
-
-def check_run() -> None:
-    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
-
-    Raises:
-        BurstError: see `require_megatron` and, of the command line if there is one, `check_args`;
-            also for what the flag's door would have set there.
-    """
-    _say_once(f"burst attention: {require_megatron(WHO)}")
-    args = global_args()
-    if args is None:
-        return
-    check_args(args, WHO)
-    if getattr(args, "create_attention_mask_in_dataloader", False):
-        raise BurstError(
-            f"{WHO}: the data loader must make no mask, because the causal mask is known and any "
-            "other is not supported; got create_attention_mask_in_dataloader=True; pass "
-            "--no-create-attention-mask-in-dataloader"
-        )
+    for row in _rows(feature):
+        value = None if row.argument in skip else row.value_in(options)
+        if value is not None:
+            raise BurstError(row.sentence(who, value, options))
 
 
 @cache
-def _say_once(sentence: str) -> None:
-    """Say it on the first rank, once in a process."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        say(sentence)
+def _rows(feature: str) -> tuple[Refusal, ...]:
+    return tuple(row for row in TABLE if feature in row.features.split())
 
 
-def names_burst(config: TransformerConfig) -> bool:
-    """Whether a configuration has a layer run burst."""
-    kinds = config.cp_comm_type
-    return "burst" in ([kinds] if isinstance(kinds, str) else kinds or ())
+def names_burst(cp_comm_type: str | list[str] | None) -> bool:
+    """Whether a configuration's `cp_comm_type` has a layer run burst."""
+    return "burst" in ([cp_comm_type] if isinstance(cp_comm_type, str) else cp_comm_type or ())
 
 
-def check_named(config: TransformerConfig) -> None:
-    """Refuse a model of burst's spec, or under burst's flag, in which no layer would run burst.
+def _fits_zigzag(tokens: int | None, o: Options) -> bool:
+    cp_size = o.context_parallel_size
+    return cp_size == 1 or tokens is None or tokens % (2 * cp_size) == 0
 
-    Raises:
-        BurstError: if it has context parallelism, and all of it is Megatron's own.
-    """
-    if config.context_parallel_size > 1 and not names_burst(config):
-        raise BurstError(
-            f"{WHO}: a layer must have the cp_comm_type burst, because all would run Megatron's "
-            f"own context parallelism otherwise; got cp_comm_type={config.cp_comm_type}; pass "
-            "--cp-comm-type burst, or call the validate_args of megatron.training.arguments, which "
-            "sets it, after importing megatron_burst.patch"
+
+def _selective(o: Options) -> bool:
+    """As Megatron will have it."""
+    given = o.recompute_granularity
+    return given == "selective" or (not given and getattr(o, "recompute_activations", False))
+
+
+def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: str = "") -> Refusal:
+    """A row of CPU mode."""
+    why, change = f"only GPUs have {needed}", "leave it out, or run on GPUs"
+    return Refusal("cpu", name, allowed, why, change, asked)
+
+
+def _cuda_graphs() -> Iterator[Refusal]:
+    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        yield Refusal("attention", name, OFF, "hops are not captured in CUDA graphs")
+        yield Refusal("recompute", name, OFF, "CUDA graphs run kernels again without the code that "
+                      "hands over what waits")  # fmt: skip
+        yield Refusal("loss head", name, OFF, "tokens that count are counted on the CPU")
+        yield _on_gpus(name, "CUDA graphs")
+
+
+_WITHOUT = "train this model without burst"
+_NO_MASK = "pass --no-create-attention-mask-in-dataloader"
+
+TABLE: tuple[Refusal, ...] = (
+    # burst attention, by the command line
+    Refusal("run", "seq_length", _fits_zigzag,
+        "zigzag gives each rank two chunks, so it must be divisible by twice the context parallel "
+        "size",
+        lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
+        got="--seq-length {value} and --context-parallel-size {o.context_parallel_size}"),
+    Refusal("run", "burst_hosts",
+        lambda hosts, o: hosts is None or (hosts >= 1 and o.context_parallel_size % hosts == 0),
+        "nested rings need equally many ranks on each host, so their number must divide the "
+        "context parallel size",
+        lambda o: f"choose among the divisors of {o.context_parallel_size}",
+        asked="--burst-tune",
+        got="--burst-tune hosts={value} and --context-parallel-size {o.context_parallel_size}"),
+    Refusal("run", "cp_comm_type", lambda kinds, o: kinds in (None, ["p2p"]) or "burst" in kinds,
+        "no layer would run burst, which must be among its values",
+        "leave it out, or name burst for the layers that shall run it",
+        got="--cp-comm-type {words}"),
+    Refusal("run", "hybrid_layer_pattern", lambda layers, o: not layers or set("*+") & set(layers),
+        "no layer of attention (* or +) is in it that could run burst", f"leave out {FLAG}",
+        got="--hybrid-layer-pattern {value}"),
+    Refusal("built", "create_attention_mask_in_dataloader", OFF,
+        "the causal mask is known, and any other is not supported", _NO_MASK),
+    Refusal("model", "cp_comm_type",
+        lambda kinds, o: o.context_parallel_size == 1 or names_burst(kinds),
+        "a layer must have the cp_comm_type burst, or all would run Megatron's own context "
+        "parallelism",
+        "pass --cp-comm-type burst, or call the validate_args of megatron.training.arguments, "
+        "which sets it, after importing megatron_burst.patch"),
+    Refusal("spec", "mtp_num_layers", (0,),
+        "Megatron builds layers of multi-token prediction without --spec",
+        f"start the script by python -m megatron_burst, with {FLAG} instead of --spec",
+        got="--mtp-num-layers {value}"),
+    # burst attention, by arguments, configurations and layers
+    Refusal("attention", "attention_dropout", (0.0,), "kernels of a ring drop no weights",
+        "pass --attention-dropout 0"),
+    Refusal("attention", "reset_attention_mask", OFF, "it would silently be ignored"),
+    Refusal("attention", "dataloader_inter_document_masking", OFF,
+        "packed documents are not supported yet"),
+    Refusal("attention", "sft", OFF, "packed documents are not supported yet"),
+    Refusal("attention", "hybrid_context_parallel", OFF, "its groups change from batch to batch"),
+    Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
+    Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
+    Refusal("attention", "window_size", (), "sliding windows are not supported yet",
+        f"leave it out, or {_WITHOUT}"),
+    Refusal("attention", "qk_clip", OFF, "the largest logit is not tracked"),
+    Refusal("attention", "log_max_attention_logit", OFF, "it is not tracked"),
+    Refusal(
+        "attention", "flash_attention_version", (), "it names a kernel of Megatron's own attention",
+        "leave it out, or pass --burst-backend"),
+    Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
+        "it picks keys by itself instead of attending to all"),
+    Refusal("attention", "batch_invariant_mode", OFF, "its kernels are Megatron's own"),
+    Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
+        "only local and transformer_engine have layers to train with",
+        "pass --transformer-impl transformer_engine"),
+    *(
+        Refusal(
+            "attention keep", name, OFF, "the kernels are not fp8, and its scales are not kept",
+            "switch it off", asked="fp8 attention",
         )
-
-
-def check_tokens(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
-
-    Args:
-        query, key: [tokens, b, h, d].
-
-    Raises:
-        BurstError: naming the numbers of tokens.
-    """
-    if InferenceMode.is_active() or query.shape[0] != key.shape[0]:
-        raise BurstError(
-            f"{WHO}: queries and keys must be of the same tokens, in training or evaluation, "
-            "because KV caches are not supported; got "
-            f"{query.shape[0]} query and {key.shape[0]} key tokens in "
-            f"{'an inference engine' if InferenceMode.is_active() else 'one call'}; generate with "
-            "a model that is built at --context-parallel-size 1"
-        )
-
-
-def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it.
-
-    Raises:
-        BurstError: naming what was passed and what to change.
-    """
-    if attention_mask is not None:
-        raise BurstError(
-            f"{WHO}: no mask tensor may be passed, because the causal mask is known and any other "
-            f"is not supported; got one of shape {tuple(attention_mask.shape)}; pass "
-            "--no-create-attention-mask-in-dataloader"
-        )
-    if attention_bias is not None:
-        raise BurstError(
-            f"{WHO}: no attention bias may be passed, because kernels of a ring add none; got one "
-            f"of shape {tuple(attention_bias.shape)}; use a position embedding such as rope"
-        )
-    if packed_seq_params is not None:
-        raise BurstError(
-            f"{WHO}: sequences must not be packed, because masks between documents are not "
-            f"supported yet; got packed_seq_params in {packed_seq_params.qkv_format}; switch "
-            "packing off, or train without burst"
-        )
-    if attn_mask_type not in CAUSAL:
-        name = getattr(attn_mask_type, "name", attn_mask_type)
-        raise BurstError(
-            f"{WHO}: the mask must be causal or none, because other masks are not supported; got "
-            f"attn_mask_type={name}; use a causal mask without padding"
-        )
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    ),
+    Refusal(
+        "attention", "attention_type", ("self",), "queries and keys are sharded alike", _WITHOUT,
+        asked="another attention than to the queries' own sequence"),
+    Refusal("attention", "attn_mask_type", ("causal", "no_mask"),
+        "masks other than causal and none are not supported", _WITHOUT, asked="this mask"),
+    Refusal("backend", "attention_backend", ("flash", "fused", "unfused"),
+        "it is Megatron's own attention, which burst replaces",
+        "leave it out, or pass unfused for attention in plain PyTorch"),
+    # a call of burst attention
+    Refusal(
+        "call", "attention_mask", (), "the causal mask is known, and any other is not supported",
+        _NO_MASK, asked="a mask tensor", got="one of shape {value}"),
+    Refusal("call", "attention_bias", (), "kernels of a ring add none",
+        "use a position embedding such as rope", asked="an attention bias",
+        got="one of shape {value}"),
+    Refusal("call", "packed_seq_params", (), "masks between documents are not supported yet",
+        "switch packing off, or train without burst", asked="packed sequences",
+        got="packed_seq_params in {value}"),
+    Refusal("call", "attn_mask_type", lambda mask, o: mask in ("causal", "no_mask"),
+        "masks other than causal and none are not supported", "use a causal mask without padding",
+        asked="this mask"),
+    Refusal("cache", "key_tokens", lambda tokens, o: tokens == o.query_tokens and not o.engine,
+        "KV caches are not supported: queries and keys must be of the same tokens, in training or "
+        "evaluation", "generate with a model that is built at --context-parallel-size 1",
+        asked="keys of a cache", got="{o.query_tokens} query and {value} key tokens in {o.place}"),
+    # keeping, and inputs on the host
+    Refusal("recompute", "recompute_granularity",
+        lambda value, o: value is not None or getattr(o, "recompute_activations", False),
+        "it is for recomputation that something waits", "pass --recompute-granularity full",
+        asked="all activations saved", got="no --recompute-granularity"),
+    Refusal("keep", "recompute_modules",
+        lambda modules, o: not modules or "core_attn" in modules or not _selective(o),
+        "attention must be among what is recomputed, for its results to be kept",
+        f"add core_attn, or leave {KEEP_FLAG} out", got="--recompute-modules {words}"),
+    Refusal("keep", "attention_dropout", (0.0,),
+        "a recomputation that does not run attention would not draw its random numbers",
+        "pass --attention-dropout 0"),
+    Refusal("keep", "experimental_attention_variant",
+        lambda value, o: value != "dsa", "only softmax attention over all keys can be kept",
+        f"leave {KEEP_FLAG} out"),
+    Refusal("keep", "use_kitchen_attention", OFF,
+        "only burst's attention, TransformerEngine's and Megatron's own can be kept",
+        f"leave {KEEP_FLAG} out"),
+    Refusal("half", "context_parallel_impl",
+        lambda impl, o: impl == "burst" or "burst" in (o.cp_comm_type or ()),
+        "no attention but burst's shards rows anew", f"pass {KEEP_FLAG} all, or {FLAG}",
+        got="--context-parallel-impl {value}"),
+    Refusal("half", "cp_comm_type",
+        lambda kinds, o: "burst" not in (kinds or ()) or {*kinds} == {"burst"}
+        or o.burst_keep_layers is not None,
+        "no attention but burst's shards rows anew", f"pass {KEEP_FLAG} all, or {FLAG}",
+        got="--cp-comm-type {words}"),
+    Refusal("own", "keep", ("none", "all"), "no attention but burst's shards rows anew",
+        f"pass {KEEP_FLAG} all, or {FLAG}", asked="keep=half",
+        got="Megatron's own attention in layer {o.layer_number}"),
+    # the fused loss
+    Refusal("loss head", "burst_loss_grads",
+        lambda grads, o: grads != "forward" or not getattr(o, "fp16", False),
+        "gradients must be computed in backward in fp16: before it they are not scaled yet, and "
+        "small ones vanish", "leave that out", got="grads={value} with --fp16"),
+    Refusal("loss head", "fp16_lm_cross_entropy", OFF, "the loss is in float32"),
+    Refusal("loss head", "defer_embedding_wgrad_compute", OFF,
+        "the weight's gradient comes with the loss"),
+    Refusal("loss", "overlap_moe_expert_parallel_comm", OFF,
+        "its schedule computes the loss past the model's forward"),
+    Refusal("loss", "logits_load_dir", OFF, "distillation needs the logits"),
+    Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
+    Refusal("loss", "use_megatron_fsdp", OFF, "weights are sharded when they are read"),
+    Refusal("loss", "use_torch_fsdp2", OFF, "weights are sharded when they are read"),
+    Refusal(
+        "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
+        f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
+    Refusal("head", "bias", OFF, "none is added", asked="a bias of the output layer"),
+    Refusal("head", "parallel_output", (True,), "there are no logits to gather", "leave that out",
+        asked="logits that are gathered"),
+    Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read as it lies",
+        "leave that out", asked="a weight that is sharded over other ranks"),
+    Refusal("head", "disable_grad_reduce", OFF,
+        "gradients of the hidden states are reduced along with the loss",
+        asked="disable_grad_reduce"),
+    # CPU mode
+    _on_gpus("fp8", "8-bit kernels", asked="--fp8-format"),
+    _on_gpus("fp4", "4-bit kernels", asked="--fp4-format"),
+    _on_gpus("tp_comm_overlap", "TransformerEngine's layers"),
+    _on_gpus("moe_grouped_gemm", "grouped matrix products"),
+    _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
+    _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
+             ("allgather", "alltoall")),
+    _on_gpus("optimizer_cpu_offload", "memory beside the host's"),
+    *_cuda_graphs(),
+)  # fmt: skip

@@ -15,13 +15,13 @@ from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.half import EarlyHalf, Move
 from megatron_burst.plan.schedule import Cargo
 from megatron_burst.plan.topology import Link
 from megatron_burst.recompute.host import host_memory
-from megatron_burst.recompute.keep import torch_patches
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident, Tensors
 
 
@@ -119,8 +119,7 @@ def keeping_of(
     _check(config)
     if config.keep == "none":
         return None, []
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     policy, said = WHOLE, []
     if config.keep == "half":
         topology, shape = carrier.topology, attention_shape(q, k, v)

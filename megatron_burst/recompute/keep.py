@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_burst.patching import Patch
+from megatron_burst.mcore import patches
 from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
 from megatron_burst.recompute.recording import Recording
@@ -38,8 +38,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
             tensors of the same shapes in the same order; in backward, if what it returned was
             written in place (`out += x`), because that is what is kept.
     """
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     keeping = Keeping(WHOLE, debug=debug)
 
     @uncompiled
@@ -91,31 +90,6 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.replays for run in runs))
 
 
-def torch_patches() -> tuple[Patch, ...]:
-    """What makes `torch.utils.checkpoint` run its functions in frames."""
-    return (
-        Patch(
-            owner="torch.utils.checkpoint:CheckpointFunction",
-            name="forward",
-            parameters=("ctx", "run_function", "preserve_rng_state", "args"),
-            why="reentrant checkpoints have no hook around the first pass and the replay",
-            wrap=in_frames,
-            package="torch",
-        ),
-        Patch(
-            owner="torch.utils.checkpoint",
-            name="_checkpoint_without_reentrant_generator",
-            parameters=(
-                "fn", "preserve_rng_state", "context_fn", "determinism_check", "debug",
-                "early_stop", "args", "kwargs",
-            ),
-            why="other checkpoints have context_fn, which each caller would have to pass",
-            wrap=_with_contexts,
-            package="torch",
-        ),
-    )  # fmt: skip
-
-
 def in_frames(forward):
     """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own, or in
     that which its function is bound to."""
@@ -126,7 +100,9 @@ def in_frames(forward):
     return forward_in_frame
 
 
-def _with_contexts(generator):
+def with_contexts(generator):
+    """Replacement of the generator of other checkpoints: each call runs in a frame of its own."""
+
     def generate(fn, preserve_rng_state, context_fn, *args, **options):
         def contexts():
             frame: Frame[Any] = Frame()

@@ -17,13 +17,13 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.plan.asked import misses
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.topology import Topology, pretend_hosts
-from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
@@ -208,8 +208,7 @@ def test_keys_stay_with_resend_never_whatever_is_kept_if_no_replay_comes_between
 
 
 def kept_and_replayed(rank):
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
 
     def run(attend, *qkv):
         return checkpoint(attend, *qkv, use_reentrant=True)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.setup import attention_shape
+from megatron_burst.mcore import patches
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.cost import a2a_bytes, exchange_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import gather_schedule
@@ -19,7 +20,6 @@ from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Circulate, Direction
 from megatron_burst.plan.topology import Link, pretend_hosts
-from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
 PASSES = [
@@ -162,8 +162,7 @@ def exchanged_and_planned(rank, world):
     """
     restore = dict(vars(dist))
     found = []
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     for hosts, inter, circulate, keep in EXCHANGES:
         topology = pretend_hosts(world, hosts)
         config = BurstConfig.of(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.ranks import _PRELOAD, preload
 
-preload("megatron_burst.cli.doctor.job", "megatron_burst.cli.main", "megatron_burst.mcore.seams")
+preload("megatron_burst.cli.doctor.job", "megatron_burst.cli.main", "megatron_burst.mcore.patches")
 
 
 def free_port() -> int:

@@ -30,7 +30,8 @@ from megatron_burst.cli.doctor.system import (
     check_machine,
     check_shm,
 )
-from megatron_burst.mcore.seams import Seam, seams
+from megatron_burst.mcore.patches import rows
+from megatron_burst.patching import Patch
 from tests.cli.surveys import (
     A100_NICS,
     UUID,
@@ -236,11 +237,12 @@ def test_versions_and_seams():
     old = check_versions({"torch": "2.11.0", "megatron-core": "0.16.1"})
     none = check_versions({"torch": "2.11.0"})
     assert [c.status for c in (good, old, none)] == [Status.OK, Status.FAIL, Status.WARN]
-    installed = seams()
-    assert len(installed) > 10 and not any(seam.problem for seam in installed)
-    broken = check_seams(lambda: [*installed, Seam("megatron.x.y", "flags", "it has no z")])
-    assert broken.status is Status.FAIL
-    assert broken.what == "megatron.x.y (flags): it has no z"
+    installed = rows()
+    assert len(installed) > 10 and not any(patch.misfit() for patch in installed)
+    other = Patch("flags", "megatron.core:no_such.name", "", (), "a test")
+    broken = check_seams(lambda: [*installed, other])
+    assert broken.status is Status.FAIL and broken.change
+    assert broken.what.startswith("megatron.core.no_such.name (a test): ")
 
     def missing():
         raise ImportError("No module named 'megatron'")
@@ -269,8 +271,9 @@ def test_a_seam_that_does_not_fit_is_found(monkeypatch):
     from megatron.training import yaml_arguments
 
     monkeypatch.setattr(yaml_arguments, "load_yaml", lambda path, more: None)
-    (found,) = [seam for seam in seams() if seam.target.endswith("load_yaml")]
-    assert "must have the parameters ('yaml_path',)" in found.problem and not found.live
+    (found,) = [patch for patch in rows() if patch.target.endswith("load_yaml")]
+    assert "('yaml_path',)" in found.misfit() and "('path', 'more')" in found.misfit()
+    assert not found.live
 
 
 def test_the_script_runs_here_and_only_reads():

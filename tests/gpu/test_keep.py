@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.engine import planned
+from megatron_burst.mcore import patches
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.recompute.host import host_memory
-from megatron_burst.recompute.keep import torch_patches
 from tests.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
@@ -91,8 +91,7 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
 
     The truth is the same in the next larger dtype, without keeping."""
     planned.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     found, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))
     weights = [

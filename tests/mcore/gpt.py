@@ -67,9 +67,9 @@ def start(parallel: Parallel) -> None:
     """Make Megatron's groups afresh, on the CPU."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.install(training=False)
+    cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()
     sizes = {} if parallel.hierarchical is None else parallel.hierarchical
     parallel_state.initialize_model_parallel(

@@ -11,7 +11,7 @@ from megatron_burst.config import FusedLossConfig
 from tests.mcore.gpt import SEQ, VOCAB, Model, Parallel, config_of
 from tests.ranks import preload
 
-preload("megatron_burst.mcore.loss")
+preload("megatron_burst.mcore.fused_loss")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def begin(case: Case) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
     # gloo groups keep their threads until the process ends: made once for each arrangement, or
     # thousands of threads bring the machine to a halt
     layout = (case.tp, case.cp, case.pp)
     if getattr(begin, "layout", None) != layout:
-        on_cpu.install(training=False)
+        cpu_mode.install(training=False)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tp, context_parallel_size=case.cp,

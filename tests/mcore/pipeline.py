@@ -53,9 +53,9 @@ def start(setting: Setting) -> None:
     """Make Megatron's groups afresh, on the CPU, with what schedules need."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.install()
+    cpu_mode.install()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=setting.pp,

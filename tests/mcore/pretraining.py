@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import preload, run_ranks
+from tests.said import hearing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = """
@@ -34,10 +35,12 @@ class Pretrained:
     Attributes:
         steps: of each training step what examples/step_log.py writes.
         evaluated: the loss of each evaluation, on the last rank.
+        said: what the first rank told the user.
     """
 
     steps: list[dict]
     evaluated: list[float]
+    said: list[str] = field(default_factory=list)
 
 
 def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
@@ -47,12 +50,13 @@ def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
     log.unlink(missing_ok=True)
     environment = {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1 is refused with FSDP
-    evaluated = run_ranks(_main, ranks, str(folder), f"{FLAGS} {flags}", environment=environment)
+    flags = f"{FLAGS} {flags}"
+    (_, said), *_ = ends = run_ranks(_main, ranks, str(folder), flags, environment=environment)
     lines = log.read_text().splitlines() if log.exists() else []
-    return Pretrained([json.loads(line) for line in lines], evaluated[-1])
+    return Pretrained([json.loads(line) for line in lines], ends[-1][0], said)
 
 
-def _main(rank: int, folder: str, flags: str) -> list[float]:
+def _main(rank: int, folder: str, flags: str) -> tuple[list[float], list[str]]:
     # checkpoints are written by processes that this one starts, which a daemon must not
     multiprocessing.current_process()._config["daemon"] = False
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
@@ -73,9 +77,10 @@ def _main(rank: int, folder: str, flags: str) -> list[float]:
 
     training.evaluate = noted
     try:
-        importlib.import_module("pretrain_gpt").main()
+        with hearing() as said:
+            importlib.import_module("pretrain_gpt").main()
     finally:
         for child in multiprocessing.active_children():  # Megatron leaves them to the interpreter
             child.terminate()
             child.join()
-    return evaluated
+    return evaluated, said

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import _UNSUPPORTED, check_args
 from megatron_burst.mcore.flags import add_flags
+from megatron_burst.mcore.refusals import TABLE
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -43,10 +43,10 @@ def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
 
 def start(rank: str = "0", patched: bool = True) -> None:
     """Be rank `rank` of four, on the CPU, with or without burst's patches."""
-    from megatron_burst.mcore import launch, on_cpu
+    from megatron_burst.mcore import cpu_mode, launch
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": rank}
-    on_cpu.install()
+    cpu_mode.install()
     if patched:
         launch.prepare([])
 
@@ -149,40 +149,39 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
     assert said == [f"burst attention: adds {flags}" for flags in lines]
 
 
-REFUSED = {
-    "--seq-length 60": r"divisible by twice.*--seq-length 60 and --context.*-size 4; .*56 or 64",
-    "--burst-tune hosts=3": r"hosts that divides.*hosts=3 and --context-parallel-size 4; ch",
-    "--burst-tune hosts=0": r"hosts that divides.*--burst-tune hosts=0",
-    "--burst-tune hosts=-2": r"hosts that divides.*--burst-tune hosts=-2",
-    "--cp-comm-type a2a": r"needs burst in --cp-comm-type.*got --cp-comm-type a2a; leave it out",
-    "--cp-comm-type p2p p2p": r"needs burst in --cp-comm-type.*got --cp-comm-type p2p p2p",
-    "--attention-dropout 0.1": r"with --attention-dropout.*ion_dropout=0.1; pass --att.*opout 0$",
-    "--reset-attention-mask": r"cannot run with --reset-attention-mask.*silently be ignored; got",
-    "--dataloader-inter-document-masking": r"with --dataloader-inter-document-masking.*packed doc",
-    "--sft": r"cannot run with --sft, because packed documents.*sft=True; leave it out",
-    "--hybrid-context-parallel": r"with --hybrid-context-parallel.*groups change from batch to b",
-    "--use-kitchen-attention": r"with --use-kitchen-attention.*replaces core attention too",
-    "--softmax-type off-by-one": r"with --softmax-type.*softmax_type=off-by-one; leave",
-    "--window-size 8,0": r"with --window-size.*sliding windows.*window_size=\(8, 0\); leave it",
-    "--qk-clip": r"with --qk-clip, because the largest logit.*qk_clip=True; leave it out",
-    "--log-max-attention-logit": r"with --log-max-attention-logit.*not tracked",
-    "--cuda-graph-impl local": r"with --cuda-graph-impl.*cuda_graph_impl=local; leave it out",
-    "--enable-cuda-graph": r"with --enable-cuda-graph, because hops are not captured",
-    "--external-cuda-graph": r"with --external-cuda-graph, because hops are not captured",
-    "--flash-attention-version 3": r"-attention-version.*_attention_version=3; leave it out, or p",
-    "--experimental-attention-variant dsa": r"attention-variant.*_variant=dsa; leave it out$",
-    "--hybrid-layer-pattern M-M-": r"layers of attention.*--hybrid-layer-pattern M-M-; leave out",
-    "--batch-invariant-mode": r"with --batch-invariant-mode, because its kernels are Megatron's",
-    "--transformer-impl inference_optimized": r"-impl, because only local and transformer_engine "
-    r"have.*=inference_optimized; pass --transformer-impl transformer_engine$",
+REFUSED = {  # and what was got
+    "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
+    "--burst-tune hosts=3": "--burst-tune hosts=3 and --context-parallel-size 4",
+    "--cp-comm-type a2a": "--cp-comm-type a2a",
+    "--cp-comm-type p2p p2p": "--cp-comm-type p2p p2p",
+    "--attention-dropout 0.1": "attention_dropout=0.1",
+    "--reset-attention-mask": "reset_attention_mask=True",
+    "--dataloader-inter-document-masking": "dataloader_inter_document_masking=True",
+    "--sft": "sft=True",
+    "--hybrid-context-parallel": "hybrid_context_parallel=True",
+    "--use-kitchen-attention": "use_kitchen_attention=True",
+    "--softmax-type off-by-one": "softmax_type=off-by-one",
+    "--window-size 8,0": "window_size=(8, 0)",
+    "--qk-clip": "qk_clip=True",
+    "--log-max-attention-logit": "log_max_attention_logit=True",
+    "--cuda-graph-impl local": "cuda_graph_impl=local",
+    "--enable-cuda-graph": "enable_cuda_graph=True",
+    "--external-cuda-graph": "external_cuda_graph=True",
+    "--flash-attention-version 3": "flash_attention_version=3",
+    "--experimental-attention-variant dsa": "experimental_attention_variant=dsa",
+    "--hybrid-layer-pattern M-M-": "--hybrid-layer-pattern M-M-",
+    "--batch-invariant-mode": "batch_invariant_mode=True",
+    "--transformer-impl inference_optimized": "transformer_impl=inference_optimized",
 }
 
 
 def refuse_all(rank):
     """Refused on validation, before Megatron's own checks; the last of equal flags counts."""
     start()
-    for flags, message in REFUSED.items():
-        with pytest.raises(BurstError, match=rf"^--context-parallel-impl burst: .*{message}"):
+    for flags, got in REFUSED.items():
+        flag = flags.split()[0]
+        message = rf"^--context-parallel-impl burst: .* {flag}, .*; got {re.escape(got)}; "
+        with pytest.raises(BurstError, match=message):
             parse(f"{BURST} {flags}")
         with pytest.raises(BurstError):  # not only the first time
             parse(f"{BURST} {flags}")
@@ -197,7 +196,14 @@ def test_refuses_flags_under_which_burst_would_be_wrong_or_off():
 
 
 def test_every_flag_that_is_refused_has_a_case():
-    assert {flag for _, _, flag, _, _ in _UNSUPPORTED} <= {flags.split()[0] for flags in REFUSED}
+    """Two are of layers alone: no flag sets them."""
+    of_layers = {"attention_type", "attn_mask_type"}
+    of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
+    names = {r.argument for r in TABLE if {"run", "attention"} & {*r.features.split()}} - of_layers
+    names = names - {"burst_hosts"} | {"burst_tune"}
+    assert {f"--{name.replace('_', '-')}" for name in names} == {
+        flags.split()[0] for flags in REFUSED
+    }
 
 
 def one_rank(rank):
@@ -209,7 +215,7 @@ def one_rank(rank):
     lines = [line for line in printed.splitlines() if "--attention-backend" in line]
     with pytest.raises(BurstError, match="among cudnn,te under --attention-backend fused.*flash;"):
         parse(f"{given} --attention-backend fused --burst-backend flash")
-    with pytest.raises(BurstError, match="--attention-backend.*got local; leave it out"):
+    with pytest.raises(BurstError, match="--attention-backend.*=local; leave it out"):
         parse(f"{given} --attention-backend local")
     return kept, lines
 
@@ -237,35 +243,30 @@ def test_refuses_a_yaml_file_that_would_drop_the_flag():
     assert run_ranks(yaml_of, 1) == ["loaded a.yaml"]
 
 
-def test_an_argument_that_a_megatron_does_not_have_is_not_refused():
-    """0.18 has no --dataloader-inter-document-masking, say; what is not there is not given."""
-    args = Namespace(context_parallel_size=4, seq_length=64, cp_comm_type=["p2p"])
-    check_args(args)
-    for name, *_ in _UNSUPPORTED:
-        with pytest.raises(BurstError, match=rf"got {name}=other; "):
-            check_args(Namespace(**vars(args), **{name: "other"}))
-
-
 LOSS = f"{STOCK} --burst-fused-loss"
 LOSS_REFUSED = {
-    "--fp16-lm-cross-entropy": "with --fp16-lm-cross-entropy, because the loss is in float32",
-    "--defer-embedding-wgrad-compute": "gradient comes with the loss; got defer_embedding_wgrad",
-    "--cuda-graph-impl local": "cuda_graph_impl=local; leave one of them out",
-    "--burst-loss-grads forward --fp16": "in backward with --fp16, because.*leave that out",
-    "--burst-loss-label-smoothing 1.5": r"label_smoothing must be in \[0, 1\)",
+    "--fp16-lm-cross-entropy": "got fp16_lm_cross_entropy=True; ",
+    "--defer-embedding-wgrad-compute": "got defer_embedding_wgrad_compute=True; ",
+    "--overlap-moe-expert-parallel-comm": "got overlap_moe_expert_parallel_comm=True; ",
+    "--cuda-graph-impl local": "got cuda_graph_impl=local; ",
+    "--logits-load-dir logits": "got logits_load_dir=logits; ",
+    "--use-megatron-fsdp": "got use_megatron_fsdp=True; ",
+    "--use-torch-fsdp2": "got use_torch_fsdp2=True; ",
+    "--burst-loss-grads forward --fp16": "got grads=forward with --fp16; ",
+    "--burst-loss-label-smoothing 1.5": "label_smoothing.*1.5",
 }
 
 
 def fused_loss_flags(rank):
     start()
-    from megatron_burst.mcore.launch import loss_patches
+    from megatron_burst.mcore.patches import rows
 
     for flags, message in LOSS_REFUSED.items():
         with pytest.raises(BurstError, match=message):
             parse(f"{LOSS} {flags}")
-    live = [[patch.live for patch in loss_patches()]]
+    live = [[patch.live for patch in rows("loss", "main_grad")]]
     values, _ = parse(f"{LOSS} --burst-loss-grads forward --burst-loss-z-loss 0.1")
-    live.append([patch.live for patch in loss_patches()])
+    live.append([patch.live for patch in rows("loss", "main_grad")])
     from megatron_burst.config import FusedLossConfig
 
     sys.argv = ["pretrain_gpt.py", "--burst-fused-loss", "--yaml-cfg", "a.yaml"]

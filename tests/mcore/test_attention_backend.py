@@ -7,8 +7,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, backends, choose_backend
-from megatron_burst.mcore.attention_backend import with_attention_backend
-from megatron_burst.mcore.core_attention import burst_config_of
+from megatron_burst.mcore.args import burst_config_of, with_attention_backend
 from tests.mcore.gpt import config_of
 
 MEANT = {
@@ -32,7 +31,7 @@ def test_every_name_of_megatrons_is_known():
     given = BurstConfig(backend="triton")
     assert with_attention_backend(given, AttnBackend.auto) == given
     assert with_attention_backend(given, None) == given
-    with pytest.raises(BurstError, match="--attention-backend.*burst replaces; got local; leave"):
+    with pytest.raises(BurstError, match="--attention-backend, .*; got attention_backend=local; "):
         with_attention_backend(given, AttnBackend.local)
     assert {*MEANT, AttnBackend.auto, AttnBackend.local} == set(AttnBackend)
 

@@ -107,10 +107,10 @@ def layers_that_cannot_run_burst(rank):
     from megatron.core.models.T5 import t5_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron_burst.mcore.switch import switch_on_burst
+    from megatron_burst.mcore import patches
 
     start_groups(Parallel(cp=2))
-    switch_on_burst()
+    patches.apply("attention")
     said = []
     for spec in (
         t5_spec.encoder_model_with_local_spec(),

@@ -130,7 +130,7 @@ def left_behind(rank: int) -> list[tuple]:
     """Hierarchical groups that Megatron hands over after `destroy_model_parallel`, and burst's."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_burst.mcore.groups import hcp_groups_of
+    from megatron_burst.mcore.core_attention import hcp_groups_of
 
     found = []
     for parallel in (NESTED, Parallel(cp=2), Parallel(cp=2, hierarchical=(2, 1)), TP_AND_CP):

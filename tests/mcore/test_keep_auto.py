@@ -28,8 +28,8 @@ TWO, VPP = Setting(pp=2, cp=2), Setting(pp=2, vp=2, cp=2)
 def layers_and_replays(rank: int) -> tuple:
     """By how a stage is recomputed its layers, and which keep if two shall; attention calls
     of replays within budgets."""
-    from megatron_burst.mcore import keep
-    from megatron_burst.mcore.keep_layers import settled, stage_layers
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.recompute import settled, stage_layers
 
     numbers, keeping = [], []
     for setting in (TWO, VPP):
@@ -43,7 +43,7 @@ def layers_and_replays(rank: int) -> tuple:
     setting, replays = Setting(mtp=True, micro_batches=1), []
     pipeline.start(setting)
     plain = run_step(setting, build(setting, config_for(setting)))
-    keep.switch_on(ALL)
+    patches.switch_on_keep(ALL)
     layer_gib = SEQ * HEADS * (16 + 1) * 8 / 2**30  # out and lse
     for layers in range(1, LAYERS + 2):
         burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
@@ -65,7 +65,7 @@ def free_memory_differs(rank: int) -> tuple:
     """Of a step on two stages, whose second context-parallel rank has no host memory: error, kernel
     calls and hops of replays. Of layers on 2 x 2 ranks: their options, and how often they asked."""
     from megatron_burst.comm.watch import Board
-    from megatron_burst.mcore.keep_layers import settled
+    from megatron_burst.mcore.recompute import settled
     from megatron_burst.plan import keep
     from megatron_burst.recompute import host
 

@@ -71,13 +71,13 @@ def test_nothing_is_left_after_200_steps_that_fail_anywhere():
 
 def fetches(rank: int) -> tuple:
     """What backward fetches from the host, in order, and how many bytes wait there before it."""
-    from megatron_burst.mcore import keep
+    from megatron_burst.mcore import patches
     from megatron_burst.recompute import host
 
     setting, names, log = Setting(micro_batches=1), {}, []
     pipeline.start(setting)
     burst = BurstConfig(keep="all", keep_offload=True, keep_offload_inputs=True, keep_host_gib=0.25)
-    keep.switch_on(burst)
+    patches.switch_on_keep(burst)
     chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
     pack, prefetch, get = host.HostMemory.pack, host.HostParcel.prefetch, host.HostParcel.get
 

@@ -129,9 +129,9 @@ def wrapped(case: Case, model):
         return model
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.streams_are_the_cpus()
+    cpu_mode.install()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     model = DistributedDataParallel(model.config, ddp, model)
     model.zero_grad_buffer()

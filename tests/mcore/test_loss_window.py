@@ -90,9 +90,9 @@ def train(training: Training, config: FusedLossConfig):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_burst import fuse_loss
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.streams_are_the_cpus()
+    cpu_mode.install()
     case = training.model
     begin(case)
     bare = fuse_loss(model_of(case), config)
@@ -145,9 +145,9 @@ def unfinished(rank):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_burst import fuse_loss
-    from megatron_burst.mcore import on_cpu
+    from megatron_burst.mcore import cpu_mode
 
-    on_cpu.streams_are_the_cpus()
+    cpu_mode.install()
     begin(ALONE)
     said, sums = [], []
     for shared in (False, True):

@@ -16,7 +16,9 @@ from types import ModuleType
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.patching import Patch, undo_all
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.patches import TABLE
+from megatron_burst.patching import Patch, _owner_of, undo_all
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
@@ -28,8 +30,8 @@ def doubled(original):
     return double
 
 
-def patch_of(owner="stub_of_megatron", parameters=("a", "b")):
-    return Patch(owner=owner, name="add", parameters=parameters, why="a test", wrap=doubled)
+def patch_of(place="stub_of_megatron:add", parameters=("a", "b")):
+    return Patch("a test", place, f"{__name__}:doubled", parameters, "a test")
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_a_patch_is_applied_once(stub):
 @pytest.mark.parametrize("owner", ["Adder", "Heir"])
 def test_a_patch_may_replace_a_static_method(stub, owner):
     """It stays one: it can be called on the class and on its objects. What was inherited, is."""
-    patch = patch_of(f"stub_of_megatron:{owner}")
+    patch = patch_of(f"stub_of_megatron:{owner}.add")
     patch.apply()
     assert patch.target == f"stub_of_megatron.{owner}.add" and patch.live
     adder = getattr(stub, owner)
@@ -86,6 +88,60 @@ def test_names_that_modules_have_for_a_function_are_rebound_and_given_back(stub,
         assert early.plus is stub.add is not original and early.own(3) == 3
         undo_all()
         assert early.plus is late.add is stub.add is original and not patch.live
+
+
+def negated(original):
+    def negate(a, b=1):
+        return -original(a, b)
+
+    return negate
+
+
+def subtract(a, b=1):
+    return a - b
+
+
+def test_one_patch_may_lie_over_another(stub):
+    """Both are in force, each once, in whatever order they come again; both are given back."""
+    lower, upper = (
+        Patch("a test", "stub_of_megatron:add", f"{__name__}:{name}", ("a", "b"), "a test")
+        for name in ("doubled", "negated")
+    )
+    original = stub.add
+    lower.apply()
+    assert lower.live and not upper.live
+    for patch in (upper, lower, upper):
+        patch.apply()
+        assert lower.live and upper.live and stub.add(1) == -4
+    undo_all()
+    assert not lower.live and not upper.live and stub.add is original
+
+
+def test_what_takes_a_place_itself_takes_no_other(stub, monkeypatch):
+    """A function of torch's own, say, which has other names: they stay."""
+    early = ModuleType("early")
+    early.plus, original = stub.add, stub.add
+    monkeypatch.setitem(sys.modules, "early", early)
+    patch = Patch("a test", "stub_of_megatron:add", f"={__name__}:subtract", ("a", "b"), "a test")
+    patch.apply()
+    assert patch.live and stub.add is subtract and early.plus is original
+    early.minus = subtract
+    undo_all()
+    assert not patch.live and stub.add is early.plus is original and early.minus is subtract
+    assert globals()["subtract"] is subtract
+
+
+def test_what_is_only_relied_on_is_checked_and_left(stub):
+    original = stub.add
+    Patch("a test", "stub_of_megatron:add", "", ("a", "b"), "a test").apply()
+    assert stub.add is original
+    with pytest.raises(BurstError, match=r"\('a',\).*got \('a', 'b'\)"):
+        Patch("a test", "stub_of_megatron:add", "", ("a",), "a test").apply()
+
+
+def test_what_cannot_be_imported_is_told_and_not_live():
+    patch = Patch("a test", "no_such_module:add", "", (), "a test")
+    assert "no_such_module" in patch.misfit() and not patch.live
 
 
 def test_what_somebody_bound_over_a_patch_stays_theirs(stub):
@@ -127,38 +183,34 @@ def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
 
 def places():
     """What stands where Megatron and torch can be patched, as it lies there."""
-    from megatron_burst.mcore import launch
-
-    return [vars(patch._owner())[patch.name] for patch in launch.all_patches()]
+    places = [_owner_of(patch.place) for patch in TABLE if patch.becomes and not patch.with_te]
+    return [vars(owner)[name] for owner, name in places]
 
 
 def patched_and_given_back(rank):
     """Patches live after undo_all; whether what lies in each place is the same, and of a kind."""
-    import megatron_burst
-    from megatron_burst.mcore import launch
-
     before = places()
-    for patch in launch.all_patches():
-        patch.apply()
+    for group in dict.fromkeys(patch.group for patch in TABLE):
+        patches.apply(group)
     then = places()
-    megatron_burst.undo_all()
-    live = [patch.target for patch in launch.all_patches() if patch.live]
+    undo_all()
+    live = [patch.target for patch in TABLE if patch.live]
     kinds = [type(x) is type(y) for x, y in zip(before, then, strict=True)]
     same = [x is y for x, y in zip(before, places(), strict=True)]
     return live, [x is y for x, y in zip(before, then, strict=True)], kinds, same
 
 
 def test_all_patches_are_given_back_by_one_call():
+    """CPU mode's too; some lie over others."""
     ((live, during, kinds, after),) = run_ranks(patched_and_given_back, 1)
-    assert live == [] and not any(during) and all(kinds) and all(after) and len(after) > 10
+    assert live == [] and not any(during) and all(after) and len(after) > 30
+    assert sum(not kind for kind in kinds) <= 1  # torch.cuda.device_count has a cache
 
 
 def other_signatures(rank):
     """Patches that do not fit a Megatron whose attention takes one argument more."""
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from megatron_burst.mcore import launch
 
     found = {}
     for owner, name in ((DotProductAttention, "forward"), (Attention, "__init__")):
@@ -168,7 +220,7 @@ def other_signatures(rank):
             raise AssertionError
 
         setattr(owner, name, changed)
-        misfits = {patch.target: patch.misfit() for patch in launch.all_patches()}
+        misfits = {patch.target: patch.misfit() for patch in patches.rows()}
         found |= {target: text for target, text in misfits.items() if text}
         setattr(owner, name, original)
     return found
@@ -220,14 +272,14 @@ def live_patches(rank):
     from megatron_burst.mcore import launch
 
     def live():
-        return [patch.target for patch in launch.all_patches() if patch.live]
+        return [patch.target for patch in patches.rows() if patch.live]
 
     found = [live()]
     launch.prepare([])
     found.append(live())
-    for patch in launch.all_patches():
+    for patch in patches.rows():
         patch.apply()
-    return [*found, live()], [(patch.target, patch.why) for patch in launch.all_patches()]
+    return [*found, live()], [(patch.target, patch.why) for patch in patches.rows()]
 
 
 def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
@@ -246,9 +298,9 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         *flags,
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         "megatron.core.transformer.attention.Attention.__init__",
-        "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "torch.utils.checkpoint.CheckpointFunction.forward",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
@@ -256,7 +308,12 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         f"{ddp}.zero_grad_buffer",
         f"{ddp}.finish_grad_sync",
     ]
-    assert [target for target, _ in listed] == asked and all(why for _, why in listed)
+    seams = [
+        "megatron.core.transformer.attention.CoreAttentionBuilder.__call__",
+        "megatron.training.models.gpt.default_layer_spec",
+    ]
+    assert [target for target, _ in listed if target not in seams] == asked
+    assert all(why for _, why in listed) and len(listed) == len(asked) + len(seams)
 
 
 def import_the_patch_module(rank):

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import validate_flags, with_flags
-from megatron_burst.mcore.unused_flags import check_unused
+from megatron_burst.mcore.args import check_unused
+from megatron_burst.mcore.launch import validate_flags, with_flags
 
 
 def megatron_arguments(parser):
@@ -17,7 +17,7 @@ def megatron_arguments(parser):
 
 
 def parsed(words: str):
-    return with_flags(megatron_arguments)(ArgumentParser()).parse_args(words.split())
+    return with_flags(megatron_arguments, "store")(ArgumentParser()).parse_args(words.split())
 
 
 BURST = "--context-parallel-impl burst"

@@ -17,9 +17,9 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.engine import planned
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.layout import Layout
-from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -100,8 +100,7 @@ def run(rank: int) -> dict:
             {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": planned.rates}
         )
         with watched(hops), mock.patch.object(planned, "rates", **known):
-            for patch in torch_patches():  # else the first checkpoint is entered without a frame
-                patch.apply()
+            patches.apply("checkpoints")  # else the first checkpoint is entered without a frame
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
             kept = kept_bytes()
             loss.backward()
@@ -167,8 +166,7 @@ def sent_by_steps(rank: int) -> dict:
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return inner(operations)
 
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     with mock.patch.object(dist, "batch_isend_irecv", counting):
         for intra in ("ring", "gather", "a2a"):
             for keep in ("none", "all"):

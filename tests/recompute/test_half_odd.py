@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.engine import planned
+from megatron_burst.mcore import patches
 from megatron_burst.plan.choose_half import Rates
 from megatron_burst.plan.layout import Layout
-from megatron_burst.recompute.keep import torch_patches
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
@@ -23,8 +23,7 @@ TOKENS = 8
 
 def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
     """Error of gradients; how many parcels the first exchange between any two ranks had."""
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     parcels, inner = [], Communicator.send
 
     def noting(self, link, cargo, sends, recvs):

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention, keep
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.recompute.frames import Frame
 from megatron_burst.recompute.host import HostMemory
-from megatron_burst.recompute.keep import run_kept, torch_patches
+from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Keeping, Resident, Watch
 from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain
@@ -25,8 +26,7 @@ WRITTEN = rf"burst keep: .*not be written in place.*got a write to shape \(2, 6,
 
 @pytest.fixture(autouse=True)
 def frames():
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
 
 
 class Split:
@@ -169,8 +169,7 @@ def test_a_parcel_on_a_host_that_is_full_watches_too():
 def burst_written(rank: int) -> dict:
     """By mode and kind of checkpoint, what came of a write to burst attention's output."""
     found = {}
-    for patch in torch_patches():
-        patch.apply()
+    patches.apply("checkpoints")
     for name, options in (("all", {}), ("all", dict(keep_offload=True)), ("half", {})):
         config = BurstConfig.of(keep=name, **options)
         for reentrant in (True, False):

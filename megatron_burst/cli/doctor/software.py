@@ -117,7 +117,7 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
             if load is None:
                 if find_megatron():
                     require_megatron("burst's flags")
-                from megatron_burst.mcore.seams import seams as load
+                from megatron_burst.mcore.patches import rows as load
             found = load()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
@@ -125,9 +125,9 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return warn("seams", what, _INSTALL)
-    broken = [seam for seam in found if seam.problem]
+    broken = [(patch, problem) for patch in found if (problem := patch.misfit())]
     if broken:
-        what = "; ".join(f"{seam.target} ({seam.why}): {seam.problem}" for seam in broken)
+        what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
         return fail("seams", what, _INSTALL)
-    on = sum(seam.live for seam in found)
+    on = sum(patch.live for patch in found)
     return ok("seams", f"all {len(found)} fit; {on} are attached in this process")

@@ -1,8 +1,9 @@
-"""Which layers of a pipeline stage keep attention's results, by what was asked for or a budget."""
+"""Keeping under Megatron's recomputation: its checkpoints and attention, and which layers keep."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -12,16 +13,91 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.comm.state import board_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.args import burst_config_of
+from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.host import host_limit_bytes
-from megatron_burst.recompute.keeping import WHO
+from megatron_burst.recompute.frames import Frame, framed, running
+from megatron_burst.recompute.half import packer
+from megatron_burst.recompute.host import host_limit_bytes, host_memory
+from megatron_burst.recompute.keep import call_kept
+from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident
 from megatron_burst.say import say
+
+_LEAST = 1 << 10  # elements of an input that is worth a copy
 
 # The one cache here: what the ranks of a group have found free on their hosts, as long as it lives.
 _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+# ---- what functions of Megatron and TransformerEngine are replaced by: see patches.py -------
+
+
+def inputs_on_host(checkpoint, limit_gib: float | None = None):
+    """Replacement of a checkpoint that puts its function's inputs into host memory."""
+
+    def checkpoint_on_host(function, *args, **options):
+        frame = Frame()
+
+        def pack(x: Tensor) -> Parcel:
+            if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
+                return Resident((x,))
+            return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
+
+        with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
+            return checkpoint(frame.bind(function), *args, **options)
+
+    return checkpoint_on_host
+
+
+def te_in_frames(checkpoint):
+    """Replacement of TransformerEngine's checkpoint that runs its function in a frame."""
+
+    def checkpoint_in_frame(function, *args, **options):
+        return checkpoint(framed(function), *args, **options)
+
+    return checkpoint_in_frame
+
+
+def own_kept(forward):
+    """Replacement of the forward of Megatron's own attention, or of TransformerEngine's."""
+
+    def forward_kept(self, query, key, value, *args, **options):
+        if not running():
+            return forward(self, query, key, value, *args, **options)
+        burst = own_config(self.config, self.layer_number, query, value)
+        if burst.keep == "none":
+            return forward(self, query, key, value, *args, **options)
+        keeping = Keeping(WHOLE, packer(query.device, burst), burst.tuning.keep_debug)
+        return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
+
+    return forward_kept
+
+
+# ---- a layer's options ----------------------------------------------------------------------
+
+
+def for_calls(burst: BurstConfig) -> BurstConfig:
+    """Burst's options without those of the checkpoints around calls, once these are switched on."""
+    room = burst.keep_host_gib if burst.keep_offload or burst.keep == "auto" else None
+    return replace(burst, keep_offload_inputs=False, keep_host_gib=room)
+
+
+def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
+    """Burst's options for a layer that runs Megatron's own attention.
+
+    Raises:
+        BurstError: if its results cannot be kept as asked.
+    """
+    burst = for_calls(burst_config_of(config))
+    if burst.keep != "none":
+        check("keep", config, WHO, skip=("recompute_modules",))  # it runs: it is among them
+        burst = settled(burst, config, layer_number, query, value, half_saves=0.0)
+    check("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
+    return burst
 
 
 def settled(

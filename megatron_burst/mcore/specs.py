@@ -1,17 +1,24 @@
-"""Specs with burst attention in place of Megatron's own: no patch needed."""
+"""Specs with burst attention in place of Megatron's own: by burst_spec, or in Megatron's own."""
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, cast
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import check_options
-from megatron_burst.mcore.core_attention import burst_replacements
-from megatron_burst.mcore.providers import provider_patches
-from megatron_burst.mcore.refusals import PER_LAYER, WHO, check_run
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.core_attention import (
+    PER_LAYER,
+    WHO,
+    asks_for_burst,
+    burst_replacements,
+    check_layer,
+    check_run,
+)
+from megatron_burst.mcore.refusals import check
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -60,15 +67,9 @@ def burst_spec(spec: Any) -> Any:
 def _check_model(config: TransformerConfig) -> None:
     """Refuse what a model of `layer_spec` would refuse or ignore, before Megatron builds it."""
     check_run()
-    check_options(config, WHO, skip=PER_LAYER)
-    by_flag = all(patch.live for patch in provider_patches())  # specs then name burst themselves
-    if config.mtp_num_layers and not by_flag:
-        raise BurstError(
-            "--spec megatron_burst.spec layer_spec: the model must have no layers of multi-token "
-            "prediction, because Megatron builds them without --spec; got --mtp-num-layers "
-            f"{config.mtp_num_layers}; start the script by python -m megatron_burst, with "
-            "--context-parallel-impl burst instead of --spec"
-        )
+    check("attention", config, WHO, skip=PER_LAYER)
+    if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
+        check("spec", config, "--spec megatron_burst.spec layer_spec")
 
 
 def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
@@ -98,3 +99,60 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
         made = {key: copy(value) for key, value in node.items()}
     memo[id(node)] = made
     return made
+
+
+# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+
+
+def provide_burst(core_attention):
+    """Replacement of what Megatron's GPT specs ask for their core attention."""
+
+    def provide(self) -> type:
+        provided = core_attention(self)
+        return burst_replacements().get(provided, provided)
+
+    return provide
+
+
+def refuse_others(init):
+    """Replacement of the constructor of Megatron's attention layers, which build core attention."""
+    signature = inspect.signature(init)
+
+    def build(self, *arguments, **options) -> None:
+        given = signature.bind(self, *arguments, **options).arguments
+        _check_core(_class_of(given["submodules"].core_attention), **given)
+        init(self, *arguments, **options)
+        _check_core(type(self.core_attention), **given)  # of a function, or of params
+
+    return build
+
+
+def _check_core(
+    core: type | None, config, layer_number, attn_mask_type, attention_type, pg_collection=None, **_
+) -> None:
+    """Refuse a layer that is to run burst and would build another core attention.
+
+    Raises:
+        BurstError: naming what the layer has; where burst cannot run it, why not.
+    """
+    if core is None:
+        return
+    check("model", config, WHO)
+    kinds = config.cp_comm_type
+    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
+    ours = tuple(burst_replacements().values())
+    if issubclass(core, ours) or not asks_for_burst(config, layer_number, kind, pg_collection):
+        return
+    check_layer(config, layer_number, attn_mask_type, attention_type, None)
+    raise BurstError(
+        f"{WHO}: the model's spec must name burst's core attention, because no other knows what "
+        f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put the spec "
+        "through megatron_burst.burst_spec, or train this model without burst"
+    )
+
+
+def _class_of(core_attention) -> type | None:
+    """What a spec's core attention is an object of, where that is known before it is built."""
+    core = getattr(core_attention, "module", core_attention)
+    core = core.func if isinstance(core, functools.partial) else core
+    return core if isinstance(core, type) else None

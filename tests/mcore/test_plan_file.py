@@ -8,8 +8,8 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.arguments import validate_flags, with_flags
-from megatron_burst.mcore.plan_arguments import check_plan, read_plan
+from megatron_burst.mcore.launch import validate_flags, with_flags
+from megatron_burst.mcore.plan_file import check_plan, read_plan
 
 FLAGS = {
     "--tensor-model-parallel-size": 2,
@@ -51,7 +51,7 @@ def megatron_arguments(parser):
 
 
 def run_with(path, more="", run=RUN):
-    parser = with_flags(megatron_arguments)(ArgumentParser())
+    parser = with_flags(megatron_arguments, "store")(ArgumentParser())
     return parser.parse_args([*run.split(), "--burst-plan", str(path), *more.split()])
 
 
@@ -87,7 +87,7 @@ def test_what_is_given_wins(plan):
 
 
 def test_without_a_plan_nothing_happens():
-    args = with_flags(megatron_arguments)(ArgumentParser()).parse_args(RUN.split())
+    args = with_flags(megatron_arguments, "store")(ArgumentParser()).parse_args(RUN.split())
     plain, _ = megatron_arguments(ArgumentParser()).parse_known_args(RUN.split())
     check_plan(args)
     assert vars(args) == vars(args) | vars(plain)

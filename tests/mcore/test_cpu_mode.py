@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore import cpu_arguments, on_cpu
+from megatron_burst.mcore import cpu_mode
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
@@ -32,48 +32,52 @@ def test_refuses_a_process_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = torch.cuda.current_device
     with pytest.raises(BurstError, match=r"^CPU mode: no CUDA device.*got 2 of them\. Set CUDA_V"):
-        on_cpu.install()
+        cpu_mode.install()
     assert torch.cuda.current_device is before
 
 
-def rebound():
-    """What is looked up in the places that CPU mode rebinds."""
-    from megatron.core.tensor_parallel import random as rng
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.training import arguments, training
+def bound() -> list:
+    """What CPU mode binds anew, as it lies there, and the modes and stance that it sets."""
+    import megatron.training.training  # noqa: F401  (else later calls would load it)
 
-    names = ("current_device", "get_rng_state", "set_rng_state", "Stream", "set_device")
-    return [
-        *(getattr(torch.cuda, name) for name in names),
-        *(rng._set_cuda_rng_state, WrappedTorchNorm.__new__, arguments.validate_args),
-        *(training.initialize_megatron, training.set_jit_fusion_options),
-        *(
-            torch.autograd._engine_run_backward,
-            len(torch.overrides._get_current_function_mode_stack()),
-        ),
-    ]
+    from megatron_burst.mcore import patches
+    from megatron_burst.patching import _owner_of
+
+    rows = patches.rows("cpu", "cpu training", "helpers")
+    places = [_owner_of(patch.place) for patch in rows]
+    modes = tuple(type(m).__name__ for m in torch.overrides._get_current_function_mode_stack())
+    return [*(vars(owner)[name] for owner, name in places), modes, stance()]
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
 
 
 def install_twice(rank):
-    original = rebound()
-    for_models = on_cpu.install(training=False)
-    names = on_cpu.install()
-    once = rebound()
-    again = on_cpu.install()
+    """Names bound; whether each place is another after the first call, the same after the second,
+    and the first again once all is given back; where CUDA tensors lie meanwhile."""
+    from megatron_burst import undo_all
+
+    original = bound()
+    names = [cpu_mode.install(training=False), cpu_mode.install()]
+    once = bound()
+    names.append(cpu_mode.install())
     changed = [a is not b for a, b in zip(original, once, strict=True)]
-    same = [a is b for a, b in zip(once, rebound(), strict=True)]
+    same = [a == b for a, b in zip(once, bound(), strict=True)]
     on_device = torch.ones(2, device="cuda:0", pin_memory=True).cuda().device.type
-    return for_models, names, again, changed, same, on_device
+    undo_all()
+    back = [a == b for a, b in zip(original, bound(), strict=True)]
+    return names, changed, same, on_device, back, once[-2:]
 
 
-def test_a_second_install_changes_nothing():
+def test_a_second_install_changes_nothing_and_all_of_it_is_given_back():
     """Wrappers around wrappers would print twice, and a mode within a mode recurses."""
-    ((for_models, names, again, changed, same, on_device),) = run_ranks(install_twice, 1)
-    assert names == again and len(set(names)) == len(names) >= len(for_models) > 0
-    assert names[: len(for_models)] == for_models
-    for name in names:
-        assert callable(getattr(on_cpu, name)) and getattr(on_cpu, name).__doc__, name
+    ((names, changed, same, on_device, back, set_),) = run_ranks(install_twice, 1)
+    for_models, all_names, again = names
+    assert all_names == again and len(set(again)) == len(again) > len(for_models) > 0
+    assert set(for_models) < set(again)
     assert all(changed) and all(same) and on_device == "cpu"
+    assert set_ == [("CudaMeansCpu",), "force_eager"] and all(back)
 
 
 def arguments_adjusted(rank):
@@ -82,11 +86,11 @@ def arguments_adjusted(rank):
 
     sys.argv = shlex.split(f"pretrain.py {FLAGS.replace('gloo', 'nccl')}")
     args = arguments.parse_args()
-    flags = cpu_arguments.adjust_args(args)
+    flags = cpu_mode.adjust_args(args)
     sys.argv += [word for flag in flags for word in flag.split()]
     again = arguments.parse_args()
     differing = [name for name, value in vars(args).items() if getattr(again, name) != value]
-    return flags, differing, cpu_arguments.adjust_args(again)
+    return flags, differing, cpu_mode.adjust_args(again)
 
 
 def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
@@ -95,39 +99,30 @@ def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
     assert differing == [] and more == []
 
 
-ONLY_GPUS = {
-    "fp8": "hybrid", "fp4": "e2m1", "cuda_graph_impl": "local", "enable_cuda_graph": True,
-    "external_cuda_graph": True, "tp_comm_overlap": True, "moe_grouped_gemm": True,
-    "moe_permute_fusion": True, "moe_token_dispatcher_type": "flex", "optimizer_cpu_offload": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ONLY_GPUS)
-def test_what_only_gpus_have_is_refused(name):
+def test_what_only_gpus_have_is_refused():
     """Dropped without a word it would train another model, or die deep inside of Megatron."""
-    given = Namespace(**{name: ONLY_GPUS[name]})
-    with pytest.raises(BurstError, match=f"^CPU mode: .* got {name}={ONLY_GPUS[name]}; leave it"):
-        cpu_arguments.adjust_args(given)
-    assert cpu_arguments.adjust_args(Namespace()) == []
+    with pytest.raises(BurstError, match="^CPU mode: .* --fp8-format, .* got fp8=hybrid; leave it"):
+        cpu_mode.adjust_args(Namespace(fp8="hybrid"))
+    assert cpu_mode.adjust_args(Namespace()) == []
 
 
 def test_megatron_fsdp_scales_gradients_without_nccl():
     given = Namespace(use_megatron_fsdp=True, gradient_reduce_div_fusion=True)
-    assert cpu_arguments.adjust_args(given) == ["--no-gradient-reduce-div-fusion"]
+    assert cpu_mode.adjust_args(given) == ["--no-gradient-reduce-div-fusion"]
     assert given.gradient_reduce_div_fusion is False
 
 
 @pytest.mark.parametrize("asked", AttnBackend)
 def test_a_kernel_that_only_gpus_have_is_left_open(asked):
     given = Namespace(attention_backend=asked)
-    changed = cpu_arguments.adjust_args(given)
+    changed = cpu_mode.adjust_args(given)
     assert changed == (["--attention-backend auto"] if asked is AttnBackend.fused else [])
     assert given.attention_backend is (AttnBackend.auto if changed else asked)
 
 
 def initial_weights(rank, cp_size):
     """Digests of the generators' states and of the weights, as pretrain() comes to them."""
-    on_cpu.install()
+    cpu_mode.install()
     os.environ |= {"WORLD_SIZE": str(cp_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     from megatron_burst.mcore import launch
 

@@ -7,7 +7,9 @@ take the same way, in GPTModel and HybridModel alike. Without labels nothing cha
 """
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from megatron_burst.loss.options import LossOptions
 from megatron_burst.loss.parallel import TensorParallel
 from megatron_burst.loss.predictions import largest_class
 from megatron_burst.loss.rows import SupervisedCount, count_supervised
-from megatron_burst.mcore.loss_window import window_patches
-
-WHO = "--burst-fused-loss"
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.flags import LOSS_FLAG as WHO
+from megatron_burst.mcore.refusals import check
 
 
 @dataclass(slots=True)
@@ -77,11 +79,7 @@ class FusedHead:
     """
 
     def __init__(self, model, config: FusedLossConfig) -> None:
-        check_model(model)
-        if config.grads == "forward" and model.config.fp16:
-            raise _refusal("gradients must be computed in backward in fp16, because before it "
-                           "they are not scaled yet and small ones vanish",
-                           "grads='forward'")  # fmt: skip
+        check_model(model, config)
         self.config, self.model_config = config, model.config
         self.layer = model.output_layer
         self.tp = TensorParallel()
@@ -172,8 +170,8 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
         return model
     head = FusedHead(model, config or FusedLossConfig())
-    for patch in window_patches() if head.forecast is not None else ():
-        patch.apply()
+    if head.forecast is not None:
+        patches.apply("main_grad")
     model.fused_head = head
     head.layer.forward = head.output_layer
     model.compute_language_model_loss = head.loss
@@ -212,36 +210,64 @@ def log_probs_and_entropy(
     return TokenLogProbs(found.log_probs.t(), found.entropy.t())
 
 
-def check_model(model: Any) -> None:
-    """Refuse a head that does something else than `hidden @ weight.T`.
-
-    Raises:
-        BurstError: naming what the model has and what to change.
-    """
+def check_model(model: Any, config: FusedLossConfig) -> None:
+    """Refuse a head that does something else than `hidden @ weight.T`."""
     layer: Any = getattr(model, "output_layer", None)
-    config = model.config
-    if type(layer) is not ColumnParallelLinear:
-        raise _refusal("the output layer must be Megatron's ColumnParallelLinear, because any "
-                       "other computes other logits", type(layer).__name__)  # fmt: skip
-    needs = (  # whether it holds, what must hold and why, what was got
-        (layer.bias is None, "the output layer must have no bias, because none is added", "a bias"),
-        (not layer.gather_output or layer.tp_group.size() == 1, "logits must not be gathered, "
-         "because there are none", "parallel_output=False"),
-        (layer.gtp_remat_size == 1, "the output layer's weight must not be sharded over other "
-         "ranks, because it is read as it lies", f"gtp_remat_size={layer.gtp_remat_size}"),
-        (not config.defer_embedding_wgrad_compute, "the weight's gradient must not be deferred, "
-         "because it comes with the loss", "defer_embedding_wgrad_compute"),
-        (not layer.disable_grad_reduce, "gradients of the hidden states must be reduced, because "
-         "that is done along with the loss", "disable_grad_reduce"),
-        (not getattr(model, "fp16_lm_cross_entropy", False), "the loss must be in float32, because "
-         "it is never computed in 16 bit", "fp16_lm_cross_entropy"),
-        (config.cuda_graph_impl in (None, "none") or not config.cuda_graph_impl, "no CUDA graph "
-         "may be captured, because tokens that count are counted", config.cuda_graph_impl),
-    )  # fmt: skip
-    for holds, must, got in needs:
-        if not holds:
-            raise _refusal(must, got)
+    head = SimpleNamespace(
+        output_layer=None if type(layer) is ColumnParallelLinear else type(layer).__name__,
+        bias=getattr(layer, "bias", None) is not None,
+        gtp_remat_size=getattr(layer, "gtp_remat_size", None),
+        disable_grad_reduce=getattr(layer, "disable_grad_reduce", None),
+        parallel_output=not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1,
+        fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
+        burst_loss_grads=config.grads,
+    )
+    check("head", SimpleNamespace(**vars(model.config) | vars(head)), WHO)
 
 
 def _refusal(must: str, got: object) -> BurstError:
     return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
+
+
+# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+
+
+def build_with_loss(build, config: FusedLossConfig | None = None):
+    """Replacement of a model's constructor."""
+
+    def build_fused(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        fuse_loss(self, config)
+
+    return build_fused
+
+
+def zero_and_open(zero):
+    """Replacement of what sets `main_grad` to zero: from then on the fused loss may add to it."""
+
+    def zero_gradients(self, *args, **kwargs):
+        zero(self, *args, **kwargs)
+        # there parameters are gathered in gradients' memory, while forward runs
+        if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            for forecast in _forecasts(self):
+                forecast.open()
+
+    return zero_gradients
+
+
+def close_and_finish(finish):
+    """Replacement of what reduces `main_grad`: from then on the fused loss may not add to it."""
+
+    def finish_gradients(self, *args, **kwargs):
+        for forecast in _forecasts(self):
+            forecast.close()
+        return finish(self, *args, **kwargs)
+
+    return finish_gradients
+
+
+def _forecasts(ddp) -> Iterator[Forecast]:
+    for module in ddp.modules():
+        forecast = getattr(getattr(module, "fused_head", None), "forecast", None)
+        if forecast is not None:
+            yield forecast

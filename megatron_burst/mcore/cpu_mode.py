@@ -1,0 +1,222 @@
+"""Real Megatron-Core and megatron.training on CPU processes over gloo, for trying out and testing.
+
+As few adaptations as can be; what is replaced, and which line of Megatron needs it, is in
+`patches.py`. What Megatron can do by itself is left to it: the zigzag slice of RoPE, the RNG
+tracker, recomputation, streams and the fused functions written in PyTorch are its own code. A run
+on GPUs never touches this module.
+"""
+
+import copy
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.refusals import check
+from megatron_burst.patching import on_undo
+from megatron_burst.say import say
+
+
+def install(training: bool = True) -> tuple[str, ...]:
+    """Make Megatron run on this process's CPU; a second call changes nothing.
+
+    Call it in the process that trains (after a fork or spawn) and in its main thread, before or
+    after importing Megatron.
+
+    Args:
+        training: also what DDP, the optimizers, the schedules and pretrain() need; False is enough
+            to build a GPTModel and to run it forward and backward.
+
+    Returns:
+        The names that are bound anew.
+
+    Raises:
+        BurstError: this process has a CUDA device.
+    """
+    if torch.cuda.is_available():
+        raise BurstError(
+            "CPU mode: no CUDA device may be visible, because Megatron's CUDA calls are redirected "
+            f"to the CPU; got {torch.cuda.device_count()} of them. "
+            "Set CUDA_VISIBLE_DEVICES to the empty string, or run without CPU mode."
+        )
+    if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
+        _enter()
+    groups = ("cpu", "cpu training", "helpers") if training else ("cpu",)
+    patches.apply(*groups)
+    return tuple(patch.target for patch in patches.rows(*groups))
+
+
+def _enter() -> None:
+    """Begin what is no replacement of a name."""
+    # CUDA is hard-coded: core/models/common/embeddings/rope_utils.py:62 moves the zigzag's index
+    # there, core/transformer/utils.py:39, core/optimizer/optimizer.py:690 and
+    # core/pipeline_parallel/schedules.py:749 allocate there. The mode holds for the calling thread,
+    # which for CPU tensors also runs the backward pass.
+    mode = CudaMeansCpu()
+    mode.__enter__()
+    on_undo(lambda: mode.__exit__(None, None, None))
+    # core/jit.py:21 makes every @jit_fuser function a torch.compile, which builds C++ on a CPU
+    # (--disable-jit-fuser comes too late for the modules that are imported by then)
+    torch.compiler.set_stance("force_eager")
+    on_undo(lambda: torch.compiler.set_stance("default"))
+    # core/tensor_parallel/random.py:333 warns when the CPU's generator moved inside a fork, which
+    # is the point here
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(_says_else)
+    on_undo(lambda: logger.removeFilter(_says_else))
+
+
+def _says_else(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def adjust_args(args: Namespace) -> list[str]:
+    """Turn off in Megatron's arguments what needs CUDA; return the flags that say the same.
+
+    `install` has validate_args do this, so nobody needs to pass these flags.
+
+    Raises:
+        BurstError: if an argument asks for what only GPUs have; on every rank alike.
+    """
+    check("cpu", args, "CPU mode")
+    wanted = {
+        "transformer_impl": ("local", "--transformer-impl local"),
+        "distributed_backend": ("gloo", "--distributed-backend gloo"),
+        # CUDA extensions: core/tensor_parallel/layers.py:51, core/fusions/fused_softmax.py:31
+        "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+        "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
+        # TransformerEngine's: core/transformer/transformer_config.py:2184
+        "apply_rope_fusion": (False, "--no-rope-fusion"),
+    }
+    if getattr(args, "use_megatron_fsdp", False):
+        # NCCL's: core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4748
+        wanted["gradient_reduce_div_fusion"] = (False, "--no-gradient-reduce-div-fusion")
+    backend = getattr(args, "attention_backend", None)
+    if getattr(backend, "name", backend) == "fused":  # the others have kernels for CPUs
+        wanted["attention_backend"] = (type(backend)["auto"], "--attention-backend auto")
+    changed = []
+    for name, (value, flag) in wanted.items():
+        if getattr(args, name, value) != value:
+            setattr(args, name, value)
+            changed.append(flag)
+    return changed
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Answers every torch call that names a CUDA device or pinned memory with the CPU's."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # core/optimizer/optimizer.py:1009, :1028 and clip_grads.py:174 compare with the names
+            # of CUDA types.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+def _on_cpu(value: object) -> object:
+    """Replace a CUDA device, by name or as torch.device, by the CPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+
+
+# ---- what names are bound to: see patches.py ------------------------------------------------
+
+
+def run_backward_in_mode(run_backward):
+    """Replacement of what runs autograd's engine."""
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with CudaMeansCpu():
+            return run_backward(*args, **kwargs)
+
+    return run_in_mode
+
+
+def get_rng_state(device: object = None) -> torch.Tensor:
+    """The state of the CPU's generator."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    """Set the state of the CPU's generator."""
+    torch.set_rng_state(new_state)
+
+
+def build_marked(build):
+    """Replacement of the constructor of Megatron's norms in PyTorch."""
+
+    def build_plain(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = plain.persist_layer_norm = False
+        norm = build(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return build_plain
+
+
+def record_event(self: Any, event: Any = None) -> Any:
+    """The event, as a CUDA stream returns it."""
+    return event or torch.cpu.Event()
+
+
+def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A tensor as it is, or as a NumPy array where one is asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def mesh_on_the_cpu(from_group):
+    """Replacement of `DeviceMesh.from_group`."""
+
+    def from_group_on_the_cpu(group: Any, device_type: str, *rest: Any, **options: Any) -> Any:
+        return from_group(group, "cpu", *rest, **options)
+
+    return from_group_on_the_cpu
+
+
+def initialize_without_cuda(initialize):
+    """Replacement of `initialize_megatron`."""
+
+    def initialize_anyhow(allow_no_cuda: bool = True, *rest: Any, **options: Any) -> Any:
+        return initialize(True, *rest, **options)
+
+    return initialize_anyhow
+
+
+def newest_architecture() -> int:
+    """Blackwell's, of which nothing is demanded."""
+    return 10
+
+
+def validate_adjusted(validate_args):
+    """Replacement of `validate_args` that adjusts the arguments first."""
+
+    def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
+        changed = adjust_args(args)
+        if changed and args.rank == 0:
+            say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
+        return validate_args(args, *rest, **options)
+
+    return validate
+
+
+def warm_nothing_up(tp_size: int | None = None) -> None:
+    """Leaves the random generator where it is."""

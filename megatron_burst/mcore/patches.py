@@ -1,0 +1,269 @@
+"""Every name of Megatron's and torch's that burst binds anew: one table, which loads neither.
+
+A row says what is replaced, by what, with which signature it was known, and why. Lines in `why` are
+of the 0.19.2 wheel, below megatron/. `megatron_burst.undo_all()` gives all of it back.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.patching import Patch
+
+_CORE = "megatron.core"
+_ARGUMENTS = "megatron.training.arguments"
+_ATTENTION = f"{_CORE}.transformer.attention"
+_DOT_PRODUCT = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
+_TE = f"{_CORE}.extensions.transformer_engine"
+_DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
+_DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"
+_LAUNCH = "megatron_burst.mcore.launch"
+_SPECS = "megatron_burst.mcore.specs"
+_RECOMPUTE = "megatron_burst.mcore.recompute"
+_KEEP = "megatron_burst.recompute.keep"
+_LOSS = "megatron_burst.mcore.fused_loss"
+_CPU = "megatron_burst.mcore.cpu_mode"
+
+# parameters that several have
+_FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
+_TE_CHECKPOINT = (
+    "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
+)
+# reasons that several have
+_PROVIDED = (
+    "GPT specs ask their backend for core attention; --spec does not reach the layers of "
+    "multi-token prediction"
+)
+_OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
+_INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
+_BUILT = "attaches the fused loss to models as they are built, whoever builds them"
+_RNG = (
+    "the RNG tracker forks CUDA's generator (core/tensor_parallel/random.py:318), and full "
+    "recomputation restores it (:528); here both work on the CPU's"
+)
+_STREAMS = (
+    "DDP is built on a side stream (training/models/dist_utils.py:303), timers wait for the GPU "
+    "(core/timers.py:152)"
+)
+_NO_CUDA = (
+    "training/initialize.py:66 asserts CUDA unless told otherwise, :270 and :447 build no groups "
+    "and no RNG states without a device"
+)
+
+
+def rows(*groups: str) -> tuple[Patch, ...]:
+    """The patches of some groups, or of all but CPU mode's, that this Megatron has a place for."""
+    wanted = [p for p in TABLE if p.group in groups or (not groups and p.group[:3] != "cpu")]
+    return tuple(patch for patch in wanted if not patch.with_te or _has_te())
+
+
+def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
+    """Put the patches of groups in force; a second time changes nothing.
+
+    Args:
+        groups: of the table.
+        given: passed to what makes the replacements, after the originals.
+
+    Raises:
+        BurstError: if Megatron or torch is another than the table was written for.
+    """
+    for patch in rows(*groups):
+        patch.apply(*given)
+
+
+def switch_on_keep(burst: BurstConfig) -> None:
+    """Put in force what keeping needs; of room for inputs on the host the first counts."""
+    if burst.keep != "none":
+        apply("checkpoints", "keep")
+    if burst.keep_offload_inputs:
+        apply("inputs", given=(burst.keep_host_gib,))
+
+
+def _has_te() -> bool:
+    """Whether Megatron has found TransformerEngine."""
+    return bool(importlib.import_module(_TE).HAVE_TE)
+
+
+def _of(group: str, *rows: tuple[str, str, str, str], with_te: bool = False) -> Iterator[Patch]:
+    """Patches of a group: what is replaced, what it becomes, its parameters, why."""
+    for place, becomes, parameters, why in rows:
+        package = place.partition(".")[0].replace("megatron", "megatron-core")
+        yield Patch(group, place, becomes, tuple(parameters.split()), why, package, with_te)
+
+
+TABLE: tuple[Patch, ...] = (
+    # what every door applies
+    *_of(
+        "flags",
+        (f"{_ARGUMENTS}:add_megatron_arguments", f"{_LAUNCH}:with_flags", "parser",
+         "adds burst's flags: Megatron's parser has no hook for plugins"),
+        (f"{_ARGUMENTS}:validate_args", f"{_LAUNCH}:validate_flags", "args defaults",
+         "checks burst's flags, and switches burst on if they ask for it"),
+        ("megatron.training.yaml_arguments:load_yaml", f"{_LAUNCH}:refuse_yaml", "yaml_path",
+         "refuses burst with --yaml-cfg, which drops the command line unseen"),
+        (f"{_DOT_PRODUCT}.__init__", f"{_LAUNCH}:hint_at_burst",
+         "self config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
+         "cp_comm_type pg_collection",
+         "names burst's flag where Megatron asserts that context parallelism needs "
+         "TransformerEngine"),
+    ),
+    # also for scripts without burst
+    *_of(
+        "helpers",
+        (f"{_CORE}.datasets.utils:compile_helpers", f"{_LAUNCH}:compile_unless_built", "",
+         "the wheel has the data set helpers built, but not the Makefile that would build them, "
+         "and Megatron exits without it (training/initialize.py:175)"),
+    ),
+    # what --context-parallel-impl burst applies
+    *_of(
+        "attention",
+        (f"{_CORE}.models.backends:LocalSpecProvider.core_attention", f"{_SPECS}:provide_burst",
+         "self", _PROVIDED),
+        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:refuse_others",
+         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
+         "pg_collection pp_layer_offset name",
+         "specs past GPT's (hybrid, T5, heterogeneous, a user's) name their core attention "
+         "themselves, and it does not know what burst means"),
+    ),
+    *_of(
+        "attention",
+        (f"{_TE}_spec_provider:TESpecProvider.core_attention", f"{_SPECS}:provide_burst", "self",
+         _PROVIDED),
+        with_te=True,
+    ),
+    # what burst relies on as it is
+    *_of(
+        "seams",
+        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "",
+         "self config layer_number attn_mask_type attention_type cp_comm_type softmax_scale "
+         "pg_collection",
+         "Megatron builds burst's core attention with these"),
+        ("megatron.training.models.gpt:default_layer_spec", "", "config vp_stage",
+         "--spec megatron_burst.spec layer_spec"),
+    ),
+    # what megatron_burst.keep applies, with --burst-keep or without Megatron
+    *_of(
+        "checkpoints",
+        ("torch.utils.checkpoint:CheckpointFunction.forward", f"{_KEEP}:in_frames",
+         "ctx run_function preserve_rng_state args",
+         "reentrant checkpoints have no hook around the first pass and the replay"),
+        ("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", f"{_KEEP}:with_contexts",
+         "fn preserve_rng_state context_fn determinism_check debug early_stop args kwargs",
+         "other checkpoints have context_fn, which each caller would have to pass"),
+    ),
+    # what --burst-keep applies besides
+    *_of(
+        "keep",
+        (f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward", f"{_KEEP}:in_frames",
+         "ctx run_function distribute_saved_activations args",
+         "pairs a layer's first pass with its replay; there is no hook around them"),
+        (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
+    ),
+    *_of(
+        "keep",
+        ("transformer_engine.pytorch.distributed:checkpoint", f"{_RECOMPUTE}:te_in_frames",
+         "function args kwargs", "the same for the checkpoint that fp8 and fp4 layers use"),
+        (f"{_TE}:TEDotProductAttention.forward", f"{_RECOMPUTE}:own_kept",
+         f"{_FORWARD} num_splits", _OWN),
+        with_te=True,
+    ),
+    # what --burst-keep-offload-inputs applies; given most GiB
+    *_of(
+        "inputs",
+        (f"{_CORE}.tensor_parallel:checkpoint", f"{_RECOMPUTE}:inputs_on_host",
+         "function distribute_saved_activations args", _INPUTS),
+    ),
+    *_of(
+        "inputs",
+        (f"{_CORE}.recompute:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
+         _INPUTS),
+        (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
+        with_te=True,
+    ),
+    # what --burst-fused-loss applies; given its configuration
+    *_of(
+        "loss",
+        (f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__", f"{_LOSS}:build_with_loss",
+         "self config transformer_layer_spec vocab_size max_sequence_length pre_process "
+         "post_process fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights "
+         "position_embedding_type rotary_percent rotary_base rope_scaling rope_scaling_factor "
+         "scatter_embedding_sequence_parallel seq_len_interpolation_factor mtp_block_spec "
+         "pg_collection vp_stage",
+         _BUILT),
+        (f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__", f"{_LOSS}:build_with_loss",
+         "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
+         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process "
+         "post_process fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights "
+         "position_embedding_type rotary_percent rotary_base scatter_embedding_sequence_parallel "
+         "seq_len_interpolation_factor pg_collection vp_stage",
+         _BUILT),
+    ),
+    # from its zeroing to its reduction a fused loss may add to main_grad in forward
+    *_of(
+        "main_grad",
+        (f"{_DDP}.zero_grad_buffer", f"{_LOSS}:zero_and_open", "self",
+         "tells the fused loss that main_grad is zero: no hook is called then"),
+        (f"{_DDP}.finish_grad_sync", f"{_LOSS}:close_and_finish", "self force_all_reduce",
+         "fails where main_grad has a loss's gradient without its backward pass: no hook is "
+         "called before main_grad is used"),
+    ),
+    # what CPU mode needs to build a model and to run it; see cpu_mode.py
+    *_of(
+        "cpu",
+        ("torch.autograd.graph:_engine_run_backward", f"{_CPU}:run_backward_in_mode",
+         "t_outputs args kwargs",
+         "a mode is off while it answers a call, and Tensor.backward, which recomputes, is one"),
+        ("torch.cuda:current_device", "=torch.cpu:current_device", "",
+         "layers allocate there: core/tensor_parallel/layers.py:1000, "
+         "core/models/common/embeddings/rotary_pos_embedding.py:162"),
+        ("torch.cuda:get_rng_state", f"={_CPU}:get_rng_state", "device", _RNG),
+        ("torch.cuda.random:get_rng_state", f"={_CPU}:get_rng_state", "device", _RNG),
+        ("torch.cuda:set_rng_state", f"={_CPU}:set_rng_state", "new_state device", _RNG),
+        (f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state", f"={_CPU}:set_rng_state",
+         "new_state device graph_safe", _RNG),
+        ("torch.cuda:manual_seed", "=torch:manual_seed", "seed", _RNG),
+        (f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__", f"{_CPU}:build_marked",
+         "cls config hidden_size eps persist_layer_norm zero_centered_gamma normalization",
+         "core/transformer/torch_norm.py:50 refuses sequence parallelism, which only asks for a "
+         "mark on the parameters (core/distributed/finalize_model_grads.py:452 reduces their "
+         "gradients)"),
+    ),
+    # and for DDP, the optimizers, the schedules and pretrain()
+    *_of(
+        "cpu training",
+        ("torch.cuda:Stream", "=torch.cpu:Stream", "device priority kwargs", _STREAMS),
+        ("torch.cuda:Event", "=torch.cpu:Event", "enable_timing blocking interprocess external",
+         _STREAMS),
+        ("torch.cuda:stream", "=torch.cpu:stream", "stream", _STREAMS),
+        ("torch.cuda:current_stream", "=torch.cpu:current_stream", "device", _STREAMS),
+        ("torch.cuda:synchronize", "=torch.cpu:synchronize", "device", _STREAMS),
+        ("torch.cpu:Stream.record_event", f"={_CPU}:record_event", "self",
+         "core/transformer/moe/token_dispatcher.py:946 waits for the event, which torch's stream "
+         "of a CPU does not return"),
+        (f"{_DISPATCHER}:maybe_move_tensor_to_cpu", f"={_CPU}:as_numbers",
+         "tensor as_numpy record_stream",
+         "core/transformer/moe/token_dispatcher.py:930 makes NumPy arrays of the splits of an "
+         "all-to-all that lie on a GPU, and torch takes no tensors"),
+        ("torch.distributed:DeviceMesh.from_group", f"{_CPU}:mesh_on_the_cpu",
+         "group device_type mesh mesh_dim_names",
+         "both FSDPs hard-code the device of their mesh: core/distributed/"
+         "torch_fully_sharded_data_parallel.py:81, fsdp/mcore_fsdp_adapter.py:418"),
+        ("torch.cuda:device_count", "=torch.cpu:device_count", "", _NO_CUDA),
+        ("torch.cuda:set_device", "=torch.cpu:set_device", "device", _NO_CUDA),
+        ("megatron.training.initialize:initialize_megatron", f"{_CPU}:initialize_without_cuda",
+         "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks "
+         "store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group seed_ep_group "
+         "seed_etp_group skip_random_seed",
+         _NO_CUDA),
+        (f"{_ARGUMENTS}:get_device_arch_version", f"={_CPU}:newest_architecture", "",
+         "training/arguments.py:1414 asks the GPU's architecture, to demand one hardware queue "
+         "before Blackwell (10)"),
+        (f"{_ARGUMENTS}:validate_args", f"{_CPU}:validate_adjusted", "args defaults",
+         "defaults are TransformerEngine, NCCL and CUDA extensions"),
+        ("megatron.training.training:set_jit_fusion_options", f"={_CPU}:warm_nothing_up", "tp_size",
+         "training/initialize.py:497 feeds random tensors to fused functions to compile them: "
+         "nothing is compiled here, and the draws, whose number depends on the context parallel "
+         "size, would move the generator that the weights are drawn from next"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,234 @@
+"""The table of what burst cannot do: each row refuses what it is for, in one sentence, and no more.
+
+Catches a row that refuses nothing, or what is fine, and one that is not asked. That the names are
+Megatron's is shown where its own parser, configuration and models are asked: test_args.py,
+test_core_attention.py, test_loss_uses.py.
+"""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_burst.config import FusedLossConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
+from megatron_burst.mcore.refusals import TABLE, check
+
+GRAPHS = {
+    "cuda_graph_impl": (["local"], ["none"]),
+    "enable_cuda_graph": ([True], [False]),
+    "external_cuda_graph": ([True], [False]),
+}
+FLAG = ([True], [False])
+SELECTIVE = dict(recompute_granularity="selective")
+# By feature and argument: values that are refused, and some that are not; a dict has more options.
+CASES = {
+    "run": {
+        "seq_length": ([60, 62], [64, None, dict(seq_length=63, context_parallel_size=1)]),
+        "burst_hosts": ([3, 0, -2], [1, 2, 4]),
+        "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
+        "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
+    },
+    "built": {"create_attention_mask_in_dataloader": FLAG},
+    "model": {
+        "cp_comm_type": (
+            ["p2p", ["p2p", "a2a"], None],
+            ["burst", ["p2p", "burst"], dict(cp_comm_type=None, context_parallel_size=1)],
+        )
+    },
+    "spec": {"mtp_num_layers": ([1], [0])},
+    "attention": GRAPHS | {
+        "attention_dropout": ([0.1], [0.0]),
+        "reset_attention_mask": FLAG,
+        "dataloader_inter_document_masking": FLAG,
+        "sft": FLAG,
+        "hybrid_context_parallel": FLAG,
+        "use_kitchen_attention": FLAG,
+        "softmax_type": (["off-by-one", "learnable"], ["vanilla"]),
+        "window_size": ([(8, 0)], []),
+        "qk_clip": FLAG,
+        "log_max_attention_logit": FLAG,
+        "flash_attention_version": ([3], []),
+        "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
+        "batch_invariant_mode": FLAG,
+        "transformer_impl": (["inference_optimized"], ["local", "transformer_engine"]),
+        "fp8_dot_product_attention": FLAG,
+        "fp8_multi_head_attention": FLAG,
+        "attention_type": (["cross"], ["self"]),
+        "attn_mask_type": (["padding", "arbitrary"], ["causal", "no_mask"]),
+    },
+    "backend": {"attention_backend": (["local"], ["flash", "fused", "unfused"])},
+    "call": {
+        "attention_mask": ([(1, 1, 4, 4)], []),
+        "attention_bias": ([(1, 2, 4, 4)], []),
+        "packed_seq_params": (["thd"], []),
+        "attn_mask_type": (["padding", "padding_causal", None], ["no_mask"]),
+    },
+    "cache": {
+        "key_tokens": (
+            [8, dict(query_tokens=8, key_tokens=8, engine=True, place="an inference engine")], [1]
+        )
+    },
+    "recompute": GRAPHS | {
+        "recompute_granularity": (
+            [None], ["full", dict(recompute_granularity=None, recompute_activations=True)]
+        ),
+    },
+    "keep": {
+        "recompute_modules": (
+            [SELECTIVE | dict(recompute_modules=["mlp", "moe"])],
+            [["mlp"], SELECTIVE | dict(recompute_modules=["mlp", "core_attn"]), SELECTIVE],
+        ),
+        "attention_dropout": ([0.1], [0.0]),
+        "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
+        "use_kitchen_attention": FLAG,
+        "fp8_dot_product_attention": FLAG,
+        "fp8_multi_head_attention": FLAG,
+    },
+    "half": {
+        "context_parallel_impl": (
+            [dict(context_parallel_impl="megatron", cp_comm_type=None)],
+            ["burst", dict(context_parallel_impl="megatron")],  # by --cp-comm-type burst
+        ),
+        "cp_comm_type": (
+            [["burst", "p2p"]],
+            [["burst"], dict(burst_keep_layers=1, cp_comm_type=["burst", "p2p"])],
+        ),
+    },
+    "own": {"keep": (["half"], ["none", "all"])},
+    "loss": GRAPHS | {
+        "burst_loss_grads": (
+            [dict(burst_loss_grads="forward", fp16=True)],
+            ["forward", dict(burst_loss_grads="auto", fp16=True)],
+        ),
+        "fp16_lm_cross_entropy": FLAG,
+        "defer_embedding_wgrad_compute": FLAG,
+        "overlap_moe_expert_parallel_comm": FLAG,
+        "logits_load_dir": (["logits"], []),
+        "modelopt_enabled": FLAG,
+        "use_megatron_fsdp": FLAG,
+        "use_torch_fsdp2": FLAG,
+    },
+    "head": GRAPHS | {
+        "burst_loss_grads": ([dict(burst_loss_grads="forward", fp16=True)], ["forward"]),
+        "fp16_lm_cross_entropy": FLAG,
+        "defer_embedding_wgrad_compute": FLAG,
+        "output_layer": (["Own"], []),
+        "bias": FLAG,
+        "parallel_output": ([False], [True]),
+        "gtp_remat_size": ([2], [1]),
+        "disable_grad_reduce": FLAG,
+    },
+    "cpu": GRAPHS | {
+        "fp8": (["hybrid"], []),
+        "fp4": (["e2m1"], []),
+        "tp_comm_overlap": FLAG,
+        "moe_grouped_gemm": FLAG,
+        "moe_permute_fusion": FLAG,
+        "moe_token_dispatcher_type": (["flex"], ["allgather", "alltoall"]),
+        "optimizer_cpu_offload": FLAG,
+    },
+}  # fmt: skip
+BASE = dict(
+    context_parallel_size=4, seq_length=64, cp_comm_type=["burst"], context_parallel_impl="burst",
+    recompute_granularity="full", attn_mask_type="causal", burst_keep_layers=None,
+    query_tokens=1, key_tokens=1, engine=False, place="one call", layer_number=3,
+)  # fmt: skip
+REFUSED = [
+    (feature, argument, value)
+    for feature, arguments in CASES.items()
+    for argument, (refused, _) in arguments.items()
+    for value in refused
+]
+
+
+def options_with(argument, value) -> SimpleNamespace:
+    changes = value if isinstance(value, dict) else {argument: value}
+    return SimpleNamespace(**BASE | changes)
+
+
+def test_every_row_has_cases_and_every_case_a_row():
+    rows = {(feature, row.argument) for row in TABLE for feature in row.features.split()}
+    assert rows == {(feature, name) for feature, names in CASES.items() for name in names}
+    assert len(rows) == sum(len(row.features.split()) for row in TABLE)  # none twice
+
+
+@pytest.mark.parametrize("feature, argument, value", REFUSED, ids=str)
+def test_a_row_refuses_in_one_sentence(feature, argument, value):
+    check(feature, SimpleNamespace(**BASE), "nobody")
+    options = options_with(argument, value)
+    with pytest.raises(BurstError) as refused:
+        check(feature, options, "somebody")
+    said = str(refused.value)
+    head, got, change = said.split("; ")
+    assert head.startswith("somebody: cannot run with ") and ", because " in head
+    shown = getattr(options, argument, None)
+    words = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
+    assert got.startswith("got ") and change and "\n" not in said
+    assert words in got or str(shown) in got or shown is None or feature == "own"
+    check(feature, options, "somebody", skip=(argument,))
+
+
+@pytest.mark.parametrize("feature", CASES)
+def test_what_is_fine_is_not_refused(feature):
+    check(feature, SimpleNamespace(**BASE), "nobody")
+    for argument, (_, fine) in CASES[feature].items():
+        for value in fine:
+            check(feature, options_with(argument, value), "somebody")
+
+
+@pytest.mark.parametrize(
+    "options, numbers",
+    [
+        (dict(seq_length=60), "--seq-length 60 and --context-parallel-size 4; .* 56 or 64$"),
+        (
+            dict(burst_hosts=3),
+            "--burst-tune hosts=3 and --.*-size 4; .* divisors of 4$",
+        ),
+    ],
+)
+def test_numbers_to_choose_are_told(options, numbers):
+    with pytest.raises(BurstError, match=numbers):
+        check("run", SimpleNamespace(**BASE | options), "somebody")
+
+
+def arguments(**changes) -> Namespace:
+    given = dict(burst_keep="all", burst_loss_grads=None)
+    return Namespace(**BASE | given | changes)
+
+
+@pytest.mark.parametrize(
+    "ask, changes, who",
+    [
+        (check_args, dict(burst_tune=["hosts=3"]), "--context-parallel-impl burst"),
+        (check_args, dict(sft=True), "--context-parallel-impl burst"),
+        (check_args, dict(window_size=(8, 0)), "--context-parallel-impl burst"),
+        (check_keep_args, dict(recompute_granularity=None), "--burst-keep"),
+        (check_keep_args, dict(attention_dropout=0.1), "--burst-keep"),
+        (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),
+         "--burst-keep half"),
+        (check_keep_args, dict(burst_keep=None, cuda_graph_impl="local"),
+         "--burst-keep-offload-inputs"),
+        (check_loss_args, dict(modelopt_enabled=True), "--burst-fused-loss"),
+    ],
+)  # fmt: skip
+def test_a_command_line_is_asked_for_each_of_its_features(ask, changes, who):
+    ask(arguments())
+    with pytest.raises(BurstError, match=f"^{who}: cannot run with "):
+        ask(arguments(**changes))
+
+
+def test_windows_are_left_to_layers_where_they_differ():
+    check_args(arguments(window_size=(8, 0), cp_comm_type=["burst", "p2p"]))
+
+
+def test_inputs_alone_may_wait_on_the_host_whatever_attention_is():
+    check_keep_args(arguments(burst_keep=None, attention_dropout=0.1, cp_comm_type=None))
+
+
+def test_numbers_of_the_loss_are_checked():
+    assert FusedLossConfig().label_smoothing == 0
+    with pytest.raises(BurstError, match=r"label_smoothing must be in \[0, 1\)"):
+        check_loss_args(arguments(burst_loss_label_smoothing=1.5))
+    check_unused(arguments(burst_keep_host_gib=2.0))
