@@ -14,25 +14,13 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.slots import Give, Take, UnderWay
-from megatron_burst.engine.memory import (
-    Dtypes,
-    Fields,
-    Place,
-    cut_out,
-    fields_at,
-    num_bytes,
-    places,
-    raw_rows,
-    shape_of,
-)
+from megatron_burst.engine.memory import Dtypes, Fields, Layout, cut_out, fields_at, shape_of
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
 from megatron_burst.plan.mask import Mask
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
-
-KEPT = (Home.HOP, Home.STAGING, Home.SUM)  # of the group, from call to call
 
 
 @dataclass(frozen=True)
@@ -65,27 +53,27 @@ class Executor:
         return frozenset(i for waits in (*self.order.waits, self.order.joins) for i in waits)
 
     @cached_property
-    def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
-        """How many buffers of a use the group must have, and of how many bytes."""
-        found: dict[tuple[Home, str], tuple[int, int]] = {}
-        for buffer in self.program.buffers.values():
-            if buffer.home in (*KEPT, Home.SLOT):
-                key = buffer.home, buffer.use
-                size = num_bytes(buffer, self.program.batch, self.dtypes)
-                count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
-                before = found.get(key, (0, 0))
-                found[key] = max(before[0], count), max(before[1], size)
-        return found
-
-    @cached_property
-    def places(self) -> dict[str, tuple[Place, ...]]:
-        """By buffer, where its fields lie."""
+    def layouts(self) -> dict[str, Layout]:
+        """How buffers lie in their bytes, by name; of those that are bytes."""
         program = self.program
         return {
-            name: places(buffer, program.batch, self.dtypes)
+            name: Layout.of(buffer, program.batch, self.dtypes)
             for name, buffer in program.buffers.items()
             if buffer.home not in (Home.CALL, Home.PART)
         }
+
+    @cached_property
+    def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
+        """How many buffers of a use the group must have, and of how many bytes."""
+        found: dict[tuple[Home, str], tuple[int, int]] = {}
+        for name, layout in self.layouts.items():
+            buffer = self.program.buffers[name]
+            if buffer.home is not Home.LEFT:
+                count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
+                before = found.get((buffer.home, buffer.use), (0, 0))
+                most = max(before[0], count), max(before[1], layout.num_bytes)
+                found[buffer.home, buffer.use] = most
+        return found
 
     def run(self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None) -> "Run":
         """Run the program.
@@ -124,7 +112,7 @@ class Run:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.executor, self.program = executor, executor.program
-        self.backend, self.dtypes = executor.backend, executor.dtypes
+        self.backend, self.layouts = executor.backend, executor.layouts
         self.fields, self.left, self.device = given, left, device
         self.under_way: UnderWay | None = None
         carrier, uses = executor.carrier, executor.uses
@@ -148,7 +136,7 @@ class Run:
             if buffer.home in (Home.PART, Home.CALL):
                 fields = self._made(buffer)
             else:
-                fields = fields_at(self.bytes_of(buffer), self.executor.places[ref.buffer])
+                fields = fields_at(self.bytes_of(buffer), self.layouts[ref.buffer].places)
             self.fields[ref.buffer] = fields
         return cut_out(fields, ref)
 
@@ -161,14 +149,14 @@ class Run:
         return {
             field.name: torch.empty(
                 shape_of(field, self.program.batch, buffer.rows),
-                dtype=self.dtypes[field.dtype], **options,
+                dtype=self.executor.dtypes[field.dtype], **options,
             )
             for field in buffer.fields
         }  # fmt: skip
 
     def bytes_of(self, buffer: Buffer) -> Tensor:
         """A whole buffer that is none of the allocator's parts."""
-        size = num_bytes(buffer, self.program.batch, self.dtypes)
+        size = self.layouts[buffer.name].num_bytes
         if buffer.home is Home.SLOT:
             if buffer.name not in self._filled:
                 slots = self._slots[buffer.use]
@@ -188,7 +176,7 @@ class Run:
         if not buffer.interleaved:
             assert ref.rows is None and ref.heads is None
             return flat
-        rows = raw_rows(flat, buffer, self.program.batch, self.dtypes)
+        rows = flat.view(self.layouts[buffer.name].rows)
         return rows if ref.rows is None else rows[ref.rows.slice]
 
     def start(self, transfer: Transfer) -> UnderWay:
@@ -198,7 +186,7 @@ class Run:
             recvs = [(take.peer, self.raw(take.rows)) for take in transfer.takes]
             return self.executor.carrier.send(transfer.link, transfer.cargo, sends, recvs)
         buffer = self.program.buffers[transfer.slot.buffer]
-        view = raw_rows(self.bytes_of(buffer), buffer, self.program.batch, self.dtypes)
+        view = self.bytes_of(buffer).view(self.layouts[buffer.name].rows)
         gives = [Give(give.peer, give.rows.rows.slice) for give in transfer.gives]
         takes = [
             Take(take.peer, take.theirs.rows.slice, self.raw(take.rows)) for take in transfer.takes

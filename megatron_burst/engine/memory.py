@@ -28,16 +28,6 @@ def row_bytes(buffer: Buffer, dtypes: Dtypes) -> int:
     return sum(sizes)
 
 
-def num_bytes(buffer: Buffer, batch: int, dtypes: Dtypes) -> int:
-    """Of a whole buffer."""
-    return buffer.rows * batch * row_bytes(buffer, dtypes)
-
-
-def raw_rows(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Tensor:
-    """An interleaved buffer as it travels: [rows, b, bytes]."""
-    return flat.view(buffer.rows, batch, row_bytes(buffer, dtypes))
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a field lies in the bytes of its buffer, in elements of its dtype."""
@@ -49,17 +39,34 @@ class Place:
     offset: int
 
 
-def places(buffer: Buffer, batch: int, dtypes: Dtypes) -> tuple[Place, ...]:
-    """Where the fields of a buffer lie: found once, as it depends on shapes alone."""
-    flat = torch.empty(num_bytes(buffer, batch, dtypes), dtype=torch.uint8, device="meta")
-    if buffer.interleaved:
-        fields = _interleaved(raw_rows(flat, buffer, batch, dtypes), buffer, dtypes)
-    else:
-        fields = _dense(flat, buffer, batch, dtypes)
-    return tuple(
-        Place(name, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
-        for name, x in fields.items()
-    )
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a buffer lies in its bytes: found once, as it depends on shapes alone.
+
+    Attributes:
+        num_bytes: of the whole buffer.
+        rows: as it travels, if it is interleaved: [rows, b, bytes].
+        places: of its fields.
+    """
+
+    num_bytes: int
+    rows: tuple[int, int, int]
+    places: tuple[Place, ...]
+
+    @staticmethod
+    def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "Layout":
+        """The layout of a buffer."""
+        rows = buffer.rows, batch, row_bytes(buffer, dtypes)
+        flat = torch.empty(prod(rows), dtype=torch.uint8, device="meta")
+        if buffer.interleaved:
+            fields = _interleaved(flat.view(rows), buffer, dtypes)
+        else:
+            fields = _dense(flat, buffer, batch, dtypes)
+        where = (
+            Place(name, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+            for name, x in fields.items()
+        )
+        return Layout(prod(rows), rows, tuple(where))
 
 
 def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
