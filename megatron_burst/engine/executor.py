@@ -1,11 +1,11 @@
-"""Runs programs: one loop, a function an operation.
+"""Runs programs: one loop over bound operations.
 
-What depends on shapes alone (waits, streams, views of the group's buffers) is found once for each
-program and kept with it; a run looks up the call's own tensors and calls kernels.
+What depends on shapes alone (waits, layouts of buffers, which part of a buffer is meant) is bound
+once for each program and kept with it; a run looks up the call's own tensors and calls kernels.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
-from megatron_burst.comm.slots import Give, Take, UnderWay
-from megatron_burst.engine.memory import Dtypes, Fields, Layout, cut_out, fields_at, shape_of
-from megatron_burst.kernels.backends import Backend, QuerySide
-from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
-from megatron_burst.plan.mask import Mask
-from megatron_burst.schedule import program as p
-from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
+from megatron_burst.comm.slots import UnderWay
+from megatron_burst.engine.memory import Dtypes, Fields, Layout, fields_at, shape_of
+from megatron_burst.engine.operations import BIND
+from megatron_burst.kernels.backends import Backend
+from megatron_burst.schedule.order import Order, order
+from megatron_burst.schedule.program import Buffer, Home, Program, Stream, Transfer
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,29 @@ class Executor:
     deterministic: bool
 
     @cached_property
-    def order(self):
+    def order(self) -> Order:
         return order(self.program)
 
     @cached_property
-    def waited_for(self) -> frozenset[int]:
-        """Operations that another stream waits for."""
-        return frozenset(i for waits in (*self.order.waits, self.order.joins) for i in waits)
+    def steps(self) -> tuple["Step", ...]:
+        """The operations, ready to run."""
+        every = (*self.order.waits, self.order.joins)
+        waited_for = {earlier for waits in every for earlier in waits}
+        found = []
+        for index, op in enumerate(self.program.ops):
+            transfers = isinstance(op, Transfer)
+            queue = (op.link, op.cargo) if transfers else op.stream
+            found.append(
+                Step(
+                    BIND[type(op)](self, op),
+                    None if queue is Stream.COMPUTE else queue,
+                    self.order.waits[index],
+                    transfers,
+                    index in waited_for,
+                    self.order.frees[index],
+                )
+            )
+        return tuple(found)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -84,271 +98,138 @@ class Executor:
         """
         device = next(iter(next(iter(given.values())).values())).device
         run = Run(self, dict(given), dict(left or {}), device)
-        waits = _Waits(self, run, device)
-        for index, op in enumerate(self.program.ops):
-            with waits.queue(op):
-                for earlier in self.order.waits[index]:
-                    waits.wait(earlier)
-                RUN[type(op)](run, op)
-                waits.done(index, op)
-            for name in self.order.frees[index]:
+        queues = _Queues(self.carrier, device)
+        for index, step in enumerate(self.steps):
+            with queues.of(step.queue):
+                for earlier in step.waits:
+                    queues.wait(earlier)
+                under_way = step.run(run)
+                if step.transfers:
+                    queues.started(index, under_way)
+                elif step.waited_for:
+                    queues.mark(index)
+            for name in step.frees:
                 run.fields.pop(name, None)
         for earlier in self.order.joins:
-            waits.wait(earlier)
+            queues.wait(earlier)
         return run
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation, bound.
+
+    Attributes:
+        run: does it; of a transfer, returns what is under way.
+        queue: where; None: with the call's kernels.
+        waits: operations on other queues that must be over before.
+        transfers: whether it is a transfer.
+        waited_for: whether another queue waits for it.
+        frees: parts that nobody needs any more.
+    """
+
+    run: Callable[["Run"], UnderWay | None]
+    queue: Hashable | None
+    waits: tuple[int, ...]
+    transfers: bool
+    waited_for: bool
+    frees: tuple[str, ...]
 
 
 class Run:
     """One run of a program: its tensors.
 
     Attributes:
-        fields: of the call's buffers, by name.
+        fields: of buffers, by name.
         left: bytes of buffers that forward leaves for backward.
-        under_way: what the last transfer is waited for with.
+        slots: of this call, by use.
     """
 
     def __init__(
         self, executor: Executor, given: dict[str, Fields], left: dict[str, Tensor],
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.executor, self.program = executor, executor.program
-        self.backend, self.layouts = executor.backend, executor.layouts
-        self.fields, self.left, self.device = given, left, device
-        self.under_way: UnderWay | None = None
-        carrier, uses = executor.carrier, executor.uses
-        self._flat = {
-            key: carrier.buffers(key, count, size, device)
-            for key, (count, size) in uses.items()
-            if key[0] is not Home.SLOT
-        }
-        self._slots = {
-            use: carrier.slots(use, count, size, device)
-            for (home, use), (count, size) in uses.items()
-            if home is Home.SLOT
-        }
-        self._filled: dict[str, Tensor] = {}  # slots of this call
-
-    def of(self, ref: Ref) -> Fields:
-        """The tensors of a part of a buffer."""
-        fields = self.fields.get(ref.buffer)
-        if fields is None:
-            buffer = self.program.buffers[ref.buffer]
-            if buffer.home in (Home.PART, Home.CALL):
-                fields = self._made(buffer)
+        self.fields, self.left = given, left
+        self._executor, self._device = executor, device
+        self._flat: dict[tuple, list[Tensor]] = {}
+        self.slots: dict = {}
+        for (home, use), (count, size) in executor.uses.items():
+            if home is Home.SLOT:
+                self.slots[use] = executor.carrier.slots(use, count, size, device)
             else:
-                fields = fields_at(self.bytes_of(buffer), self.layouts[ref.buffer].places)
-            self.fields[ref.buffer] = fields
-        return cut_out(fields, ref)
+                buffers = executor.carrier.buffers((home, use), count, size, device)
+                self._flat[home, use] = buffers
+        self._bytes: dict[str, Tensor] = {}
 
-    def is_made(self, ref: Ref) -> bool:
-        """Whether the buffer has memory: parts are made by whoever writes them first."""
-        return ref.buffer in self.fields or self.program.buffers[ref.buffer].home is not Home.PART
-
-    def _made(self, buffer: Buffer) -> Fields:
-        options = {"device": self.device}
-        return {
-            field.name: torch.empty(
-                shape_of(field, self.program.batch, buffer.rows),
-                dtype=self.executor.dtypes[field.dtype], **options,
-            )
-            for field in buffer.fields
-        }  # fmt: skip
+    def make(self, buffer: Buffer) -> Fields:
+        """The tensors of a buffer that is touched for the first time in this run."""
+        if buffer.home in (Home.PART, Home.CALL):
+            batch, dtypes = self._executor.program.batch, self._executor.dtypes
+            fields = {
+                field.name: torch.empty(
+                    shape_of(field, batch, buffer.rows),
+                    dtype=dtypes[field.dtype],
+                    device=self._device,
+                )
+                for field in buffer.fields
+            }
+        else:
+            fields = fields_at(self.bytes_of(buffer), self._executor.layouts[buffer.name].places)
+        self.fields[buffer.name] = fields
+        return fields
 
     def bytes_of(self, buffer: Buffer) -> Tensor:
         """A whole buffer that is none of the allocator's parts."""
-        size = self.layouts[buffer.name].num_bytes
-        if buffer.home is Home.SLOT:
-            if buffer.name not in self._filled:
-                slots = self._slots[buffer.use]
-                self._filled[buffer.name] = slots.view(buffer.number, (size,), torch.uint8)
-            return self._filled[buffer.name]
+        flat = self._bytes.get(buffer.name)
+        if flat is None:
+            flat = self._bytes[buffer.name] = self._find(buffer)
+        return flat
+
+    def _find(self, buffer: Buffer) -> Tensor:
+        size = self._executor.layouts[buffer.name].num_bytes
+        if buffer.home is Home.SLOT:  # once, by whoever fills it: who pulled from it must be done
+            return self.slots[buffer.use].view(buffer.number, (size,), torch.uint8)
         if buffer.home is Home.LEFT:
             if buffer.name not in self.left:
-                self.left[buffer.name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+                self.left[buffer.name] = torch.empty(size, dtype=torch.uint8, device=self._device)
             return self.left[buffer.name]
         number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
         return self._flat[buffer.home, buffer.use][number][:size]
 
-    def raw(self, ref: Ref) -> Tensor:
-        """What travels: a whole buffer's bytes, or rows of one that is interleaved."""
-        buffer = self.program.buffers[ref.buffer]
-        flat = self.bytes_of(buffer)
-        if not buffer.interleaved:
-            assert ref.rows is None and ref.heads is None
-            return flat
-        rows = flat.view(self.layouts[buffer.name].rows)
-        return rows if ref.rows is None else rows[ref.rows.slice]
 
-    def start(self, transfer: Transfer) -> UnderWay:
-        """Start a transfer behind what the current stream has queued."""
-        if transfer.slot is None:
-            sends = [(give.peer, self.raw(give.rows)) for give in transfer.gives]
-            recvs = [(take.peer, self.raw(take.rows)) for take in transfer.takes]
-            return self.executor.carrier.send(transfer.link, transfer.cargo, sends, recvs)
-        buffer = self.program.buffers[transfer.slot.buffer]
-        view = self.bytes_of(buffer).view(self.layouts[buffer.name].rows)
-        gives = [Give(give.peer, give.rows.rows.slice) for give in transfer.gives]
-        takes = [
-            Take(take.peer, take.theirs.rows.slice, self.raw(take.rows)) for take in transfer.takes
-        ]
-        return self._slots[buffer.use].exchange(buffer.number, view, gives, takes)
+class _Queues:
+    """Which queue a step is given to, and how others wait for it."""
 
-
-class _Waits:
-    """Which queue an operation is given to, and how others wait for it."""
-
-    def __init__(self, executor: Executor, run: Run, device: torch.device) -> None:
-        self._executor, self._run = executor, run
-        self._queues = executor.carrier.queues(device)
-        self._transfers: dict[int, UnderWay] = {}
-        self._marks: dict[int, object] = {}
+    def __init__(self, carrier: Carrier, device: torch.device) -> None:
+        self._overlaps, self._queues = carrier.overlaps, carrier.queues(device)
+        self._over: dict[int, Callable[[], None]] = {}
         self._begin = self._queues.mark()
         self._begun: set[Hashable] = set()
 
-    @contextmanager
-    def queue(self, op: Op) -> Iterator[None]:
-        """Within it an operation goes where it belongs."""
-        name = (op.link, op.cargo) if isinstance(op, Transfer) else op.stream
-        if name is Stream.COMPUTE:
-            yield
-            return
-        with self._queues.on(name):
-            if name not in self._begun:  # what the calls before left is the compute stream's
+    def of(self, name: Hashable | None):
+        """Within it, a step goes where it belongs."""
+        if name is None:
+            return _HERE
+        if name not in self._begun:  # what the calls before left is behind the call's kernels
+            self._begun.add(name)
+            with self._queues.on(name):
                 self._queues.wait(self._begin)
-                self._begun.add(name)
-            yield
+        return self._queues.on(name)
 
     def wait(self, earlier: int) -> None:
         """Let the current queue wait for an operation on another one."""
-        if earlier in self._transfers:
-            self._transfers[earlier].wait()
-        else:
-            self._queues.wait(self._marks[earlier])
+        self._over[earlier]()
 
-    def done(self, index: int, op: Op) -> None:
+    def started(self, index: int, under_way: UnderWay) -> None:
+        """A transfer was started from the current queue."""
+        self._over[index] = under_way.wait
+        if not self._overlaps:
+            under_way.wait()
+
+    def mark(self, index: int) -> None:
         """An operation was given to the current queue."""
-        if isinstance(op, Transfer):
-            self._transfers[index] = self._run.under_way
-            if not self._executor.carrier.overlaps:
-                self._run.under_way.wait()
-        elif index in self._executor.waited_for:
-            self._marks[index] = self._queues.mark()
+        mark = self._queues.mark()
+        self._over[index] = lambda: self._queues.wait(mark)
 
 
-def _copy(run: Run, op: p.Copy) -> None:
-    if len(op.sources) == 1 and _alike(run, op.sources[0], op.target):
-        run.raw(op.target).copy_(run.raw(op.sources[0]))
-        return
-    targets = run.of(op.target)
-    for name, x in _first_of(run, op.sources).items():
-        if name in targets:
-            targets[name].copy_(x)
-
-
-def _alike(run: Run, source: Ref, target: Ref) -> bool:
-    """Whether both are rows of the same kind."""
-    one, other = (run.program.buffers[ref.buffer] for ref in (source, target))
-    whole = source.heads is None and target.heads is None
-    return one.interleaved and other.interleaved and one.fields == other.fields and whole
-
-
-def _first_of(run: Run, refs: Sequence[Ref]) -> Fields:
-    """Fields by name; of several with one name the first."""
-    found: Fields = {}
-    for ref in refs:
-        found = run.of(ref) | found
-    return found
-
-
-def _to_ranks(run: Run, op: p.ToRanks) -> None:
-    sources = _first_of(run, op.sources)
-    for name, target in run.of(op.target).items():
-        _by_rank(target, op.ranks).copy_(_by_heads(sources[name], op.ranks))
-
-
-def _from_ranks(run: Run, op: p.FromRanks) -> None:
-    source = run.of(op.source)
-    for target in op.targets:
-        for name, x in run.of(target).items():
-            _by_heads(x, op.ranks).copy_(_by_rank(source[name], op.ranks))
-
-
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Rows of several ranks: [b, ranks, n, part, d], or [b, ranks, part, n] of statistics."""
-    return (
-        x.unflatten(1, (ranks, -1)) if x.dim() == 4 else x.unflatten(2, (ranks, -1)).transpose(1, 2)
-    )
-
-
-def _by_heads(x: Tensor, ranks: int) -> Tensor:
-    """The same of heads of several ranks."""
-    return (
-        x.unflatten(2, (ranks, -1)).transpose(1, 2) if x.dim() == 4 else x.unflatten(1, (ranks, -1))
-    )
-
-
-def _fill(run: Run, op: p.Fill) -> None:
-    for name, x in run.of(op.target).items():
-        x.fill_(-torch.inf if name == "lse" else 0)
-
-
-def _attend(run: Run, op: p.Attend) -> None:
-    kv = run.of(op.kv)
-    args = run.of(op.q)["q"], kv["k"], kv["v"], run.executor.scale, op.mask is Mask.CAUSAL
-    if len(op.into) == 1 and not run.is_made(op.into[0]):
-        out, lse = run.backend.forward(*args, into=None)
-        run.fields[op.into[0].buffer] = {"out": out, "lse": lse}
-        return
-    into = _first_of(run, op.into)
-    run.backend.forward(*args, into=(into["out"], into["lse"]))
-
-
-def _attend_backward(run: Run, op: p.AttendBackward) -> None:
-    found, kv = _first_of(run, op.sides), run.of(op.kv)
-    side = QuerySide(*map(found.get, ("q", "dout", "lse", "delta", "out")))
-    made, into = (run.is_made(op.dq), run.is_made(op.dkv)), None
-    if any(made):
-        into = run.of(op.dq)["dq"], *(run.of(op.dkv)[name] for name in ("dk", "dv"))
-    dq, dk, dv = run.backend.backward(
-        side, kv["k"], kv["v"], run.executor.scale, op.mask is Mask.CAUSAL,
-        into=into, deterministic=run.executor.deterministic,
-    )  # fmt: skip
-    if into is None:
-        run.fields[op.dq.buffer] = {"dq": dq}
-        run.fields[op.dkv.buffer] = {"dk": dk, "dv": dv}
-
-
-def _merge(run: Run, op: p.Merge) -> None:
-    into = _first_of(run, op.into)
-    parts = [run.of(part) for part in op.parts]
-    merge_parts(into["out"], into["lse"], [(part["out"], part["lse"]) for part in parts])
-
-
-def _add(run: Run, op: p.Add) -> None:
-    parts = [run.of(part) for part in op.parts]
-    for name, target in run.of(op.into).items():
-        if not parts:
-            target.zero_()
-        elif all(name in part for part in parts):
-            sum_parts(target, [part[name] for part in parts])
-
-
-def _delta(run: Run, op: p.Delta) -> None:
-    side = run.of(op.side)
-    run.fields[op.into.buffer] = {"delta": row_delta(side["dout"], side["out"])}
-
-
-def _stand_in(run: Run, op: p.StandIn) -> None:
-    side = _first_of(run, op.sides)
-    run.fields[op.into.buffer] = {"out": delta_stand_in(side["dout"], side["delta"])}
-
-
-def _transfer(run: Run, op: Transfer) -> None:
-    run.under_way = run.start(op)
-
-
-RUN: Mapping[type, Callable[[Run, Op], None]] = {
-    p.Copy: _copy, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks, p.Fill: _fill,
-    p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge, p.Add: _add,
-    p.Delta: _delta, p.StandIn: _stand_in, Transfer: _transfer,
-}  # fmt: skip
+_HERE = nullcontext()

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_burst.schedule.program import Buffer, Dtype, Field, Ref
+from megatron_burst.schedule.program import Buffer, Dtype, Field
 
 ALIGNMENT = 16  # bytes that the GPU's tensor copies want rows and fields to begin at
 Dtypes = Mapping[Dtype, torch.dtype]
@@ -118,20 +118,6 @@ def _dense(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Fields:
 def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:
     """[b, rows, heads, dim], or [b, heads, rows] of statistics."""
     return (batch, rows, field.heads, field.dim) if field.dim else (batch, field.heads, rows)
-
-
-def cut_out(fields: Fields, ref: Ref) -> Fields:
-    """Rows and heads of them."""
-    if ref.rows is None and ref.heads is None:
-        return fields
-    return {name: _part(x, ref) for name, x in fields.items()}
-
-
-def _part(x: Tensor, ref: Ref) -> Tensor:
-    rows, heads = (1, 2) if x.dim() == 4 else (2, 1)
-    if ref.rows is not None:
-        x = x.narrow(rows, ref.rows.start, len(ref.rows))
-    return x if ref.heads is None else x.narrow(heads, ref.heads.start, len(ref.heads))
 
 
 def empty_like_rows(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:

@@ -215,6 +215,6 @@ def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, mode, left, c
 
 def test_a_wait_that_is_left_out_is_found(monkeypatch):
     """The net holds: without the waits of one kind of operation there are races."""
-    monkeypatch.setattr(executor._Waits, "wait", lambda self, earlier: None)
+    monkeypatch.setattr(executor._Queues, "wait", lambda self, earlier: None)
     found = races(monkeypatch, 3, 2, Way("gather"))
     assert any(of_rank for of_rank, _ in found)

@@ -1,0 +1,272 @@
+"""A function an operation: from a program's operation to what a run calls.
+
+Binding looks up once what depends on shapes alone; what it returns takes the run, which has the
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.slots import Give, Take, UnderWay
+from megatron_burst.engine.memory import Fields
+from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+from megatron_burst.plan.mask import Mask
+from megatron_burst.schedule import program as p
+from megatron_burst.schedule.program import Home, Ref
+
+if TYPE_CHECKING:
+    from megatron_burst.engine.executor import Executor, Run
+
+Bound = Callable[["Run"], Any]
+Part = Callable[["Run"], Fields]
+
+
+def part(executor: Executor, ref: Ref) -> Part:
+    """How a run gets the tensors of rows and heads of a buffer."""
+    name, buffer = ref.buffer, executor.program.buffers[ref.buffer]
+    axes = [(f.name, (1, 2) if f.dim else (2, 1)) for f in buffer.fields]
+    rows = ref.rows and (ref.rows.start, len(ref.rows))
+    heads = ref.heads and (ref.heads.start, len(ref.heads))
+
+    def whole(run: Run) -> Fields:
+        fields = run.fields.get(name)
+        return run.make(buffer) if fields is None else fields
+
+    def some(run: Run) -> Fields:
+        fields, found = whole(run), {}
+        for field, (of_rows, of_heads) in axes:
+            x = fields.get(field)
+            if x is None:  # a call does not give what nobody reads
+                continue
+            if rows:
+                x = x.narrow(of_rows, *rows)
+            found[field] = x.narrow(of_heads, *heads) if heads else x
+        return found
+
+    return some if rows or heads else whole
+
+
+def first_of(executor: Executor, refs: Sequence[Ref]) -> Part:
+    """Fields of several buffers by name; of those with one name the first."""
+    parts = [part(executor, ref) for ref in reversed(refs)]
+    if len(parts) == 1:
+        return parts[0]
+
+    def found(run: Run) -> Fields:
+        fields: Fields = {}
+        for of in parts:
+            fields |= of(run)
+        return fields
+
+    return found
+
+
+def is_made(executor: Executor, ref: Ref) -> Callable[[Run], bool]:
+    """Whether a buffer has memory: parts are made by the kernel that writes all of them first."""
+    name, apart = ref.buffer, executor.program.buffers[ref.buffer].home is not Home.PART
+    return lambda run: apart or name in run.fields
+
+
+def raw(executor: Executor, ref: Ref) -> Callable[[Run], Tensor]:
+    """What travels: the bytes of a whole buffer, or rows of an interleaved one, [rows, b, bytes]."""
+    buffer = executor.program.buffers[ref.buffer]
+    if not buffer.interleaved:
+        assert ref.rows is None and ref.heads is None
+        return lambda run: run.bytes_of(buffer)
+    shape, rows = executor.layouts[buffer.name].rows, ref.rows
+    if rows is None:
+        return lambda run: run.bytes_of(buffer).view(shape)
+    return lambda run: run.bytes_of(buffer).view(shape).narrow(0, rows.start, len(rows))
+
+
+def copy(executor: Executor, op: p.Copy) -> Bound:
+    if len(op.sources) == 1 and _alike(executor, op.sources[0], op.target):
+        rows, target_rows = raw(executor, op.sources[0]), raw(executor, op.target)
+        return lambda run: target_rows(run).copy_(rows(run))
+    sources, targets = first_of(executor, op.sources), part(executor, op.target)
+
+    def bound(run: Run) -> None:
+        target = targets(run)
+        for name, x in sources(run).items():
+            if name in target:
+                target[name].copy_(x)
+
+    return bound
+
+
+def _alike(executor: Executor, source: Ref, target: Ref) -> bool:
+    """Whether both are rows of the same kind."""
+    one, other = (executor.program.buffers[ref.buffer] for ref in (source, target))
+    whole = source.heads is None and target.heads is None
+    return one.interleaved and other.interleaved and one.fields == other.fields and whole
+
+
+def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
+    sources, targets = first_of(executor, op.sources), part(executor, op.target)
+
+    def bound(run: Run) -> None:
+        source = sources(run)
+        for name, target in targets(run).items():
+            _by_rank(target, op.ranks).copy_(_by_heads(source[name], op.ranks))
+
+    return bound
+
+
+def from_ranks(executor: Executor, op: p.FromRanks) -> Bound:
+    source, targets = part(executor, op.source), first_of(executor, op.targets)
+
+    def bound(run: Run) -> None:
+        came = source(run)
+        for name, x in targets(run).items():
+            _by_heads(x, op.ranks).copy_(_by_rank(came[name], op.ranks))
+
+    return bound
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Rows of several ranks: [b, ranks, n, heads, d], or [b, ranks, heads, n] of statistics."""
+    if x.dim() == 4:
+        return x.unflatten(1, (ranks, -1))
+    return x.unflatten(2, (ranks, -1)).transpose(1, 2)
+
+
+def _by_heads(x: Tensor, ranks: int) -> Tensor:
+    """The same of heads of several ranks."""
+    if x.dim() == 4:
+        return x.unflatten(2, (ranks, -1)).transpose(1, 2)
+    return x.unflatten(1, (ranks, -1))
+
+
+def fill(executor: Executor, op: p.Fill) -> Bound:
+    target = part(executor, op.target)
+
+    def bound(run: Run) -> None:
+        for name, x in target(run).items():
+            x.fill_(-torch.inf if name == "lse" else 0)
+
+    return bound
+
+
+def attend(executor: Executor, op: p.Attend) -> Bound:
+    q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
+    causal, made = op.mask is Mask.CAUSAL, is_made(executor, op.into[0])
+    own = op.into[0].buffer if len(op.into) == 1 else None
+    forward, scale = executor.backend.forward, executor.scale
+
+    def bound(run: Run) -> None:
+        keys = kv(run)
+        args = q(run)["q"], keys["k"], keys["v"], scale, causal
+        if own and not made(run):
+            out, lse = forward(*args)
+            run.fields[own] = {"out": out, "lse": lse}
+        else:
+            target = into(run)
+            forward(*args, into=(target["out"], target["lse"]))
+
+    return bound
+
+
+def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
+    sides, kv = first_of(executor, op.sides), part(executor, op.kv)
+    dq, dkv = part(executor, op.dq), part(executor, op.dkv)
+    made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
+    causal, backward, scale = op.mask is Mask.CAUSAL, executor.backend.backward, executor.scale
+    deterministic = executor.deterministic
+
+    def bound(run: Run) -> None:
+        side, keys, into = sides(run), kv(run), None
+        if any(of(run) for of in made):
+            of_keys = dkv(run)
+            into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
+        grads = backward(
+            QuerySide(*map(side.get, ("q", "dout", "lse", "delta", "out"))),
+            keys["k"], keys["v"], scale, causal, into=into, deterministic=deterministic,
+        )  # fmt: skip
+        if into is None:
+            run.fields[op.dq.buffer] = {"dq": grads[0]}
+            run.fields[op.dkv.buffer] = {"dk": grads[1], "dv": grads[2]}
+
+    return bound
+
+
+def merge(executor: Executor, op: p.Merge) -> Bound:
+    into, parts = first_of(executor, op.into), [part(executor, ref) for ref in op.parts]
+
+    def bound(run: Run) -> None:
+        target, found = into(run), [of(run) for of in parts]
+        merge_parts(target["out"], target["lse"], [(x["out"], x["lse"]) for x in found])
+
+    return bound
+
+
+def add(executor: Executor, op: p.Add) -> Bound:
+    into, parts = part(executor, op.into), [part(executor, ref) for ref in op.parts]
+
+    def bound(run: Run) -> None:
+        found = [of(run) for of in parts]
+        for name, target in into(run).items():
+            if not found:
+                target.zero_()
+            elif all(name in x for x in found):
+                sum_parts(target, [x[name] for x in found])
+
+    return bound
+
+
+def delta(executor: Executor, op: p.Delta) -> Bound:
+    side = part(executor, op.side)
+
+    def bound(run: Run) -> None:
+        fields = side(run)
+        run.fields[op.into.buffer] = {"delta": row_delta(fields["dout"], fields["out"])}
+
+    return bound
+
+
+def stand_in(executor: Executor, op: p.StandIn) -> Bound:
+    sides = first_of(executor, op.sides)
+
+    def bound(run: Run) -> None:
+        side = sides(run)
+        run.fields[op.into.buffer] = {"out": delta_stand_in(side["dout"], side["delta"])}
+
+    return bound
+
+
+def transfer(executor: Executor, op: p.Transfer) -> Bound:
+    recvs = [(take.peer, raw(executor, take.rows)) for take in op.takes]
+    if op.slot is not None:
+        return _exchange(executor, op, [of for _, of in recvs])
+    sends = [(give.peer, raw(executor, give.rows)) for give in op.gives]
+
+    def bound(run: Run) -> UnderWay:
+        given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
+        return executor.carrier.send(op.link, op.cargo, given, taken)
+
+    return bound
+
+
+def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Callable]) -> Bound:
+    """Ranks of a node have parts of each other's slots."""
+    buffer, slot = executor.program.buffers[op.slot.buffer], raw(executor, op.slot)
+    gives = [Give(give.peer, give.rows.rows.slice) for give in op.gives]
+    ends = [(take.peer, take.theirs.rows.slice) for take in op.takes]
+
+    def bound(run: Run) -> UnderWay:
+        takes = [Take(*end, of(run)) for end, of in zip(ends, targets, strict=True)]
+        return run.slots[buffer.use].exchange(buffer.number, slot(run), gives, takes)
+
+    return bound
+
+
+BIND: Mapping[type, Callable[[Executor, Any], Bound]] = {
+    p.Copy: copy, p.ToRanks: to_ranks, p.FromRanks: from_ranks, p.Fill: fill, p.Attend: attend,
+    p.AttendBackward: attend_backward, p.Merge: merge, p.Add: add, p.Delta: delta,
+    p.StandIn: stand_in, p.Transfer: transfer,
+}  # fmt: skip
