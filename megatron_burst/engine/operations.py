@@ -74,7 +74,7 @@ def is_made(executor: Executor, ref: Ref) -> Callable[[Run], bool]:
 
 
 def raw(executor: Executor, ref: Ref) -> Callable[[Run], Tensor]:
-    """What travels: the bytes of a whole buffer, or rows of an interleaved one, [rows, b, bytes]."""
+    """What travels: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
     buffer = executor.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
