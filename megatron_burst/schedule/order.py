@@ -107,7 +107,10 @@ class _Builder:
                 _learn(clock, self.after[earlier])
         clock[stream] = index
         self.waits.append(tuple(sorted(waits)))
-        self.after.append(dict(clock))
+        # sent, a transfer of nothing is no wait for what it waits for: a program that pulls may be
+        # sent where a rank has no memory that others can read
+        empty = isinstance(op, Transfer) and not (op.gives or op.takes)
+        self.after.append({stream: index} if empty else dict(clock))
         self._remember(index, op)
         if stream is Stream.COMPUTE:
             self._free(index)
