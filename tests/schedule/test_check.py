@@ -31,8 +31,8 @@ from tests.schedule.cases import Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 
 SMALL = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
-LARGER = [(n, m) for n in range(1, 9) for m in range(1, 9) if 4 < n * m <= 24]
-LARGEST = [(4, 8), (8, 4), (7, 5), (8, 8)]
+LARGER = [(n, m) for n in range(1, 9) for m in range(1, 9) if 4 < n * m <= 20]
+LARGEST = [(4, 8), (7, 4), (8, 8)]
 UNLIKE = {  # nodes with ranks that are no neighbours; rows that span nodes
     "interleaved": topology_of("abab"),
     "backwards": topology_of("abc" * 2, places=(1, 1, 1, 0, 0, 0)),
@@ -108,7 +108,7 @@ def test_what_is_made_wrong_is_found(mutation):
         orders = [[order(program) for program in programs] for programs in passes]
         assert check(passes, case.layout, case.mask, orders) == [], case
         mutants = list(mutation(passes, orders))
-        for what, wrong, claims in random.sample(mutants, min(5, len(mutants))):
+        for what, wrong, claims in random.sample(mutants, min(4, len(mutants))):
             assert check(wrong, case.layout, case.mask, claims), (str(case), what)
             tried += 1
     assert tried > 10
