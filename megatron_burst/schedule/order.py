@@ -42,7 +42,12 @@ def placed(program: Program) -> Program:
     numbered: dict[str, Buffer] = {}
     due: dict[int, list[Buffer]] = defaultdict(list)
     for index, op in enumerate(program.ops):
-        for name in dict.fromkeys(ref.buffer for ref in (*op.reads, *op.writes)):
+        names = dict.fromkeys(ref.buffer for ref in _refs(op))
+        for buffer in due.get(index, ()):
+            if buffer.name not in names:
+                free[buffer.use].append(buffer.number)
+        due[index] = [buffer for buffer in due.pop(index, ()) if buffer.name in names]
+        for name in names:
             buffer = program.buffers[name]
             if buffer.home is Home.HOP and name not in numbered:
                 if not free[buffer.use]:
@@ -107,7 +112,10 @@ class _Builder:
                 _learn(clock, self.after[earlier])
         clock[stream] = index
         self.waits.append(tuple(sorted(waits)))
-        self.after.append(dict(clock))
+        # sent, a transfer of nothing is no wait for what it waits for: a program that pulls may be
+        # sent where a rank has no memory that others can read
+        empty = isinstance(op, Transfer) and not (op.gives or op.takes)
+        self.after.append({stream: index} if empty else dict(clock))
         self._remember(index, op)
         if stream is Stream.COMPUTE:
             self._free(index)

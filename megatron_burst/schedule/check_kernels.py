@@ -1,0 +1,264 @@
+"""What each operation computes, with symbols for numbers.
+
+A cell is one row and one head of a field. It holds what it is of (a position and a head) and what
+went into it, as a bit set: keys for results and gradients of queries, pairs of query and head for
+gradients of keys.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import or_
+from typing import NamedTuple
+
+from megatron_burst.plan.mask import Mask
+from megatron_burst.schedule import program as p
+from megatron_burst.schedule.program import Program, Ref
+
+
+class Cell(NamedTuple):
+    """One head of one row."""
+
+    field: str
+    position: int  # in the sequence; -1: of an empty sum
+    head: int
+    of: int = 0  # bit set of what went into it
+
+
+Rows = list[list[Cell | None]]  # cells by row and head
+Fields = Mapping[str, Rows]
+
+
+class WrongError(Exception):
+    """An operation that cannot be right."""
+
+
+def written(name: str, cells: Rows, where: object) -> Rows:
+    """The cells.
+
+    Raises:
+        WrongError: unless all of them were written.
+    """
+    for row, line in enumerate(cells):
+        if None in line:
+            raise WrongError(f"reads {name} of {where}, never written in row {row}")
+    return cells
+
+
+def _taken(fields: Fields, name: str, refs: Sequence[Ref]) -> Rows:
+    if name not in fields:
+        raise WrongError(f"needs {name}, which none of {[ref.buffer for ref in refs]} has")
+    return written(name, fields[name], [ref.buffer for ref in refs])
+
+
+def _copy(values, program: Program, op: p.Copy) -> None:
+    targets = values.names(program, op.target)
+    for name, cells in values.first_of(program, op.sources).items():
+        if name in targets:
+            values.write(program, op.target, name, written(name, cells, op.sources))
+
+
+def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
+    found = values.first_of(program, op.sources)
+    for name in values.names(program, op.target):
+        cells = _taken(found, name, op.sources)
+        part = len(cells[0]) // op.ranks
+        parts = (slice(part * rank, part * (rank + 1)) for rank in range(op.ranks))
+        values.write(program, op.target, name, [row[heads] for heads in parts for row in cells])
+
+
+def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
+    found = values.read(program, op.source)
+    for target in op.targets:
+        for name in values.names(program, target):
+            cells = _taken(found, name, (op.source,))
+            rows = len(cells) // op.ranks
+            made = [[cell for rank in range(op.ranks) for cell in cells[rank * rows + row]]
+                    for row in range(rows)]  # fmt: skip
+            values.write(program, target, name, made)
+
+
+def _fill(values, program: Program, op: p.Fill) -> None:
+    for name, cells in values.read(program, op.target).items():
+        values.write(program, op.target, name, [[Cell(name, -1, -1) for _ in row] for row in cells])
+
+
+def _prefixes(mask: Mask, num_q: int, sets: Sequence[int]) -> list[int]:
+    """What each query row of a tile sees of key rows, in order: causal means that the last one sees
+    all, the one before it all but the last.
+
+    Raises:
+        WrongError: if a query row is left without a key.
+    """
+    seen = [0, *accumulate(sets, or_)]
+    if mask is Mask.CAUSAL and num_q > len(sets):
+        raise WrongError(f"a causal tile has {num_q} query rows and only {len(sets)} key rows")
+    short = num_q - 1 if mask is Mask.CAUSAL else 0
+    return [seen[len(sets) - (short and short - row)] for row in range(num_q)]
+
+
+def _keys(values, kv: Fields, refs: Sequence[Ref], name: str = "k") -> Rows:
+    """k, if v belongs to it."""
+    k, v = _taken(kv, "k", refs), _taken(kv, "v", refs)
+    for row, other in zip(k, v, strict=True):
+        if [cell[1:] for cell in row] != [cell[1:] for cell in other]:
+            raise WrongError(f"k is {row} where v is {other}")
+    return k
+
+
+def _disjoint(sets: Iterable[int], what: str) -> int:
+    total = 0
+    for one in sets:
+        if total & one:
+            raise WrongError(f"{what} has {bits(total & one)} twice")
+        total |= one
+    return total
+
+
+def _tile(values, q: Rows, k: Rows, mask: Mask) -> list[list[int]]:
+    """The keys that meet each query row, by row and query head."""
+    sets, columns = [], list(zip(*k, strict=True))
+    if len(q[0]) != len(columns) * values.group:
+        raise WrongError(f"{len(q[0])} query heads meet {len(columns)} KV heads")
+    for column in columns:
+        heads = {cell.head for cell in column}
+        if len(heads) > 1:
+            raise WrongError(f"keys of heads {sorted(heads)} in one head")
+        ones = [1 << cell.position for cell in column]
+        _disjoint(ones, "a tile of keys")
+        sets.append(_prefixes(mask, len(q), ones))
+    for row in q:
+        for head, cell in enumerate(row):
+            if cell.head // values.group != columns[head // values.group][0].head:
+                raise WrongError(f"query head {cell.head} meets {columns[head // values.group][0]}")
+    return [[sets[head // values.group][row] for head in range(len(q[0]))]
+            for row in range(len(q))]  # fmt: skip
+
+
+def _attend(values, program: Program, op: p.Attend) -> None:
+    q = _taken(values.read(program, op.q), "q", (op.q,))
+    k = _keys(values, values.read(program, op.kv), (op.kv,))
+    met = _tile(values, q, k, op.mask)
+    for name in ("out", "lse"):
+        made = [[Cell(name, cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
+                for both in zip(q, met, strict=True)]  # fmt: skip
+        values.write(program, _target(values, program, op.into, name), name, made)
+
+
+def _target(values, program: Program, into: Sequence[Ref], name: str) -> Ref:
+    """The first that has a field."""
+    for ref in into:
+        if name in values.names(program, ref):
+            return ref
+    raise WrongError(f"nothing of {[ref.buffer for ref in into]} has {name}")
+
+
+def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
+    side = values.first_of(program, op.sides)
+    q = _side(values, side, op.sides)
+    k = _keys(values, values.read(program, op.kv), (op.kv,))
+    met = _tile(values, q, k, op.mask)
+    dq = [[Cell("dq", cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
+          for both in zip(q, met, strict=True)]  # fmt: skip
+    values.write(program, op.dq, "dq", dq)
+    group = values.group
+    for name in ("dk", "dv"):
+        made = [[Cell(name, key.position, key.head, _queries(q, met, key, head, group))
+                 for head, key in enumerate(row)] for row in k]  # fmt: skip
+        values.write(program, op.dkv, name, made)
+
+
+def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
+    """q, if all of the query side belongs to it and is complete."""
+    q = _taken(side, "q", refs)
+    others = ("dout", "lse", *(name for name in ("delta", "out") if name in side))
+    if len(others) < 3:
+        raise WrongError("the query side has neither delta nor out")
+    for name in others:
+        for row, other in zip(q, _taken(side, name, refs), strict=True):
+            if [cell[1:3] for cell in row] != [cell[1:3] for cell in other]:
+                raise WrongError(f"q is {row} where {name} is {other}")
+    for row in _taken(side, "lse", refs):
+        for cell in row:
+            if cell.of != values.visible(cell.position):
+                raise WrongError(f"lse of position {cell.position} is over {bits(cell.of)} only")
+    return q
+
+
+def _queries(q: Rows, met: Sequence[Sequence[int]], key: Cell, head: int, group: int) -> int:
+    """The pairs of query and head that met a key: what its gradient is summed over."""
+    one, columns = 1 << key.position, range(head * group, (head + 1) * group)
+    pairs = [
+        1 << row[column].position * group + row[column].head % group
+        for row, sets in zip(q, met, strict=True)
+        for column in columns
+        if sets[column] & one
+    ]
+    return _disjoint(pairs, f"gradient of key {key.position}")
+
+
+def _joined(name: str, cells: Sequence[Cell]) -> Cell:
+    """The sum of cells, or the merged result."""
+    real = [cell for cell in cells if cell.position >= 0]
+    if not real:
+        return cells[0]
+    if len({cell[1:3] for cell in real}) > 1:
+        raise WrongError(f"{name} of different rows or heads are joined: {real}")
+    of = _disjoint((cell.of for cell in real), f"{name} of position {real[0].position}")
+    return real[0]._replace(of=of)
+
+
+def _join(name: str, parts: Sequence[Rows]) -> Rows:
+    return [[_joined(name, cells) for cells in zip(*rows, strict=True)]
+            for rows in zip(*parts, strict=True)]  # fmt: skip
+
+
+def _merge(values, program: Program, op: p.Merge) -> None:
+    if not op.parts:
+        raise WrongError("nothing is merged")
+    parts = [values.read(program, part) for part in op.parts]
+    for name in ("out", "lse"):
+        made = _join(name, [_taken(part, name, op.parts) for part in parts])
+        values.write(program, _target(values, program, op.into, name), name, made)
+
+
+def _add(values, program: Program, op: p.Add) -> None:
+    parts = [values.read(program, part) for part in op.parts]
+    for name, cells in values.read(program, op.into).items():
+        if not parts:
+            made = [[Cell(name, -1, -1) for _ in row] for row in cells]
+        elif all(name in part for part in parts):
+            made = _join(name, [_taken(part, name, op.parts) for part in parts])
+        else:
+            continue
+        values.write(program, op.into, name, made)
+
+
+def _delta(values, program: Program, op: p.Delta) -> None:
+    side = values.read(program, op.side)
+    dout, out = (_taken(side, name, (op.side,)) for name in ("dout", "out"))
+    made = [[Cell("delta", *cell[1:3]) for cell in row] for row in dout]
+    if made != [[Cell("delta", *cell[1:3]) for cell in row] for row in out]:
+        raise WrongError("dout and out are of different rows")
+    values.write(program, op.into, "delta", made)
+
+
+def _stand_in(values, program: Program, op: p.StandIn) -> None:
+    side = values.first_of(program, op.sides)
+    dout, delta = (_taken(side, name, op.sides) for name in ("dout", "delta"))
+    made = [[Cell("delta", *cell[1:3]) for cell in row] for row in dout]
+    if made != delta:
+        raise WrongError("dout and delta are of different rows")
+    whole = [[values.whole("out", *cell[1:3]) for cell in row] for row in dout]
+    values.write(program, op.into, "out", whole)
+
+
+def bits(of: int) -> list[int]:
+    """The numbers in a bit set."""
+    return [place for place in range(of.bit_length()) if of >> place & 1]
+
+
+APPLY: Mapping[type, Callable] = {
+    p.Copy: _copy, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks, p.Fill: _fill,
+    p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge, p.Add: _add,
+    p.Delta: _delta, p.StandIn: _stand_in,
+}  # fmt: skip

@@ -1,0 +1,221 @@
+"""How ranks meet: every transfer has its partner, and nobody waits for ever.
+
+Two ranks' messages of one communicator (a link and a cargo) are matched in the order in which each
+of them issues them, as NCCL and gloo do. A run is then simulated with queues that are served in
+order: a transfer is over when all whom it has to do with have launched theirs, behind the last one
+of the same communicator. What is held up by what is a question of the machine (`How`).
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from megatron_burst.plan.mask import Span
+from megatron_burst.plan.schedule import Cargo
+from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.program import Give, Program, Ref, Take, Transfer
+
+At = tuple[int, int]  # rank, and number of the operation
+
+
+class How(StrEnum):
+    """What is held up by what waits."""
+
+    STREAMS = "with a queue for each stream"
+    ONE_QUEUE = "with one hardware queue"  # a stream's operations wait for it as well
+    THREAD = "with waits that block the thread"  # gloo
+    SERIAL = "with every transfer waited for at once"  # overlap is off
+
+
+@dataclass
+class Links:
+    """Who meets whom in a pass.
+
+    Attributes:
+        partners: all that a transfer is over with, itself too.
+        sources: the other end of each message, by the transfer that takes it.
+        faults: what does not fit.
+    """
+
+    partners: dict[At, set[At]] = field(default_factory=lambda: defaultdict(set))
+    sources: dict[At, list[tuple[At, Take]]] = field(default_factory=lambda: defaultdict(list))
+    faults: list[str] = field(default_factory=list)
+
+
+def meet(programs: Sequence[Program]) -> Links:
+    """The partners of all transfers of a pass."""
+    links, sent, taken = Links(), defaultdict(list), defaultdict(list)
+    rows: dict[tuple, dict[int, At]] = defaultdict(dict)
+    for program in programs:
+        rounds: dict[Cargo, int] = defaultdict(int)
+        for index, op in enumerate(program.ops):
+            if not isinstance(op, Transfer):
+                continue
+            at, key = (program.cp_rank, index), (op.link, op.cargo)
+            links.partners[at].add(at)
+            if op.pulled:
+                key = (*key, rounds[op.cargo])
+                rounds[op.cargo] += 1
+                row, _ = program.topology.coord(program.cp_rank)
+                rows[row, *key][program.cp_rank] = at
+                links.faults += _slot_faults(program, index, key[-1])
+            for give in op.gives:
+                sent[*key, program.cp_rank, give.peer].append((at, give))
+            for take in op.takes:
+                taken[*key, take.peer, program.cp_rank].append((at, take))
+    _match(programs, links, sent, taken)
+    for (row, *key), found in rows.items():
+        if missing := set(programs[0].topology.grid[row]) - found.keys():
+            links.faults.append(f"{_of(key)}: ranks {sorted(missing)} do not come to its barrier")
+        for at in found.values():
+            links.partners[at] |= set(found.values())
+    return links
+
+
+def _of(key: Sequence) -> str:
+    return f"{key[0]} {key[1]} transfer" + (f" {key[2]}" if len(key) > 2 else "")
+
+
+def _slot_faults(program: Program, index: int, count: int) -> list[str]:
+    """The barrier of a pulled exchange is that of its slot."""
+    slot = program.ops[index].slot
+    number = program.buffers[slot.buffer].number if slot else None
+    if number == count:
+        return []
+    return [f"rank {program.cp_rank} {index}: exchange {count} has slot {slot}, number {number}"]
+
+
+def _match(programs: Sequence[Program], links: Links, sent: Mapping, taken: Mapping) -> None:
+    """Pair what goes from one rank to another with what comes there, in order."""
+    for key in dict.fromkeys((*sent, *taken)):
+        *kind, source, target = key
+        gives, takes = sent.get(key, []), taken.get(key, [])
+        if len(gives) != len(takes):
+            links.faults.append(f"{_of(kind)}: rank {source} gives rank {target} {len(gives)} "
+                                f"messages, which takes {len(takes)}")  # fmt: skip
+        if source == target or not _joined(programs[0], kind[0], source, target):
+            links.faults.append(f"{_of(kind)}: no communicator joins ranks {source} and {target}")
+        for number, ((here, give), (there, take)) in enumerate(zip(gives, takes, strict=False)):
+            if fault := _difference(programs[source], give, programs[target], take):
+                links.faults.append(f"{_of(kind)}, message {number} from rank {source} ({here[1]}) "
+                                    f"to rank {target} ({there[1]}): {fault}")  # fmt: skip
+            links.partners[here].add(there)
+            links.partners[there].add(here)
+            links.sources[there].append((here, take))
+
+
+def _joined(program: Program, link: Link, one: int, other: int) -> bool:
+    """Whether ranks are of one row, or of one column."""
+    which = 0 if link is Link.INTRA else 1
+    return program.topology.coord(one)[which] == program.topology.coord(other)[which]
+
+
+def _difference(source: Program, give: Give, target: Program, take: Take) -> str:
+    """What a message and what is expected differ in."""
+    mine, theirs = _region(source, give.rows), _region(source, take.theirs)
+    if mine != theirs:
+        return f"gives {mine} where {theirs} is expected"
+    if source.num_bytes(give.rows) != target.num_bytes(take.rows):
+        return f"{source.num_bytes(give.rows)} bytes for {target.num_bytes(take.rows)}"
+    one, other = source.buffers[give.rows.buffer], target.buffers[take.rows.buffer]
+    if (one.fields, one.interleaved) != (other.fields, other.interleaved):
+        return f"{one.name} and {other.name} have other fields"
+    for program, ref in ((source, give.rows), (target, take.rows)):
+        _, rows, heads = _region(program, ref)
+        if heads or not (one.interleaved or rows == (0, program.buffers[ref.buffer].rows)):
+            return f"{ref} is not one range of bytes"
+    return ""
+
+
+def _region(program: Program, ref: Ref) -> tuple[str, tuple[int, int], Span | None]:
+    """Buffer, rows and heads; with all rows written out."""
+    if ref.buffer not in program.buffers:
+        return ref.buffer, (-1, -1), None
+    rows = ref.rows or Span(0, program.buffers[ref.buffer].rows)
+    return ref.buffer, (rows.start, rows.stop), ref.heads
+
+
+def run(
+    programs: Sequence[Program], links: Links, waits: Sequence, how: How, values=None
+) -> list[str]:
+    """Run a pass; says which operations wait for ever.
+
+    Args:
+        programs: of all ranks.
+        links: who meets whom.
+        waits: by rank and operation, what it waits for.
+        how: the machine.
+        values: is told what runs.
+    """
+    return _Run(programs, links, waits, how, values).stuck()
+
+
+class _Run:
+    def __init__(
+        self, programs: Sequence[Program], links: Links, waits: Sequence, how: How, values
+    ) -> None:
+        self.programs, self.partners, self.waits, self.how = programs, links.partners, waits, how
+        self.values, self.launched, self.moved = values, set(), True
+        self.done: list[set[int]] = [set() for _ in programs]
+        self.last: dict[tuple, int] = {}  # by rank and communicator, the last that was launched
+        self.queues = [queue for program in programs for queue in self._queues(program)]
+        if values:
+            values.begin(programs, links)
+
+    def _queues(self, program: Program) -> list[tuple[int, deque[int]]]:
+        queues: dict[Hashable, deque[int]] = defaultdict(deque)
+        for index, op in enumerate(program.ops):
+            transfers = isinstance(op, Transfer)
+            own = (op.link, op.cargo) if transfers else op.stream
+            queues[own if self.how is How.STREAMS else 0].append(index)
+        return [(program.cp_rank, queue) for queue in queues.values()]
+
+    def stuck(self) -> list[str]:
+        while self.moved:
+            self.moved = False
+            for rank, queue in self.queues:
+                while queue and self._passes(rank, queue[0]):
+                    queue.popleft()
+                    self.moved = True
+        heads = [f"rank {rank} {queue[0]} {type(self.programs[rank].ops[queue[0]]).__name__}"
+                 for rank, queue in self.queues if queue]  # fmt: skip
+        heads += [f"rank {rank} {index} Transfer, launched" for rank, index in sorted(self.launched)
+                  if index not in self.done[rank]]  # fmt: skip
+        return [f"{self.how} nothing goes on: {'; '.join(heads)}"] if heads else []
+
+    def _passes(self, rank: int, index: int) -> bool:
+        """Whether the operation at the head of a queue lets go of it."""
+        op, done = self.programs[rank].ops[index], self.done[rank]
+        if not done.issuperset(self.waits[rank][index]):
+            return False
+        if not isinstance(op, Transfer):
+            done.add(index)
+            if self.values:
+                self.values.compute(rank, index)
+            return True
+        if (rank, index) not in self.launched and not self._launch(rank, index, op):
+            return False
+        return index in done or not (self.how is How.SERIAL or (op.pulled and not self._apart))
+
+    @property
+    def _apart(self) -> bool:
+        return self.how is How.STREAMS
+
+    def _launch(self, rank: int, index: int, op: Transfer) -> bool:
+        key = rank, op.link, op.cargo, op.pulled
+        before = self.last.get(key)
+        if self.how is not How.THREAD and before is not None and before not in self.done[rank]:
+            return False
+        self.last[key], self.moved = index, True
+        self.launched.add((rank, index))
+        if self.values:
+            self.values.give(rank, index)
+        for at in self.partners[rank, index]:
+            if at in self.launched and self.partners[at] <= self.launched:
+                self.done[at[0]].add(at[1])
+        if self.values:
+            for at in sorted(self.partners[rank, index]):
+                if at[1] in self.done[at[0]]:
+                    self.values.take(*at)
+        return True

@@ -1,0 +1,209 @@
+"""What programs compute, with symbols for numbers: every query meets each of its keys once.
+
+A cell is one row and one head of a field. It holds what it is of (a position and a head) and what
+went into it, as a bit set: keys for results and gradients of queries, pairs of query and head for
+gradients of keys. Rows are followed one by one, so few of them a rank say all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_burst.plan.layout import Layout, positions
+from megatron_burst.plan.mask import Mask, Span
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule import program as p
+from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
+from megatron_burst.schedule.check_links import Links
+from megatron_burst.schedule.program import Home, Program, Ref
+
+
+class Values:
+    """The memory of all ranks.
+
+    Attributes:
+        faults: of what was run.
+    """
+
+    def __init__(self, layout: Layout, mask: Mask) -> None:
+        self.layout, self.mask = layout, mask
+        self.faults: list[str] = []
+        self.memory: dict[tuple, tuple[tuple, dict[str, Rows]]] = {}  # by rank and storage
+        self.turn = 0
+
+    # --- a pass ---
+
+    def begin(self, programs: Sequence[Program], links: Links) -> None:
+        """Lay in the inputs of a pass."""
+        self.programs, self.sources, self.turn = programs, links.sources, self.turn + 1
+        self.given: dict[tuple, tuple] = {}
+        if programs[0].direction is Direction.FORWARD:
+            self.memory.clear()
+        self.taken: set[tuple[int, int]] = set()
+        self.left = sum(len(program.ops) for program in programs)
+        first = programs[0]
+        own = "side" if first.direction is Direction.BACKWARD else "q"
+        side, kv = first.buffers[own], first.buffers.get("kv") or first.buffers["dkv"]
+        self.heads, self.heads_kv = side.fields[0].heads, kv.fields[0].heads
+        size = first.topology.cp_size
+        held = [positions(self.layout, rank, size, side.rows) for rank in range(size)]
+        self.positions = [[place for span in spans for place in span] for spans in held]
+        self.group, self.size = self.heads // self.heads_kv, size * side.rows
+        for program in programs:
+            for name in {own, "kv"} & program.buffers.keys():
+                self._lay_in(program, name)
+
+    def _lay_in(self, program: Program, name: str) -> None:
+        """What the caller gives; q and lse are given with k and v, or left by forward with them."""
+        recalled = {"q", "lse"} if name == "side" and "kv" not in program.buffers else set()
+        self.memory[program.cp_rank, *self.storage(program, name)] = (name, self.turn), {
+            field.name: [
+                [None if field.name in recalled else self.whole(field.name, place, head)
+                 for head in range(field.heads)]
+                for place in self.positions[program.cp_rank]
+            ]
+            for field in program.buffers[name].fields
+        }  # fmt: skip
+
+    def whole(self, field: str, position: int, head: int) -> Cell:
+        """A cell with all that belongs in it."""
+        if field in ("out", "lse", "dq"):
+            return Cell(field, position, head, self.visible(position))
+        if field in ("dk", "dv"):
+            hidden = position if self.mask is Mask.CAUSAL else 0
+            pairs = (1 << self.size * self.group) - (1 << hidden * self.group)
+            return Cell(field, position, head, pairs)
+        return Cell(field, position, head)
+
+    def visible(self, position: int) -> int:
+        """The keys that a query may see."""
+        return (1 << (position + 1 if self.mask is Mask.CAUSAL else self.size)) - 1
+
+    def _end(self) -> None:
+        """Compare what the pass was to compute."""
+        for program in self.programs:
+            names = ("dq", "dkv") if program.direction is Direction.BACKWARD else ("out",)
+            for name in names:
+                for field in program.buffers[name].fields if name in program.buffers else ():
+                    self._compare(program, name, field.name)
+                if name not in program.buffers:
+                    self.faults.append(f"rank {program.cp_rank}: nothing writes {name}")
+
+    def _compare(self, program: Program, name: str, field: str) -> None:
+        rank = program.cp_rank
+        for row, cells in enumerate(self.read(program, Ref(name))[field]):
+            for head, cell in enumerate(cells):
+                wanted = self.whole(field, self.positions[rank][row], head)
+                if cell != wanted:
+                    self.faults.append(f"rank {rank} {program.direction}: {field} row {row} head "
+                                       f"{head} is {_told(cell)}, not {_told(wanted)}")  # fmt: skip
+                    return
+
+    # --- memory ---
+
+    def storage(self, program: Program, name: str) -> tuple:
+        buffer = program.buffers[name]
+        passing = buffer.home in (Home.CALL, Home.PART)
+        return (name, self.turn) if passing else buffer.storage
+
+    def fields(self, program: Program, name: str, writes: bool) -> dict[str, Rows]:
+        """A buffer's cells; none of what was there before another one was written there."""
+        key, buffer = (program.cp_rank, *self.storage(program, name)), program.buffers[name]
+        owner, found = self.memory.get(key, (None, {}))
+        mine = name, 0 if buffer.home is Home.LEFT else self.turn
+        if owner != mine:
+            found = {f.name: [[None] * f.heads for _ in range(buffer.rows)] for f in buffer.fields}
+            if writes:
+                self.memory[key] = mine, found
+        return found
+
+    def read(self, program: Program, ref: Ref) -> dict[str, Rows]:
+        every = slice(None)
+        rows, heads = (span.slice if span else every for span in (ref.rows, ref.heads))
+        found = self.fields(program, ref.buffer, writes=False)
+        if ref.rows and ref.rows.stop > program.buffers[ref.buffer].rows:
+            raise WrongError(f"{ref} is longer than its buffer")
+        return {name: [row[heads] for row in cells[rows]] for name, cells in found.items()}
+
+    def write(self, program: Program, ref: Ref, name: str, made: Rows) -> None:
+        buffer = program.buffers[ref.buffer]
+        rows = ref.rows or Span(0, buffer.rows)
+        cells = self.fields(program, ref.buffer, writes=True)[name]
+        heads = ref.heads or Span(0, len(cells[0]))
+        if (len(made), len(made[0])) != (len(rows), len(heads)) or rows.stop > buffer.rows:
+            raise WrongError(f"{len(made)} rows of {len(made[0])} heads do not fit {ref}")
+        for row, new in zip(cells[rows.slice], made, strict=True):
+            row[heads.slice] = new
+
+    def names(self, program: Program, ref: Ref) -> tuple[str, ...]:
+        """The fields of a buffer."""
+        return tuple(field.name for field in program.buffers[ref.buffer].fields)
+
+    def first_of(self, program: Program, refs: Sequence[Ref]) -> dict[str, Rows]:
+        """Fields by name; of several with one name the first."""
+        found: dict[str, Rows] = {}
+        for ref in refs:
+            found = self.read(program, ref) | found
+        return found
+
+    # --- what runs ---
+
+    def compute(self, rank: int, index: int) -> None:
+        """A local operation."""
+        program = self.programs[rank]
+        op = program.ops[index]
+        self._guarded(rank, index, lambda: APPLY[type(op)](self, program, op))
+        self._one_less()
+
+    def give(self, rank: int, index: int) -> None:
+        """A transfer is launched: what is sent is read from now on."""
+        program = self.programs[rank]
+        op = program.ops[index]
+        for number, give in enumerate(op.gives):
+            self._guarded(rank, index, lambda n=number, g=give: self._lay(program, index, n, g))
+
+    def _lay(self, program: Program, index: int, number: int, give: p.Give) -> None:
+        found = self.read(program, give.rows)
+        self.given[program.cp_rank, index, number] = (give.peer, found)
+        for name, cells in found.items():
+            written(name, cells, f"{give.rows}, given to rank {give.peer},")
+
+    def take(self, rank: int, index: int) -> None:
+        """A transfer is over."""
+        if (rank, index) in self.taken:
+            return
+        self.taken.add((rank, index))
+        program = self.programs[rank]
+        for (peer, other), take in self.sources[rank, index]:
+            theirs = self._sent(peer, other, rank, take)
+            self._guarded(rank, index, lambda t=take, f=theirs: self._land(program, t.rows, f))
+        self._one_less()
+
+    def _land(self, program: Program, rows: Ref, fields: Mapping[str, Rows]) -> None:
+        for name, cells in fields.items():
+            self.write(program, rows, name, cells)
+
+    def _sent(self, peer: int, other: int, rank: int, take: p.Take) -> dict[str, Rows]:
+        """What the peer gave, as it was when the transfer began."""
+        gives = self.programs[peer].ops[other].gives
+        for number, give in enumerate(gives):
+            if give.peer == rank and give.rows == take.theirs:
+                return self.given.get((peer, other, number), (rank, {}))[1]
+        return {}
+
+    def _one_less(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._end()
+
+    def _guarded(self, rank: int, index: int, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except WrongError as wrong:
+            program = self.programs[rank]
+            kind = type(program.ops[index]).__name__
+            self.faults.append(f"rank {rank} {program.direction} {index} {kind}: {wrong}")
+
+
+def _told(cell: Cell | None) -> str:
+    if cell is None:
+        return "not written"
+    return f"{cell.field} of position {cell.position} head {cell.head} with {bits(cell.of)}"

@@ -1,0 +1,109 @@
+"""Calls whose programs are looked at: every mode, direction, layout, mask and option."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from unittest.mock import patch
+
+from megatron_burst.plan.cost import AttentionShape
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.slots import pulled_count
+from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.schedule import emitter
+from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.program import Program
+
+
+def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:
+    """Sizes on a rank; bytes are such that none is taken for another."""
+    return AttentionShape(1, tokens, *heads, 3, 5, itemsize=2, stat_bytes=7, grad_bytes=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on all ranks of a group."""
+
+    mode: str
+    topology: Topology
+    layout: Layout
+    mask: Mask
+    circulate: Circulate = Circulate.KV
+    kernel: Kernel = Kernel()
+    rounds: int = 2
+    pulled: bool = False
+    one_slot: bool = False
+    left: bool = False
+    group: int = 1
+    tokens: int = 2
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, (self.topology.inter_size, self.topology.intra_size)))
+        flags = [name for name in ("pulled", "one_slot", "left") if getattr(self, name)]
+        flags += [name for name in Kernel.__slots__ if getattr(self.kernel, name)]
+        words = (self.mode, size, self.layout, self.mask, self.circulate, f"{self.rounds} rounds",
+                 f"group {self.group}", *flags)  # fmt: skip
+        return " ".join(words)
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        per_round = self.topology.intra_size if self.mode == "a2a" else 1
+        heads = self.rounds * per_round
+        return shape_of(self.tokens, (heads * self.group, heads))
+
+    def spec(self, direction: Direction, rank: int = 0) -> Spec:
+        circulate = self.circulate if direction is Direction.BACKWARD else Circulate.KV
+        return Spec(
+            self.topology, rank, direction, self.shape, self.layout, self.mask, circulate,
+            self.kernel, pulled=self.pulled, left=self.left,
+        )  # fmt: skip
+
+    def programs(self, direction: Direction) -> list[Program]:
+        spec = self.spec(direction)
+        ranks = range(self.topology.cp_size)
+        count = (lambda *_: 1) if self.one_slot else pulled_count
+        with patch.object(emitter, "pulled_count", count):
+            return [MODES[self.mode](replace(spec, cp_rank=rank)) for rank in ranks]
+
+    def passes(self) -> list[list[Program]]:
+        """Forward and backward."""
+        return [self.programs(direction) for direction in Direction]
+
+
+def cases_on(topology: Topology) -> Iterator[Case]:
+    """All that differ on a topology."""
+    tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
+    for mode, layout, mask, circulate in product(MODES, Layout, Mask, Circulate):
+        case = Case(mode, topology, layout, mask, circulate, tokens=tokens)
+        if mode == "ring":
+            yield from _rings(replace(case, rounds=1))
+        elif layout is not Layout.STRIPED:
+            yield from _gathers(case)
+
+
+def _rings(case: Case) -> Iterator[Case]:
+    for takes_delta in (True, False):
+        yield replace(case, kernel=Kernel(takes_delta=takes_delta), group=1 + takes_delta)
+
+
+def _gathers(case: Case) -> Iterator[Case]:
+    """Gather and a2a: rounds, what is left, how it travels, what the kernel can."""
+    size, nodes = case.topology.intra_size, case.topology.inter_size
+    lefts = (False, True) if case.mode == "a2a" or nodes > 1 else (False,)
+    if case.mode == "gather" and case.circulate is Circulate.Q:
+        lefts = (False,)
+    ways = ((False, False), (True, False), (True, True)) if size > 1 else ((False, False),)
+    for left, (pulled, one_slot) in product(lefts, ways):
+        for rounds, kernel in ((1, Kernel()), (2, Kernel(False, False)), (3, Kernel())):
+            wide = replace(kernel, wide_grads=rounds == 2)
+            yield replace(
+                case, left=left, pulled=pulled, one_slot=one_slot, rounds=rounds, kernel=wide,
+                group=1 + (rounds == 2),
+            )  # fmt: skip
+
+
+def grid(nodes: int, ranks: int) -> Topology:
+    return pretend_hosts(nodes * ranks, nodes)

@@ -1,0 +1,183 @@
+"""Programs with one thing wrong, on rank 1, which no check may pass.
+
+Each function yields what is wrong, the passes, and who waits for whom; None: what `order` derives
+of the wrong program, so that nothing is unordered and the fault shows in what is computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_burst.plan.mask import Mask, Span
+from megatron_burst.schedule.order import Order
+from megatron_burst.schedule.program import (
+    Add,
+    Attend,
+    AttendBackward,
+    Home,
+    Merge,
+    Op,
+    Program,
+    Ref,
+    Stream,
+    Transfer,
+)
+
+Passes = Sequence[Sequence[Program]]
+Orders = Sequence[Sequence[Order]]
+Mutant = tuple[str, Passes, Orders | None]
+RANK = 1
+
+
+def _put(every: Sequence, turn: int, new) -> list[list]:
+    """With another program, or order, of the rank."""
+    copies = [list(ranks) for ranks in every]
+    copies[turn][RANK] = new
+    return copies
+
+
+def _without(items: tuple, item) -> tuple:
+    return tuple(other for other in items if other != item)
+
+
+def _ops(passes: Passes, kinds=object) -> Iterator[tuple[int, int, Op]]:
+    for turn, programs in enumerate(passes):
+        for index, op in enumerate(programs[RANK].ops):
+            if isinstance(op, kinds):
+                yield turn, index, op
+
+
+def _with_ops(passes: Passes, turn: int, index: int, *new: Op) -> list[list]:
+    """With other operations in one's place."""
+    program = passes[turn][RANK]
+    ops = (*program.ops[:index], *new, *program.ops[index + 1 :])
+    return _put(passes, turn, replace(program, ops=ops))
+
+
+def no_wait(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, ranks in enumerate(orders):
+        claim = ranks[RANK]
+        for index, waits in enumerate(claim.waits):
+            for other in waits:
+                less = list(claim.waits)
+                less[index] = _without(waits, other)
+                new = replace(claim, waits=tuple(less))
+                yield f"{turn}:{index} without {other}", passes, _put(orders, turn, new)
+        for other in claim.joins:
+            new = replace(claim, joins=_without(claim.joins, other))
+            yield f"{turn}: end without {other}", passes, _put(orders, turn, new)
+
+
+def no_operation(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, _ in _ops(passes):
+        yield f"{turn}: without {index}", _with_ops(passes, turn, index), None
+
+
+def summed_twice(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, op in _ops(passes, (Add, Merge)):
+        into = op.into if isinstance(op, Merge) else (op.into,)
+        if set(into) & set(op.parts):
+            yield f"{turn}: {index} twice", _with_ops(passes, turn, index, op, op), None
+
+
+def no_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, op in _ops(passes, (Add, Merge)):
+        for part in op.parts:
+            if passes[turn][RANK].buffers[part.buffer].home is Home.PART:
+                new = replace(op, parts=_without(op.parts, part))
+                yield f"{turn}:{index} less {part}", _with_ops(passes, turn, index, new), None
+
+
+def swapped_transfers(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    """Two of one communicator, one right after the other."""
+    for turn, first, op in _ops(passes, Transfer):
+        program = passes[turn][RANK]
+        later = [index for t, index, other in _ops(passes, Transfer)
+                 if t == turn and index > first
+                 and (other.link, other.cargo) == (op.link, op.cargo)][:1]  # fmt: skip
+        for second in later:
+            ops = list(program.ops)
+            ops[first], ops[second] = ops[second], ops[first]
+            new = replace(program, ops=tuple(ops))
+            yield f"{turn}: {first} for {second}", _put(passes, turn, new), None
+
+
+def early_reuse(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    """A hop buffer in the memory of another one."""
+    for turn, programs in enumerate(passes):
+        program = programs[RANK]
+        for name, buffer in program.buffers.items():
+            if buffer.home is Home.HOP and buffer.number:
+                moved = replace(buffer, number=buffer.number - 1)
+                new = replace(program, buffers={**program.buffers, name: moved})
+                yield f"{turn}: {name} at {moved.number}", _put(passes, turn, new), orders
+
+
+def _shorter(program: Program, ref: Ref) -> Iterator[Ref]:
+    """Other rows of a buffer."""
+    rows = ref.rows or Span(0, program.buffers[ref.buffer].rows)
+    if rows.start:
+        yield replace(ref, rows=rows.moved(-1))
+    if len(rows) > 1:
+        yield replace(ref, rows=Span(rows.start, rows.stop - 1))
+
+
+def wrong_rows(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, op in _ops(passes):
+        for name in ("q", "kv", "dq", "dkv", "into", "target"):
+            ref = getattr(op, name, None)
+            for other in _shorter(passes[turn][RANK], ref) if isinstance(ref, Ref) else ():
+                new = replace(op, **{name: other})
+                yield f"{turn}:{index} {name} {other}", _with_ops(passes, turn, index, new), None
+
+
+def wrong_message(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, op in _ops(passes, Transfer):
+        for number, take in enumerate(op.takes):
+            for name in ("rows", "theirs"):
+                ref = getattr(take, name)
+                if ref.rows is None:
+                    continue
+                moved = replace(ref, rows=ref.rows.moved(-1 if ref.rows.start else 1))
+                takes = list(op.takes)
+                takes[number] = replace(take, **{name: moved})
+                new = replace(op, takes=tuple(takes))
+                yield f"{turn}:{index} takes {moved}", _with_ops(passes, turn, index, new), None
+
+
+def wrong_mask(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    for turn, index, op in _ops(passes, (Attend, AttendBackward)):
+        q = op.q if isinstance(op, Attend) else op.sides[0]
+        rows = len(q.rows) if q.rows else passes[turn][RANK].buffers[q.buffer].rows
+        if rows > 1:  # a single row sees all keys either way
+            new = replace(op, mask=Mask.FULL if op.mask is Mask.CAUSAL else Mask.CAUSAL)
+            yield f"{turn}:{index} {new.mask}", _with_ops(passes, turn, index, new), None
+
+
+def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    """A part freed one operation before its last use."""
+    for turn, ranks in enumerate(orders):
+        claim, ops = ranks[RANK], passes[turn][RANK].ops
+        for index, names in enumerate(claim.frees):
+            for name in names:
+                uses = [i for i, op in enumerate(ops)
+                        if name in [ref.buffer for ref in (*op.reads, *op.writes)]]  # fmt: skip
+                frees = list(claim.frees)
+                frees[index] = _without(names, name)
+                frees[uses[-1] - 1] = (*frees[uses[-1] - 1], name)
+                new = replace(claim, frees=tuple(frees))
+                yield f"{turn}: {name} after {uses[-1] - 1}", passes, _put(orders, turn, new)
+
+
+def part_beside(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    """A part that is written on another stream than the one that allocates it."""
+    for turn, index, op in _ops(passes):
+        homes = {passes[turn][RANK].buffers[ref.buffer].home for ref in op.writes}
+        if Home.PART in homes:
+            new = replace(op, stream=Stream.SIDE)
+            yield f"{turn}: {index} beside", _with_ops(passes, turn, index, new), None
+
+
+MUTATIONS = (
+    no_wait, no_operation, summed_twice, no_part, swapped_transfers, early_reuse, wrong_rows,
+    wrong_message, wrong_mask, freed_part, part_beside,
+)  # fmt: skip

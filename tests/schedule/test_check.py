@@ -1,0 +1,207 @@
+"""The proof of programs: all of them pass, and whatever is made wrong in one is found."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.schedule import Cargo, Circulate, Direction
+from megatron_burst.plan.topology import Link, pretend_hosts, topology_of
+from megatron_burst.schedule import check as check_module
+from megatron_burst.schedule.check import check
+from megatron_burst.schedule.check_links import How, meet, run
+from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.order import order
+from megatron_burst.schedule.program import (
+    Buffer,
+    Copy,
+    Dtype,
+    Field,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Take,
+    Transfer,
+)
+from tests.schedule.cases import Case, cases_on, grid
+from tests.schedule.mutations import MUTATIONS
+
+SMALL = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
+LARGER = [(n, m) for n in range(1, 9) for m in range(1, 9) if 4 < n * m <= 20]
+LARGEST = [(4, 8), (7, 4), (8, 8)]
+UNLIKE = {  # nodes with ranks that are no neighbours; rows that span nodes
+    "interleaved": topology_of("abab"),
+    "backwards": topology_of("abc" * 2, places=(1, 1, 1, 0, 0, 0)),
+    "flat": pretend_hosts(4, 2).flat(),
+}
+
+
+def faults_of(case):
+    return check(case.passes(), case.layout, case.mask)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", SMALL, ids=str)
+def test_every_call_of_a_small_group_is_proven(size, mode):
+    cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
+    assert cases
+    for case in cases:
+        assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("size", [*LARGER, *LARGEST], ids=str)
+def test_calls_of_larger_groups_are_proven(size):
+    """Two of each group, one of the largest; which ones differs from group to group."""
+    random, modes = Random(str(size)), list(MODES)
+    random.shuffle(modes)
+    for mode in modes[: 1 if size in LARGEST else 2]:
+        cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
+        case = random.choice(cases)
+        assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("topology", UNLIKE.values(), ids=UNLIKE)
+def test_groups_whose_ranks_lie_otherwise_are_proven(topology, mode):
+    cases = [case for case in cases_on(topology) if case.mode == mode]
+    for case in Random(0).sample(cases, 12):
+        assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("mode", ["gather", "a2a"])
+def test_what_was_to_be_pulled_may_be_sent(mode):
+    """Where a rank has no room for memory that others can read."""
+    cases = [case for case in cases_on(grid(2, 2)) if case.mode == mode and case.pulled]
+    # with contiguous rows of causal attention a rank may have nothing to give or to take
+    picked = [case for case in cases if case.rounds == 2 and case.layout is Layout.CONTIGUOUS]
+    for case in (*picked, *Random(0).sample(cases, 10)):
+        sent = [[_sent(program) for program in programs] for programs in case.passes()]
+        assert check(sent, case.layout, case.mask) == [], case
+
+
+def _sent(program):
+    ops = [replace(op, pulled=False) if isinstance(op, Transfer) else op for op in program.ops]
+    return replace(program, ops=tuple(ops))
+
+
+CASES = [
+    Case("ring", grid(2, 2), Layout.ZIGZAG, Mask.CAUSAL, rounds=1, tokens=4),
+    Case("ring", grid(1, 3), Layout.STRIPED, Mask.CAUSAL, Circulate.Q, Kernel(takes_delta=False),
+         rounds=1, tokens=4),
+    Case("gather", grid(1, 2), Layout.ZIGZAG, Mask.CAUSAL, pulled=True, rounds=3, tokens=4),
+    Case("gather", grid(2, 2), Layout.CONTIGUOUS, Mask.FULL, Circulate.Q, pulled=True, tokens=4),
+    Case("gather", grid(3, 2), Layout.ZIGZAG, Mask.CAUSAL, kernel=Kernel(False, False, True),
+         left=True, tokens=4),
+    Case("a2a", grid(1, 2), Layout.ZIGZAG, Mask.CAUSAL, pulled=True, left=True, tokens=4),
+    Case("a2a", grid(2, 2), Layout.ZIGZAG, Mask.CAUSAL, rounds=3, group=2, tokens=4),
+    Case("a2a", grid(2, 2), Layout.CONTIGUOUS, Mask.FULL, Circulate.Q, left=True, tokens=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_pass_may_follow_itself(direction):
+    """As where layers run one after the other, or results are kept."""
+    for case in CASES:
+        if direction is Direction.FORWARD or not case.left:
+            assert check([case.programs(direction)], case.layout, case.mask) == [], case
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_what_is_made_wrong_is_found(mutation):
+    random, tried = Random(mutation.__name__), 0
+    for case in CASES:
+        passes = case.passes()
+        orders = [[order(program) for program in programs] for programs in passes]
+        assert check(passes, case.layout, case.mask, orders) == [], case
+        mutants = list(mutation(passes, orders))
+        for what, wrong, claims in random.sample(mutants, min(4, len(mutants))):
+            assert check(wrong, case.layout, case.mask, claims), (str(case), what)
+            tried += 1
+    assert tried > 10
+
+
+def test_without_flow_control_pulled_slots_are_overwritten(monkeypatch):
+    """With several slots: a single one is not written before what was pulled is there."""
+    case = next(case for case in CASES if case.mode == "gather" and case.pulled)
+    monkeypatch.setattr(check_module._Rank, "_views", lambda rank, op: (0, []))
+    faults = faults_of(case)
+    assert any("is not ordered behind" in fault and "keys" in fault for fault in faults)
+
+
+def test_a_slot_is_filled_again_behind_the_barrier_of_its_round_only():
+    """An exchange's slot may not be touched before the exchange before it has been issued: its
+    barrier would tell of too old a round."""
+    case = replace(CASES[2], rounds=4)
+    program = case.programs(Direction.FORWARD)[0]
+    numbers = [program.buffers[op.slot.buffer].number for op in program.ops
+               if isinstance(op, Transfer)]  # fmt: skip
+    assert numbers == [0, 1, 2, 3]
+    ops = [replace(op, slot=Ref("keys 0")) if isinstance(op, Transfer) else op
+           for op in program.ops]  # fmt: skip
+    faults = meet([replace(program, ops=tuple(ops)), case.programs(Direction.FORWARD)[1]]).faults
+    assert any("exchange 1" in fault and "keys 0" in fault for fault in faults)
+
+
+# --- who waits for whom, in programs of a few operations ---
+
+ROW = grid(1, 3)
+
+
+def program_of(rank, *ops):
+    """Transfers of one row each with a peer, of a cargo; and a copy that waits for one."""
+    buffers = {name: Buffer(name, Home.HOP, 1, (Field("k", 1, 1),), name, interleaved=True)
+               for name in ("sent", "came 0", "came 1", "copy")}  # fmt: skip
+    widths = dict.fromkeys(Dtype, 1)
+    return Program(ROW, rank, Direction.FORWARD, 1, widths, buffers, tuple(ops))
+
+
+def swap_with(peer, cargo=Cargo.READ, number=0):
+    came = Ref(f"came {number}")
+    take = Take(peer, Ref("sent"), came)
+    return Transfer(Link.INTRA, cargo, (Give(peer, Ref("sent")),), (take,))
+
+
+def hangs(*programs):
+    """In which ways of running nothing goes on."""
+    waits = [order(program).waits for program in programs]
+    links = meet(programs)
+    assert links.faults == []
+    return [how for how in How if run(programs, links, waits, how)]
+
+
+def test_transfers_in_another_order_hang_where_each_is_waited_for():
+    read, grad = Cargo.READ, Cargo.GRAD
+    one, other = swap_with(1, read), swap_with(0, read)
+    two, another = swap_with(1, grad, 1), swap_with(0, grad, 1)
+    assert hangs(program_of(0, one, two), program_of(1, other, another)) == []
+    assert hangs(program_of(0, one, two), program_of(1, another, other)) == [How.SERIAL]
+
+
+def test_a_wait_in_front_of_what_the_peer_waits_for_hangs_in_one_queue():
+    read, grad = Cargo.READ, Cargo.GRAD
+    copies = [Copy((Ref(f"came {number}"),), Ref("copy")) for number in (0, 1)]
+    mine = program_of(0, swap_with(1, read), copies[0], swap_with(1, grad, 1))
+    theirs = program_of(1, swap_with(0, grad, 1), copies[1], swap_with(0, read))
+    assert hangs(mine, theirs) == [How.ONE_QUEUE, How.THREAD, How.SERIAL]
+
+
+def test_transfers_in_a_circle_hang_where_a_communicator_serves_them_in_order():
+    circle = [program_of(rank, swap_with((rank + 1) % 3), swap_with((rank + 2) % 3, number=1))
+              for rank in range(3)]  # fmt: skip
+    assert hangs(*circle) == [How.STREAMS, How.ONE_QUEUE, How.SERIAL]
+
+
+def test_a_transfer_without_a_partner_is_told():
+    faults = meet([program_of(0, swap_with(1)), program_of(1)]).faults
+    assert len(faults) == 2 and all("rank 0" in fault and "rank 1" in fault for fault in faults)
+
+
+def test_backward_is_proven_with_the_forward_that_it_follows_only():
+    """What forward has left is not there without it."""
+    case = next(case for case in CASES if case.left)
+    faults = check([case.programs(Direction.BACKWARD)], case.layout, case.mask)
+    assert any("never written" in fault and "left" in fault for fault in faults)

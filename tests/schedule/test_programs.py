@@ -1,0 +1,255 @@
+"""Properties of programs: bytes on each link, hops, buffers, what is hidden behind what."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.plan.layout import Layout
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.schedule import Cargo, Circulate, Direction
+from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
+from tests.schedule.cases import Case, grid
+
+FORWARD, BACKWARD = Direction
+
+
+def grids(side=5):
+    return st.builds(grid, st.integers(1, side), st.integers(1, side))
+
+
+GRIDS = grids()
+
+
+@st.composite
+def calls(draw, mode, mask=None, topologies=GRIDS):
+    """A call of a mode."""
+    topology, circulate = draw(topologies), draw(st.sampled_from(list(Circulate)))
+    left = mode != "ring" and (mode == "a2a" or circulate is Circulate.KV) and draw(st.booleans())
+    layout = draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS]))
+    pulled, wide = draw(st.booleans()) and mode != "ring", draw(st.booleans())
+    rounds, group, chunk = (draw(st.integers(1, 3)) for _ in range(3))
+    return Case(
+        mode, topology, layout, mask or draw(st.sampled_from(list(Mask))), circulate,
+        Kernel(wide_grads=wide), rounds, pulled, left=left, group=group, tokens=2 * chunk,
+    )  # fmt: skip
+
+
+def transfers(program, *, link=None, cargo=None):
+    return [
+        op
+        for op in program.ops
+        if isinstance(op, Transfer) and link in (None, op.link) and cargo in (None, op.cargo)
+    ]
+
+
+# --- bytes: closed formulas, of a rank's whole shard ---
+
+
+def keys(shape, width):
+    return shape.batch * shape.tokens * shape.heads_kv * (shape.dim_qk + shape.dim_v) * width
+
+
+def queries(shape, width):
+    return shape.batch * shape.tokens * shape.heads_q * shape.dim_qk * width
+
+
+def outputs(shape, width):
+    return shape.batch * shape.tokens * shape.heads_q * shape.dim_v * width
+
+
+def statistics(shape):
+    return shape.batch * shape.tokens * shape.heads_q * shape.stat_bytes
+
+
+def circulating(case, direction):
+    """Bytes of a shard that goes round, and of its gradient."""
+    shape = case.shape
+    if direction is FORWARD:
+        return keys(shape, shape.itemsize), 0
+    if case.circulate is Circulate.KV:
+        return keys(shape, shape.itemsize), keys(shape, shape.grad_bytes)
+    side = queries(shape, shape.itemsize) + outputs(shape, shape.itemsize) + 2 * statistics(shape)
+    return side, queries(shape, shape.grad_bytes)
+
+
+def between_nodes(case, direction):
+    """N-1 hops of every shard and of its gradient; no keys that forward has left."""
+    read, grad = circulating(case, direction)
+    recalled = case.left and direction is BACKWARD and case.mode == "gather"
+    return (case.topology.inter_size - 1) * (grad + (0 if recalled else read))
+
+
+def share_width(case):
+    """Of gradients that leave inside a node."""
+    return case.shape.grad_bytes if case.kernel.wide_grads else case.shape.itemsize
+
+
+@given(calls("ring"), st.sampled_from(list(Direction)))
+def test_a_ring_sends_n_times_l_less_one_shards_inside_and_n_less_one_between(case, direction):
+    nodes, ranks = case.topology.inter_size, case.topology.intra_size
+    hop = sum(circulating(case, direction))
+    expected = {Link.INTRA: nodes * (ranks - 1) * hop, Link.INTER: (nodes - 1) * hop}
+    for program in case.programs(direction):
+        assert program.sent_bytes() == expected
+
+
+@given(calls("gather", Mask.FULL), st.sampled_from(list(Direction)))
+def test_gathering_sends_every_shard_to_all_others_of_the_node(case, direction):
+    """Once a step; in backward of queries that go round once a round, its gradients once a step."""
+    nodes, others, shape = case.topology.inter_size, case.topology.intra_size - 1, case.shape
+    alone = direction is BACKWARD and case.circulate is Circulate.Q
+    inside = others * (1 if alone else nodes) * keys(shape, shape.itemsize)
+    if direction is BACKWARD:
+        inside += others * nodes * keys(shape, share_width(case))
+    for program in case.programs(direction):
+        sent = program.sent_bytes()
+        assert sent == {Link.INTRA: inside, Link.INTER: between_nodes(case, direction)}
+
+
+@given(st.integers(1, 8), st.integers(1, 3))
+def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds):
+    """Rank r sees the chunks before its late one, 2L-1-r; one of them is its own."""
+    case = Case("gather", grid(1, ranks), Layout.ZIGZAG, Mask.CAUSAL, rounds=rounds, tokens=4)
+    for rank, program in enumerate(case.programs(FORWARD)):
+        taken = sum(program.num_bytes(take.rows) for op in transfers(program) for take in op.takes)
+        chunks = 2 * ranks - 2 - rank if ranks > 1 else 0
+        assert taken == chunks * keys(case.shape, case.shape.itemsize) / 2
+
+
+@given(calls("a2a"), st.sampled_from(list(Direction)))
+def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, direction):
+    shape, ranks = case.shape, case.topology.intra_size
+    qkv = queries(shape, shape.itemsize) + keys(shape, shape.itemsize)
+    if direction is FORWARD:
+        everything = qkv + outputs(shape, shape.itemsize) + statistics(shape)
+    else:
+        there = outputs(shape, shape.itemsize) + statistics(shape)
+        there += 0 if case.left else qkv + statistics(shape)
+        back = queries(shape, share_width(case)) + keys(shape, share_width(case))
+        everything = there + back
+    for program in case.programs(direction):
+        sent = program.sent_bytes()
+        assert sent[Link.INTRA] == everything * (ranks - 1) // ranks
+        assert sent[Link.INTER] == between_nodes(case, direction)
+
+
+def test_a_flat_ring_crosses_between_nodes_in_every_step():
+    """Only ranks at a border send between nodes, but they send everything there."""
+    flat = Case("ring", pretend_hosts(8, 2).flat(), Layout.ZIGZAG, Mask.CAUSAL, rounds=1)
+    sent = [program.sent_bytes() for program in flat.programs(FORWARD)]
+    hop = keys(flat.shape, flat.shape.itemsize)
+    assert [of_links[Link.INTER] // hop for of_links in sent] == [0, 0, 0, 7, 0, 0, 0, 7]
+
+
+# --- hops and buffers ---
+
+
+@given(calls("ring"))
+def test_the_way_home_of_a_rings_gradients_takes_p_less_one_hops(case):
+    nodes, ranks = case.topology.inter_size, case.topology.intra_size
+    hops = {Link.INTRA: nodes * (ranks - 1), Link.INTER: nodes - 1}
+    for program in case.programs(BACKWARD):
+        made = Counter(op.link for op in transfers(program, cargo=Cargo.GRAD))
+        assert made == Counter(hops) and made.total() == case.topology.cp_size - 1
+
+
+@given(st.sampled_from(["gather", "a2a"]).flatmap(calls))
+def test_between_nodes_a_piece_and_its_gradient_make_n_less_one_hops_a_round(case):
+    hops = case.rounds * (case.topology.inter_size - 1)
+    for program in case.programs(BACKWARD):
+        assert len(transfers(program, link=Link.INTER, cargo=Cargo.GRAD)) == hops
+        reads = 0 if case.left and case.mode == "gather" else hops
+        assert len(transfers(program, link=Link.INTER, cargo=Cargo.READ)) == reads
+
+
+def most_buffers(case):
+    """Hop buffers that a backward may take, of what is read and of gradients."""
+    nodes, ranks = case.topology.inter_size, case.topology.intra_size
+    if case.mode == "ring":
+        inside = 0 if ranks == 1 else 1 if ranks == 2 else 2
+        if nodes == 1:
+            return (1 + inside, 2) if ranks > 1 else (0, 0)
+        if ranks == 1:
+            return min(nodes, 3), min(nodes, 3)
+        return (2 + inside, 3) if nodes == 2 else (3 + inside, 5)
+    if nodes == 1:
+        return 0, 0
+    if case.rounds == 1:
+        return min(nodes, 3), min(nodes + 1, 4)
+    return 4, 6
+
+
+@given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls))
+def test_hop_buffers_do_not_grow_with_the_group(case):
+    """Sending a shard on takes the memory of a few, however many there are."""
+    read, grad = most_buffers(case)
+    if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask is Mask.CAUSAL:
+        grad += 1  # a step without a tile adds nothing: what it sent stays until what came goes on
+    for direction in Direction:
+        program = case.programs(direction)[0]
+        assert program.count(Home.HOP, Cargo.READ) <= read
+        assert program.count(Home.HOP, Cargo.GRAD) <= (grad if direction is BACKWARD else 0)
+
+
+# --- what is hidden behind what ---
+
+
+def hidden(program, cargo, link=None):
+    """For each transfer, kernels between its issue and the first use of what it brings."""
+    found = []
+    for index, op in enumerate(program.ops):
+        if op not in transfers(program, cargo=cargo, link=link):
+            continue
+        brought = {take.rows.buffer for take in op.takes}
+        later = enumerate(program.ops[index + 1 :], index + 1)
+        uses = [n for n, other in later if brought & {ref.buffer for ref in other.reads}]
+        until = program.ops[index : uses[0] if uses else len(program.ops)]
+        found.append(sum(isinstance(other, Attend | AttendBackward) for other in until))
+    return found
+
+
+@given(calls("ring", Mask.FULL), st.sampled_from(list(Direction)))
+def test_every_hop_of_a_ring_but_the_last_ones_home_is_behind_a_kernel(case, direction):
+    """Home come the total, and where there are several nodes what it is joined from."""
+    last = min(case.topology.inter_size - 1, 1) + (case.topology.intra_size > 1)
+    for program in case.programs(direction):
+        assert all(hidden(program, Cargo.READ))
+        grads = hidden(program, Cargo.GRAD)
+        assert all(grads[: len(grads) - last])
+
+
+ONE_NODE = st.builds(grid, st.just(1), st.integers(2, 5))
+
+
+@pytest.mark.parametrize("mode", ["gather", "a2a"])
+@given(data=st.data())
+def test_on_one_node_every_round_but_the_first_comes_behind_kernels(mode, data):
+    """On several, what waits for another node is issued behind the kernels that hide it."""
+    case = data.draw(calls(mode, Mask.FULL, ONE_NODE))
+    for direction in Direction:
+        for program in case.programs(direction):
+            assert all(hidden(program, Cargo.READ, Link.INTRA)[1:])
+
+
+@given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls), st.sampled_from(list(Direction)))
+def test_all_ranks_issue_their_transfers_in_one_order(case, direction):
+    """The same links and cargoes one after the other, those that are for nobody left out: so none
+    waits in front of what a peer waits for."""
+    longest: list = []
+    for program in case.programs(direction):
+        issued = [(op.link, op.cargo, _number(op)) for op in transfers(program)]
+        longest = issued if len(issued) > len(longest) else longest
+    for program in case.programs(direction):
+        places = [longest.index((op.link, op.cargo, _number(op))) for op in transfers(program)]
+        assert all(one < other for one, other in pairwise(places))
+
+
+def _number(transfer):
+    """What it is about, as buffers are named after steps and rounds."""
+    ref = transfer.slot or transfer.gives[0].rows
+    return ref.buffer
