@@ -244,10 +244,11 @@ def transfer(executor: Executor, op: p.Transfer) -> Bound:
     if op.slot is not None:
         return _exchange(executor, op, [of for _, of in recvs])
     sends = [(give.peer, raw(executor, give.rows)) for give in op.gives]
+    send = executor.carrier.send  # not the executor: it holds what is bound
 
     def bound(run: Run) -> UnderWay:
         given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
-        return executor.carrier.send(op.link, op.cargo, given, taken)
+        return send(op.link, op.cargo, given, taken)
 
     return bound
 

@@ -14,12 +14,14 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time, pass_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes, slot_count
+from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Cargo, Direction
 from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.emitter import Kernel
 
 ROOT = Path(__file__).parents[2]
 H200 = preset("h200")
@@ -176,7 +178,7 @@ def test_a_slow_network_changes_the_choice():
         {"inter": "ring", "intra": "gather", "circulate": "q"},
     ],
 )  # fmt: skip
-def test_schedules_are_the_engines_own(options, hosts):
+def test_programs_are_the_engines_own(options, hosts):
     """What is simulated is what `engine/setup.py` makes for the same options."""
     import torch
 
@@ -196,11 +198,15 @@ def test_schedules_are_the_engines_own(options, hosts):
     assert ("flat" if config.tuning.flat else config.inter) == call.between
     arranged = topology if config.inter == "ring" else topology.flat()
     for rank in range(4):
-        carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer="send")
+        carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer=Choice("pull"))
         made, _ = set_up(q, k, v, carrier, pattern, config)
-        assert made.forward == call.schedule(rank, Direction.FORWARD)
-        followed = made.recalling or made.backward
-        assert followed == call.schedule(rank, Direction.BACKWARD)
+        followed = made.followed.forward_executor, made.followed.backward_executor
+        for executor, direction in zip(followed, Direction, strict=True):
+            spec = call.spec(rank, direction)
+            pulled = spec.pulled and arranged.intra_size > 1
+            kernel = Kernel(True, True, True)  # of the reference
+            mine = call.program_of(replace(spec, pulled=pulled, kernel=kernel))
+            assert executor.program == mine
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():
