@@ -7,7 +7,7 @@ once for each program and kept with it; a run looks up the call's own tensors an
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -228,8 +228,7 @@ class _Queues:
 
     def mark(self, index: int) -> None:
         """An operation was given to the current queue."""
-        mark = self._queues.mark()
-        self._over[index] = lambda: self._queues.wait(mark)
+        self._over[index] = partial(self._queues.wait, self._queues.mark())
 
 
 _HERE = nullcontext()
