@@ -8,7 +8,7 @@ behind it, so a transfer that waits for other ranks is issued behind the kernels
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -107,7 +107,7 @@ class Ref:
 
     def at(self, rows: Span) -> "Ref":
         """These rows of it, counted from its first."""
-        return replace(self, rows=rows.moved(self.rows.start) if self.rows else rows)
+        return Ref(self.buffer, rows.moved(self.rows.start) if self.rows else rows, self.heads)
 
 
 @dataclass(frozen=True, slots=True)
