@@ -8,12 +8,10 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.operations import without_overlap
-from megatron_burst.plan.programme import programme_of
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.simulate import Timeline, Wiring, simulate
+from megatron_burst.plan.timing import Timeline, Wiring, simulate
 
-_MANY_HOSTS = 8, 16  # whose times tell that of more
+_MANY_HOSTS = 4, 8  # whose times tell that of more
 _MOST_RANKS = 8  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
@@ -40,12 +38,10 @@ def attention_time(
         BurstError: if the call cannot run so.
     """
     timer = Timer(hardware, call.backend, pass_tflop)
-    programmes = {}
-    for rank in _simulated(call) if ranks is None else ranks:
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
-        programmes[rank] = ops if call.overlap else without_overlap(ops)
-    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)), with_spans)
+    some = _simulated(call) if ranks is None else ranks
+    programs = {rank: call.program(rank, direction) for rank in some}
+    wiring = Wiring(hardware, _inter_share(call, hardware))
+    return simulate(programs, timer, wiring, call.overlap, with_spans)
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +52,7 @@ def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
     """
     call, hosts = call.settled(direction), call.arranged.inter_size
     few, more = _MANY_HOSTS
-    if call.mode == "ring" or hosts <= more:
+    if call.between != "ring" or hosts <= more:
         return _duration(call, hardware, direction)
     less, base = (_duration(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS)
     steps = (hosts - more) / (more - few)

@@ -172,12 +172,29 @@ class _Builder:
 
 
 def _widest(refs: Iterable[Ref]) -> list[Ref]:
-    """Without parts of a buffer of which all is among them."""
-    every = list(dict.fromkeys(refs))
-    whole = {ref.buffer for ref in every if ref.rows is None and ref.heads is None}
-    if not whole or len(every) == 1:
-        return every
-    return [ref for ref in every if ref.rows is ref.heads is None or ref.buffer not in whole]
+    """The same accesses in fewer parts: neighbouring rows together, and of a buffer of which all is
+    among them nothing else."""
+    found: dict[tuple, list[Ref]] = {}
+    for ref in refs:
+        found.setdefault((ref.buffer, ref.heads), []).append(ref)
+    if len(found) == 1 and len(refs) == 1:
+        return list(refs)
+    return [ref for (_, heads), some in found.items() for ref in _joined(some, heads)]
+
+
+def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
+    """Of one buffer and its heads."""
+    if len(refs) == 1:
+        return refs
+    if any(ref.rows is None for ref in refs):
+        return [Ref(refs[0].buffer, None, heads)]
+    joined: list[list[int]] = []
+    for start, stop in sorted((ref.rows.start, ref.rows.stop) for ref in refs):
+        if joined and start <= joined[-1][1]:
+            joined[-1][1] = max(stop, joined[-1][1])
+        else:
+            joined.append([start, stop])
+    return [Ref(refs[0].buffer, Span(*rows), heads) for rows in joined]
 
 
 def overlap(one: Ref, other: Ref) -> bool:
