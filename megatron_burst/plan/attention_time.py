@@ -1,5 +1,8 @@
 """The time of a pass of an attention call, by simulation of its schedules."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from math import inf
 
@@ -10,9 +13,10 @@ from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.timing import Timeline, Wiring, simulate
+from megatron_burst.plan.topology import Link
 
-_MANY_HOSTS = 4, 8  # whose times tell that of more
-_MOST_RANKS = 8  # that are simulated one by one; in larger zigzag groups two stand for all
+_MANY_HOSTS = 8, 16  # whose times tell that of more
+_MOST_RANKS = 2  # that are simulated one by one; in larger zigzag groups these stand for all
 
 
 @lru_cache(maxsize=64)
@@ -39,28 +43,58 @@ def attention_time(
     """
     timer = Timer(hardware, call.backend, pass_tflop)
     some = _simulated(call) if ranks is None else ranks
-    programs = {rank: call.program(rank, direction) for rank in some}
     wiring = Wiring(hardware, _inter_share(call, hardware))
-    return simulate(programs, timer, wiring, call.overlap, with_spans)
+    with _no_collection():
+        programs = {rank: call.program(rank, direction) for rank in some}
+        return simulate(programs, timer, wiring, call.overlap, with_spans)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for cycles ever again where many objects are made; here it takes half the time,
+    and there are none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=4096)
 def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """`attention_time` in training on any number of hosts, without spans.
+    """`attention_time` in training on any number of hosts, without spans."""
+    (base, times), *more = (
+        (_duration(part, hardware, direction), times) for part, times in _on_few(call, direction)
+    )
+    if not more:
+        return base
+    ((less, _),) = more
+    waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
+             for link, wait in base.waits]  # fmt: skip
+    return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
 
-    Each further host is one more step of each round, like those before it.
-    """
-    call, hosts = call.settled(direction), call.arranged.inter_size
+
+def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
+    """Bytes that the first rank sends in a pass, by the link that they take."""
+    (base, times), *more = (
+        (part.program(0, direction).sent_bytes(), times) for part, times in _on_few(call, direction)
+    )
+    less = more[0][0] if more else base
+    return {link: round(sent + times * (sent - less[link])) for link, sent in base.items()}
+
+
+def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
+    """The call as it is settled, or on fewer hosts and on still fewer, and how many times the
+    difference has to be added: each further host is one more step of each round."""
+    call = call.settled(direction)
     few, more = _MANY_HOSTS
+    hosts = call.arranged.inter_size
     if call.between != "ring" or hosts <= more:
-        return _duration(call, hardware, direction)
-    less, base = (_duration(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS)
-    steps = (hosts - more) / (more - few)
-    seconds = base.seconds + steps * (base.seconds - less.seconds)
-    waits = [
-        (link, max(wait + steps * (wait - less.exposed(link)), 0.0)) for link, wait in base.waits
-    ]
-    return Timeline(seconds, (), tuple(waits))
+        return [(call, 0.0)]
+    times = (hosts - more) / (more - few)
+    return [(call.on_hosts(more), times), (call.on_hosts(few), 0.0)]
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from megatron_burst.schedule.program import (
     Ref,
 )
 
-_MOST_HOSTS = 8  # more of them need no more buffers; a test compares
+_MOST_HOSTS = 4  # more of them need no more buffers; a test compares
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +94,7 @@ def _kernel_bytes(program: Program, op: AttendBackward) -> int:
     side = next(ref for ref in op.sides if _heads(program, ref, "q"))
     shape = {f.name: f for f in program.buffers[op.kv.buffer].fields}
     heads_q, heads_kv = _heads(program, side, "q"), _heads(program, op.kv, "k")
-    rows_q, rows_kv = (len(ref.rows) if ref.rows else program.buffers[ref.buffer].rows
+    rows_q, rows_kv = (program.buffers[ref.buffer].rows if ref.rows is None else len(ref.rows)
                        for ref in (side, op.kv))  # fmt: skip
     sums = rows_q * heads_q * (shape["k"].dim + 2)
     if heads_q != heads_kv:

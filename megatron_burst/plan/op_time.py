@@ -64,7 +64,8 @@ class OpTimer:
         )  # fmt: skip
 
     def _rows(self, ref: Ref) -> int:
-        return len(ref.rows) if ref.rows else self._program.buffers[ref.buffer].rows
+        rows = ref.rows
+        return self._program.buffers[ref.buffer].rows if rows is None else len(rows)
 
     def _heads(self, ref: Ref, name: str) -> int:
         if ref.heads:

@@ -155,7 +155,12 @@ def simulate(
     for link, start, stop in _waits(queues[last]):
         waits[link] += stop - start
     spans = tuple(s for tasks in queues.values() for s in _spans(tasks)) if with_spans else ()
-    return Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
+    found = Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
+    for tasks in queues.values():
+        for task in tasks:  # they name each other, so nothing else would free them soon
+            task.then = task.tells = task.parts = []
+            task.cause = None
+    return found
 
 
 def _queued(rank: int, program: Program, timer: Timer, overlap: bool) -> list[_Task]:
@@ -214,7 +219,7 @@ def _join(
             task.tells, task.absent = together, len(together)
     seconds = cache(wiring.seconds)  # transfers are of few sizes
     for task, keys in taking:
-        sources = [sending[key] for key in keys if key in sending]
+        sources = [sending[key] for key in keys if key[0] in queues]
         _meet(task, sources)
         _take(task, sources, programs[task.rank], seconds)
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.plan.mask import Span
@@ -40,35 +40,39 @@ def placed(program: Program) -> Program:
     count: dict[str, int] = defaultdict(int)
     numbered: dict[str, Buffer] = {}
     due: dict[int, list[Buffer]] = defaultdict(list)
-    for index, op in enumerate(program.ops):
-        for name in dict.fromkeys(ref.buffer for ref in (*op.reads, *op.writes)):
-            buffer = program.buffers[name]
-            if buffer.home is Home.HOP and name not in numbered:
+    for index, (reads, writes) in enumerate(program.accesses):
+        for ref in (*reads, *writes):
+            if ref.buffer in ends and ref.buffer not in numbered:
+                buffer = program.buffers[ref.buffer]
                 if not free[buffer.use]:
                     free[buffer.use].append(count[buffer.use])
                     count[buffer.use] += 1
                 number = min(free[buffer.use])
                 free[buffer.use].remove(number)
-                numbered[name] = replace(buffer, number=number)
-                due[ends[name]].append(numbered[name])
+                numbered[ref.buffer] = replace(buffer, number=number)
+                due[ends[ref.buffer]].append(numbered[ref.buffer])
         for buffer in due.pop(index, ()):
             free[buffer.use].append(buffer.number)
     return replace(program, buffers={**program.buffers, **numbered})
 
 
 def _ends(program: Program) -> dict[str, int]:
-    """The operation after which a buffer's memory may be used for another."""
+    """The operation after which the memory of a hop buffer may be used for another."""
+    hops = {name for name, buffer in program.buffers.items() if buffer.home is Home.HOP}
     accesses: dict[str, list[int]] = defaultdict(list)
-    for index, op in enumerate(program.ops):
-        for ref in (*op.reads, *op.writes):
-            accesses[ref.buffer].append(index)
+    for index, refs in enumerate(program.accesses):
+        for some in refs:
+            for ref in some:
+                if ref.buffer in hops:
+                    accesses[ref.buffer].append(index)
     ends = {name: found[-1] for name, found in accesses.items()}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Transfer):
+        if isinstance(op, Transfer) and op.slot is None:
             landed = max((_first_behind(index, accesses[ref.buffer]) for ref in op.writes),
                          default=index)  # fmt: skip
             for ref in op.reads:
-                ends[ref.buffer] = max(ends[ref.buffer], landed)
+                if ref.buffer in hops:
+                    ends[ref.buffer] = max(ends[ref.buffer], landed)
     return ends
 
 
@@ -95,21 +99,22 @@ class _Builder:
 
     def __init__(self, program: Program) -> None:
         self.program, self.waits, self.frees = program, [], [[] for _ in program.ops]
-        self.written = {ref.buffer for op in program.ops for ref in op.writes}
+        self.written = {ref.buffer for _, writes in program.accesses for ref in writes}
         self.history: dict[tuple, list[tuple[int, Ref, bool]]] = defaultdict(list)
         self.known: dict[Hashable, int] = dict.fromkeys(Stream, 0)
         self.after: list[int] = []  # what is known once an operation is over
         self.uses: dict[str, int] = defaultdict(int)  # of parts that are alive
         self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
         # a part that is never read is a result
-        last = {ref.buffer: i for i, op in enumerate(program.ops) for ref in op.reads}
+        every = enumerate(program.accesses)
+        last = {ref.buffer: index for index, (reads, _) in every for ref in reads}
         self.last = {n: i for n, i in last.items() if program.buffers[n].home is Home.PART}
 
     def add(self, index: int, op: Op) -> None:
         stream = stream_of(index, op)
         known, waits = self.known.get(stream, 0), []
         reads, writes = ([ref for ref in _widest(refs) if ref.buffer in self.written]
-                         for refs in (op.reads, op.writes))  # fmt: skip
+                         for refs in self.program.accesses[index])  # fmt: skip
         for earlier in sorted(self._conflicts(reads, writes), reverse=True):
             if not known >> earlier & 1:
                 waits.append(earlier)
@@ -149,7 +154,9 @@ class _Builder:
         entries = self.history[self.storage[name]]
         if entries and entries[-1][1].buffer != name:
             before = entries[-1][1].buffer
-            if any(wrote for _, ref, wrote in entries if ref.buffer == before):
+            if entries[0][1].buffer != before and any(
+                wrote for _, ref, wrote in entries if ref.buffer == before
+            ):
                 entries[:] = [entry for entry in entries if entry[1].buffer == before]
         return entries
 
@@ -171,14 +178,14 @@ class _Builder:
         return tuple(sorted(found))
 
 
-def _widest(refs: Iterable[Ref]) -> list[Ref]:
+def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
     """The same accesses in fewer parts: neighbouring rows together, and of a buffer of which all is
     among them nothing else."""
+    if len(refs) < 2:
+        return refs
     found: dict[tuple, list[Ref]] = {}
     for ref in refs:
         found.setdefault((ref.buffer, ref.heads), []).append(ref)
-    if len(found) == 1 and len(refs) == 1:
-        return list(refs)
     return [ref for (_, heads), some in found.items() for ref in _joined(some, heads)]
 
 

@@ -107,7 +107,7 @@ class Ref:
 
     def at(self, rows: Span) -> "Ref":
         """These rows of it, counted from its first."""
-        return Ref(self.buffer, rows.moved(self.rows.start) if self.rows else rows, self.heads)
+        return Ref(self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +319,15 @@ class Program:
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
 
+    @cached_property
+    def accesses(self) -> tuple[tuple[tuple[Ref, ...], tuple[Ref, ...]], ...]:
+        """What each operation reads and writes."""
+        return tuple((op.reads, op.writes) for op in self.ops)
+
     def num_bytes(self, ref: Ref) -> int:
         """Of rows and heads of a buffer, without padding."""
         buffer = self.buffers[ref.buffer]
-        rows = len(ref.rows) if ref.rows else buffer.rows
+        rows = buffer.rows if ref.rows is None else len(ref.rows)
         share = 1.0 if ref.heads is None else len(ref.heads) / buffer.fields[0].heads
         width = sum(field.elements * self.widths[field.dtype] for field in buffer.fields)
         return round(prod((rows, self.batch, width)) * share)
