@@ -16,7 +16,6 @@ from megatron_burst.plan.timing import Timeline, Wiring, simulate
 from megatron_burst.plan.topology import Link
 
 _MANY_HOSTS = 8, 16  # whose times tell that of more
-_MOST_RANKS = 2  # that are simulated one by one; in larger zigzag groups these stand for all
 
 
 @lru_cache(maxsize=64)
@@ -104,7 +103,8 @@ def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
 
 
 def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: the first and the last of a large group in which all do alike.
+    """Ranks to simulate: the first and the last of a group in which all do alike; on many hosts the
+    last one, for which they wait.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
     queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
@@ -113,9 +113,12 @@ def _simulated(call: AttentionCall) -> range:
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
     even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
-    if topology.cp_size > _MOST_RANKS and nested and even:
-        return range(0, topology.cp_size, topology.cp_size - 1)
-    return range(topology.cp_size)
+    if topology.cp_size <= 2 or not (nested and even):
+        return range(topology.cp_size)
+    last = topology.cp_size - 1
+    return (
+        range(0, last + 1, last) if topology.inter_size < _MANY_HOSTS[0] else range(last, last + 1)
+    )
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:

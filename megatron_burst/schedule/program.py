@@ -107,7 +107,9 @@ class Ref:
 
     def at(self, rows: Span) -> "Ref":
         """These rows of it, counted from its first."""
-        return Ref(self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads)
+        return Ref(
+            self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads
+        )
 
 
 @dataclass(frozen=True, slots=True)

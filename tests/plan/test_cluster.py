@@ -73,9 +73,7 @@ def test_any_placement_makes_rings_that_cross_hosts_as_seldom_as_can_be(hosts):
     assert topology.inter_size == (len(counts) if even else 1)
     if not even:
         row = topology.grid[0]
-        crossings = sum(
-            hosts[a] != hosts[b] for a, b in zip(row, (*row[1:], row[0]), strict=True)
-        )
+        crossings = sum(hosts[a] != hosts[b] for a, b in zip(row, (*row[1:], row[0]), strict=True))
         assert crossings == len(counts)
 
 
