@@ -12,7 +12,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors", "say"},
     {"installed"},
     {"patching"},
-    {"plan"},
+    {"plan", "schedule"},
     {"config", "environment", "transforms"},
     {"kernels"},
     {"comm"},

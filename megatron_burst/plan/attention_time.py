@@ -50,8 +50,8 @@ def attention_time(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python looks for cycles ever again where many objects are made; here it takes half the time,
-    and there are none."""
+    """Without Python's search for cycles, which many new objects set off again and again; those
+    that a simulation makes it takes apart itself."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -55,8 +55,8 @@ def passing_bytes(program: Program) -> int:
     are returned are wider than those that are, parts that nobody has added up yet, and what a
     kernel needs for its own.
 
-    The most parts and the largest kernel count together: where one follows the other, measured
-    peaks are still as high.
+    The most parts and the largest kernel count together, though one may follow the other: the
+    peaks that were measured are as high, for a reason that is not known.
     """
     frees, parts, kernel = order(program).frees, 0, 0
     read = {ref.buffer for op in program.ops for ref in op.reads}

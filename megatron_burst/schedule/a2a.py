@@ -233,8 +233,12 @@ class Wholes:
         slot = emitter.buffer(
             f"heads {round_}", Home.SLOT, emitter.rows, fields, Cargo.READ, round_, self._slots
         )
-        heads = {name: emitter.rounds[round_] if name == "kv"
-                 else emitter.queries(emitter.rounds[round_]) for name in self._sources}  # fmt: skip
+        heads = {
+            name: emitter.rounds[round_]
+            if name == "kv"
+            else emitter.queries(emitter.rounds[round_])
+            for name in self._sources
+        }
         sources = tuple(Ref(name, heads=heads[name]) for name in self._sources)
         emitter.emit(ToRanks(sources, slot, len(ranks)))
         whole = self._declare(round_, fields)
