@@ -99,7 +99,8 @@ def _is_outdated(row: Row, call: AttentionCall) -> bool:
         return False
     if call.mode == "gather" and not call.heads_per_round and row.date < _HEADS_BEFORE:
         return True
-    few = len(call.schedule(0, Direction.BACKWARD).rounds) <= 2
+    ranks = call.arranged.intra_size if call.mode == "a2a" else 1
+    few = -(-call.shape.heads_kv // (call.heads * ranks)) <= 2
     return few and call.by_copy_engine and row.date < _SLOTS_BEFORE
 
 

@@ -28,6 +28,7 @@ from megatron_burst.plan.units import in_units
 
 ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)
+ALIKE = 1.002  # by what predictions differ that say the same
 SHAPE = (
     "hosts", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
     "dtype", "impl", "mode", "pass_",
@@ -142,12 +143,14 @@ def choices(compared: Sequence[Compared]) -> list[float]:
             problems.setdefault(key, []).append(one)
     losses = []
     for some in problems.values():
-        # modes that come to one schedule are predicted alike: repetitions of it
+        # what is predicted alike counts as repetitions of one schedule
+        least = min(one.predicted.ms for one in some)
+        near = [one.row.ms for one in some if one.predicted.ms <= ALIKE * least]
         times: dict[float, list[float]] = {}
         for one in some:
             times.setdefault(one.predicted.ms, []).append(one.row.ms)
-        if len(times) > 1:
-            losses.append(median(times[min(times)]) / min(map(median, times.values())) - 1)
+        if len(near) < len(some):
+            losses.append(median(near) / min(map(median, times.values())) - 1)
     return losses
 
 

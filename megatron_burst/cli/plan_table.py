@@ -10,15 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_time import pass_time, sent_bytes
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.choose_half import Rates, choose_half
-from megatron_burst.plan.cost import a2a_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
-from megatron_burst.plan.gather import GatherSchedule
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
-from megatron_burst.plan.schedule import Direction, Schedule
+from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.step import StepTime, half_call
 from megatron_burst.plan.strategy import Job, attention_call
@@ -205,13 +203,13 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
     if call.mode == "ring" or call.arranged.inter_size > 1:
         lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
     for direction in Direction:
-        timeline = attention_time(call, job.hardware, direction)
-        sent = _sent(call, direction)
+        timeline = pass_time(call, job.hardware, direction)
+        sent = sent_bytes(call, direction)
         links = ", ".join(
             f"{name} {num_bytes / GIB:.3g} GiB sent, "
             f"{_digits(1e3 * timeline.exposed(link), 3)} ms waited"
             for link, name in ((Link.INTRA, "NVLink"), (Link.INTER, "network"))
-            if (num_bytes := sent.get(link, 0))
+            if (num_bytes := sent[link])
         )
         lines.append(f"  {direction}: {_digits(1e3 * timeline.seconds, 4)} ms; {links}")
     return lines
@@ -220,13 +218,3 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
 def _digits(number: float, count: int) -> str:
     """So many digits, never as a power of ten."""
     return f"{number:.{count}g}" if number < 10**count else f"{number:.0f}"
-
-
-def _sent(call: AttentionCall, direction: Direction) -> dict[Link, float]:
-    schedule = call.schedule(0, direction)
-    if isinstance(schedule, Schedule):
-        return link_bytes(schedule, call.priced)
-    if isinstance(schedule, GatherSchedule):
-        share = call.shape.itemsize if direction is Direction.BACKWARD else 0
-        return gather_bytes(schedule, call.priced, share)
-    return a2a_bytes(schedule, call.priced, call.again)

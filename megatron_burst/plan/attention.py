@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.plan.a2a import A2ASchedule, a2a_schedule
 from megatron_burst.plan.choose import (
     Choice,
     Exchange,
@@ -17,18 +17,18 @@ from megatron_burst.plan.choose_heads import (
     most_heads,
 )
 from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
-from megatron_burst.plan.gather import gather_schedule
+from megatron_burst.plan.gather import GatherSchedule, gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.programme import AnySchedule
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.schedule import Circulate, Direction, Schedule
 from megatron_burst.plan.topology import Topology, pretend_hosts
 from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
 
+AnySchedule = Schedule | GatherSchedule | A2ASchedule
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
 
@@ -191,15 +191,15 @@ class AttentionCall:
     def settled(self, direction: Direction) -> "AttentionCall":
         """The same call as far as a pass depends on it: calls whose pass is alike become equal.
 
-        Exchanged heads may come again in backward; keys stay, and a choice circulates, until then.
+        A choice circulates in backward only; all that is exchanged may come again, not keys.
         """
         backward = direction is Direction.BACKWARD
         return replace(
             self, inter=self.between, intra=self.mode,
             heads_per_round=None if self.mode == "ring" else self.heads,
             circulate=Circulate(self.circulate_why.value if backward else Circulate.KV).value,
-            resend="never" if backward and self.recalls else "always",
-            again=backward and self.again and self.mode == "a2a",
+            resend="never" if self.recalls else "always",
+            again=self.again and self.mode == "a2a",
         )  # fmt: skip
 
     def on_hosts(self, count: int) -> "AttentionCall":

@@ -1,5 +1,8 @@
 """The time of a pass of an attention call, by simulation of its schedules."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from math import inf
 
@@ -8,13 +11,11 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.operations import without_overlap
-from megatron_burst.plan.programme import programme_of
 from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.simulate import Timeline, Wiring, simulate
+from megatron_burst.plan.timing import Timeline, Wiring, simulate
+from megatron_burst.plan.topology import Link
 
 _MANY_HOSTS = 8, 16  # whose times tell that of more
-_MOST_RANKS = 8  # that are simulated one by one; in larger zigzag groups two stand for all
 
 
 @lru_cache(maxsize=64)
@@ -40,31 +41,59 @@ def attention_time(
         BurstError: if the call cannot run so.
     """
     timer = Timer(hardware, call.backend, pass_tflop)
-    programmes = {}
-    for rank in _simulated(call) if ranks is None else ranks:
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, call.by_copy_engine, call.again)
-        programmes[rank] = ops if call.overlap else without_overlap(ops)
-    return simulate(programmes, Wiring(hardware, _inter_share(call, hardware)), with_spans)
+    some = _simulated(call) if ranks is None else ranks
+    wiring = Wiring(hardware, _inter_share(call, hardware))
+    with _no_collection():
+        programs = {rank: call.program(rank, direction) for rank in some}
+        return simulate(programs, timer, wiring, call.overlap, with_spans)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's search for cycles, which many new objects set off again and again; those
+    that a simulation makes it takes apart itself."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=4096)
 def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """`attention_time` in training on any number of hosts, without spans.
+    """`attention_time` in training on any number of hosts, without spans."""
+    (base, times), *more = (
+        (_duration(part, hardware, direction), times) for part, times in _on_few(call, direction)
+    )
+    if not more:
+        return base
+    ((less, _),) = more
+    waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
+             for link, wait in base.waits]  # fmt: skip
+    return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
 
-    Each further host is one more step of each round, like those before it.
-    """
-    call, hosts = call.settled(direction), call.arranged.inter_size
+
+def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
+    """Bytes that the first rank sends in a pass, by the link that they take."""
+    (base, times), *more = (
+        (part.program(0, direction).sent_bytes(), times) for part, times in _on_few(call, direction)
+    )
+    less = more[0][0] if more else base
+    return {link: round(sent + times * (sent - less[link])) for link, sent in base.items()}
+
+
+def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
+    """The call as it is settled, or on fewer hosts and on still fewer, and how many times the
+    difference has to be added: each further host is one more step of each round."""
+    call = call.settled(direction)
     few, more = _MANY_HOSTS
-    if call.mode == "ring" or hosts <= more:
-        return _duration(call, hardware, direction)
-    less, base = (_duration(call.on_hosts(count), hardware, direction) for count in _MANY_HOSTS)
-    steps = (hosts - more) / (more - few)
-    seconds = base.seconds + steps * (base.seconds - less.seconds)
-    waits = [
-        (link, max(wait + steps * (wait - less.exposed(link)), 0.0)) for link, wait in base.waits
-    ]
-    return Timeline(seconds, (), tuple(waits))
+    hosts = call.arranged.inter_size
+    if call.between != "ring" or hosts <= more:
+        return [(call, 0.0)]
+    times = (hosts - more) / (more - few)
+    return [(call.on_hosts(more), times), (call.on_hosts(few), 0.0)]
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +103,8 @@ def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
 
 
 def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: the first and the last of a large group in which all do alike.
+    """Ranks to simulate: the first and the last of a group in which all do alike; on many hosts the
+    last one, for which they wait.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
     queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
@@ -83,9 +113,12 @@ def _simulated(call: AttentionCall) -> range:
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
     even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
-    if topology.cp_size > _MOST_RANKS and nested and even:
-        return range(0, topology.cp_size, topology.cp_size - 1)
-    return range(topology.cp_size)
+    if topology.cp_size <= 2 or not (nested and even):
+        return range(topology.cp_size)
+    last = topology.cp_size - 1
+    return (
+        range(0, last + 1, last) if topology.inter_size < _MANY_HOSTS[0] else range(last, last + 1)
+    )
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:

@@ -1,136 +1,110 @@
 """What an attention call needs in memory beside its inputs and outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
-from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.cost import AttentionShape, exchange_widths, hop_bytes
-from megatron_burst.plan.gather import GatherSchedule, GatherStep
-from megatron_burst.plan.mask import Tile, is_alone
-from megatron_burst.plan.operations import part_of_heads
-from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
-from megatron_burst.plan.slots import pulled_count, sent_count
+from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.order import order
+from megatron_burst.schedule.program import (
+    NUMBERED,
+    AttendBackward,
+    Buffer,
+    Dtype,
+    Home,
+    Program,
+    Ref,
+)
 
-_MOST_HOSTS = 8  # more of them need no more buffers; a test compares
+_MOST_HOSTS = 4  # more of them need no more buffers; a test compares
 
 
 @lru_cache(maxsize=4096)
-def buffer_bytes(call: AttentionCall) -> float:
+def buffer_bytes(call: AttentionCall) -> int:
     """Memory that a rank needs beside q, k, v, out and their gradients, in the backward pass.
 
-    Hop buffers, slots, sums in float32 and what the kernel needs for its own; the forward pass
-    needs less, except for its output in float32 where results are merged.
+    What its group keeps from call to call, and what there is at the fullest moment of backward.
+    The forward pass needs less, except for its output in float32 where results are merged.
     """
-    if call.mode != "ring" and call.arranged.inter_size > _MOST_HOSTS:
+    if call.arranged.inter_size > _MOST_HOSTS:
         return buffer_bytes(call.settled(Direction.BACKWARD).on_hosts(_MOST_HOSTS))
-    schedule = call.schedule(0, Direction.BACKWARD)
-    if isinstance(schedule, Schedule):
-        return _ring_bytes(call, schedule)
-    if isinstance(schedule, GatherSchedule):
-        return _gather_bytes(call, schedule)
-    return _a2a_bytes(call, schedule)
+    programs = [call.program(0, direction) for direction in Direction]
+    return kept_bytes(programs) + passing_bytes(programs[-1])
 
 
-def _ring_bytes(call: AttentionCall, schedule: Schedule) -> float:
-    shape = call.priced
-    sizes = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
-    slots = (schedule.read_slots + 1) * sizes[Cargo.READ] + schedule.grad_slots * sizes[Cargo.GRAD]
-    dims = shape.dim_qk + shape.dim_v
-    sums = 4 * (shape.rows_q * shape.dim_qk + shape.rows_kv * dims)
-    shares = 0
-    if schedule.circulate is Circulate.Q:  # a tile's dq, until it is added to what came
-        shares = shape.rows_q * shape.dim_qk * shape.itemsize
-    return slots + sums + shares + _kernel_bytes(shape, shape.tokens, shape.tokens)
+def kept_bytes(programs: Iterable[Program]) -> int:
+    """Of buffers of the group, which serve all of these programs: as many, and as large, as the
+    one wants that wants most."""
+    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    for program in programs:
+        for buffer in program.buffers.values():
+            if buffer.home is Home.HOP or buffer.home in NUMBERED:
+                count = buffer.number + 1 if buffer.home is Home.HOP else buffer.count
+                most, size = uses.get((buffer.home, buffer.use), (0, 0))
+                uses[buffer.home, buffer.use] = max(most, count), max(size, _size(program, buffer))
+    return sum(count * size for count, size in uses.values())
 
 
-def _gather_bytes(call: AttentionCall, schedule: GatherSchedule) -> float:
-    shape = call.priced
-    heads, steps = len(schedule.rounds[0]), schedule.steps
-    row = shape.batch * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    pulled, share = call.by_copy_engine, row * schedule.share_rows
-    reads = slot_count(Cargo.READ, len(schedule.reads), row * schedule.num_rows, pulled)
-    grads = slot_count(Cargo.GRAD, len(steps), share, pulled)
-    come = max(step.arriving_rows for step in steps)
-    slots = row * (reads * schedule.num_rows + grads * schedule.share_rows + come)
-    one, in_place = part_of_heads(shape, heads), schedule.topology.inter_size == 1
-    tiles = max(_step_bytes(one, step, in_place) for step in steps)
-    came = 0
-    if schedule.recalls:  # what they came through in forward stays for the next call
-        forward = call.schedule(0, Direction.FORWARD)
-        assert isinstance(forward, GatherSchedule)
-        came = forward.relay.read_slots
-    return slots + _relay_bytes(shape, schedule, came) + tiles
+def left_bytes(program: Program) -> int:
+    """Of what forward leaves for backward."""
+    return sum(_size(program, program.buffers[name]) for name in program.left)
 
 
-def _relay_bytes(
-    shape: AttentionShape, schedule: GatherSchedule | A2ASchedule, came: int = 0
-) -> float:
-    """Pieces on their way between hosts, their gradients, and the sums of those that stay.
+def passing_bytes(program: Program) -> int:
+    """Of what a backward pass itself has at its fullest: what gradients that are summed where they
+    are returned are wider than those that are, parts that nobody has added up yet, and what a
+    kernel needs for its own.
 
-    `came`: buffers of pieces that only forward uses.
+    The most parts and the largest kernel count together, though one may follow the other: the
+    peaks that were measured are as high, for a reason that is not known.
     """
-    relay = schedule.relay
-    sizes = hop_bytes(shape, Direction.BACKWARD, schedule.circulate)
-    buffers = (came + relay.read_slots) * sizes[Cargo.READ] + relay.grad_slots * sizes[Cargo.GRAD]
-    if len(relay.legs) > len(schedule.rounds):
-        if schedule.circulate is Circulate.KV:
-            buffers += 4 * shape.rows_q * shape.dim_qk
-        else:
-            buffers += 4 * shape.rows_kv * (shape.dim_qk + shape.dim_v)
-    return buffers * len(schedule.rounds[0]) / shape.heads_kv
+    frees, parts, kernel = order(program).frees, 0, 0
+    read = {ref.buffer for op in program.ops for ref in op.reads}
+    alive: dict[str, int] = {}
+    for op, freed in zip(program.ops, frees, strict=True):
+        for ref in op.writes:
+            buffer = program.buffers[ref.buffer]
+            if buffer.home is Home.PART and ref.buffer in read:  # else it is a result
+                alive[ref.buffer] = _size(program, buffer)
+        parts = max(parts, sum(alive.values()))
+        if isinstance(op, AttendBackward):
+            kernel = max(kernel, _kernel_bytes(program, op))
+        for name in freed:
+            alive.pop(name, None)
+    return _wider_bytes(program) + parts + kernel
 
 
-def slot_count(cargo: Cargo, rounds: int, num_bytes: float, pulled: bool) -> int:
-    """Slots of a call, as the engine makes them."""
-    return pulled_count(cargo, rounds, num_bytes) if pulled else sent_count(rounds)
+def _wider_bytes(program: Program) -> int:
+    """Of sums that are returned in the inputs' dtype, beside what is returned."""
+    wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
+    sums = [
+        buffer
+        for buffer in program.buffers.values()
+        if buffer.home is Home.CALL and all(f.dtype is Dtype.SUM for f in buffer.fields)
+    ]
+    return sum(_size(program, buffer) * (wide - narrow) // wide for buffer in sums)
 
 
-def _step_bytes(shape: AttentionShape, step: GatherStep, in_place: bool) -> float:
-    """Parts of dq that are not summed yet, gradients of the rank's own keys, the kernel's own."""
-    every = step.every_tile
-    if not every:
-        return 0.0
-    apart = [tile for tile in every if not in_place or not is_alone(tile, every)]
-    queries = sum(len(tile.q) for tile in apart)
-    keys = sum(len(tile.kv) for tile in (*step.before, *step.after))
-    parts = queries * shape.heads_q * shape.dim_qk
-    parts += keys * shape.heads_kv * (shape.dim_qk + shape.dim_v)
-    kernel = max(_kernel_bytes(shape, len(tile.q), len(tile.kv)) for tile in every)
-    return shape.batch * parts * shape.itemsize + kernel
+def _size(program: Program, buffer: Buffer) -> int:
+    return program.num_bytes(Ref(buffer.name))
 
 
-def _a2a_bytes(call: AttentionCall, schedule: A2ASchedule) -> float:
-    """Slots serve both passes, so they are as large as either wants them; what has come in forward
-    either stays, in place of q, k and v, or comes again in backward."""
-    shape, rounds = call.priced, len(schedule.rounds)
-    widths = exchange_widths(shape, call.again)
-    came = widths[Direction.BACKWARD][0]
-    there, back = map(max, zip(*widths.values(), strict=True))
-    part = shape.batch * shape.tokens * len(schedule.rounds[0]) / shape.heads_kv
-    reads = slot_count(Cargo.READ, rounds, part * there, call.by_copy_engine)
-    grads = slot_count(Cargo.GRAD, rounds, part * back, call.by_copy_engine)
-    wholes = min(2, rounds)
-    slots = part * (reads * there + wholes * came + (grads + 1) * back)
-    one = part_of_heads(shape, len(schedule.rounds[0]) // len(schedule.ranks))
-    alone = schedule.topology.inter_size == 1
-    tiles = max(_tiles_bytes(one, some, alone) for some in schedule.tiles)
-    return slots + _relay_bytes(shape, schedule) + tiles
+def _kernel_bytes(program: Program, op: AttendBackward) -> int:
+    """What a backward kernel needs: lse, delta and dq in float32; with grouped heads dk and dv."""
+    side = next(ref for ref in op.sides if _heads(program, ref, "q"))
+    shape = {f.name: f for f in program.buffers[op.kv.buffer].fields}
+    heads_q, heads_kv = _heads(program, side, "q"), _heads(program, op.kv, "k")
+    rows_q, rows_kv = (program.buffers[ref.buffer].rows if ref.rows is None else len(ref.rows)
+                       for ref in (side, op.kv))  # fmt: skip
+    sums = rows_q * heads_q * (shape["k"].dim + 2)
+    if heads_q != heads_kv:
+        sums += rows_kv * heads_kv * (shape["k"].dim + shape["v"].dim)
+    return program.batch * sums * 4
 
 
-def _tiles_bytes(shape: AttentionShape, tiles: Sequence[Tile], in_place: bool) -> float:
-    """Gradients of tiles until they are summed, and the kernel's own."""
-    kernel = max((_kernel_bytes(shape, len(tile.q), len(tile.kv)) for tile in tiles), default=0)
-    if in_place:
-        return kernel
-    queries = sum(len(tile.q) for tile in tiles) * shape.heads_q * shape.dim_qk
-    keys = sum(len(tile.kv) for tile in tiles) * shape.heads_kv * (shape.dim_qk + shape.dim_v)
-    return kernel + shape.batch * (queries + keys) * shape.itemsize
-
-
-def _kernel_bytes(shape: AttentionShape, rows_q: int, rows_kv: int) -> float:
-    """What a backward kernel needs: dq in float32; with grouped heads dk and dv too."""
-    sums = rows_q * shape.heads_q * shape.dim_qk * 4
-    if shape.heads_q != shape.heads_kv:
-        sums += rows_kv * shape.heads_kv * (shape.dim_qk + shape.dim_v) * 4
-    return shape.batch * (sums + rows_q * shape.heads_q * 2 * 4)
+def _heads(program: Program, ref: Ref, name: str) -> int:
+    """Heads of a field of a part of a buffer; 0 if it has no such field."""
+    for field in program.buffers[ref.buffer].fields:
+        if field.name == name:
+            return len(ref.heads) if ref.heads else field.heads
+    return 0

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.plan.simulate import Span, Timeline
+from megatron_burst.plan.timing import Span, Timeline
 from megatron_burst.plan.topology import Topology
 
 MOST_RANKS = 64  # that a picture shows

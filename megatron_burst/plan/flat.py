@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from megatron_burst.plan.cost import AttentionShape, link_bytes
+from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Link, Topology, topology_of
+from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.ring import ring
 
 # Bytes are in proportion to tokens and key heads; these stand for any.
 _SHAPE = AttentionShape(
@@ -38,7 +39,7 @@ class FlatCost:
 
 
 def flat_cost(topology: Topology) -> FlatCost:
-    """The cost of a flat ring over several hosts, from its schedules.
+    """The cost of a flat ring over several hosts, from its programs.
 
     Args:
         topology: one row of ranks, host by host.
@@ -55,16 +56,8 @@ def flat_cost(topology: Topology) -> FlatCost:
 
 
 def _inter_bytes(topology: Topology, cp_rank: int) -> int:
-    schedules = (
-        ring_schedule(
-            topology,
-            cp_rank,
-            layout=Layout.ZIGZAG,
-            mask=Mask.CAUSAL,
-            tokens=_SHAPE.tokens,
-            direction=direction,
-            circulate=Circulate.KV,
-        )
+    specs = (
+        Spec(topology, cp_rank, direction, _SHAPE, Layout.ZIGZAG, Mask.CAUSAL)
         for direction in Direction
     )
-    return sum(link_bytes(schedule, _SHAPE)[Link.INTER] for schedule in schedules)
+    return sum(ring(spec).sent_bytes()[Link.INTER] for spec in specs)

@@ -11,7 +11,7 @@ from megatron_burst.schedule.ring import ring
 MODES = {"ring": ring, "gather": gather, "a2a": a2a}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def program_of(mode: str, spec: Spec) -> Program:
     """The program of a rank; the same one for equal specs.
 

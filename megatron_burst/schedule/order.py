@@ -1,13 +1,12 @@
 """What follows from the order of a program: memory that buffers share, waits, lifetimes."""
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.plan.mask import Span
 from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
-
-Clock = dict[Hashable, int]  # by stream, the last of its operations that is known to be over
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,15 @@ def placed(program: Program) -> Program:
     count: dict[str, int] = defaultdict(int)
     numbered: dict[str, Buffer] = {}
     due: dict[int, list[Buffer]] = defaultdict(list)
-    for index, op in enumerate(program.ops):
-        names = dict.fromkeys(ref.buffer for ref in _refs(op))
+    for index, accesses in enumerate(program.accesses):
+        names = dict.fromkeys(ref.buffer for refs in accesses for ref in refs)
         for buffer in due.get(index, ()):
             if buffer.name not in names:
                 free[buffer.use].append(buffer.number)
         due[index] = [buffer for buffer in due.pop(index, ()) if buffer.name in names]
         for name in names:
-            buffer = program.buffers[name]
-            if buffer.home is Home.HOP and name not in numbered:
+            if name in ends and name not in numbered:
+                buffer = program.buffers[name]
                 if not free[buffer.use]:
                     free[buffer.use].append(count[buffer.use])
                     count[buffer.use] += 1
@@ -63,20 +62,29 @@ def placed(program: Program) -> Program:
 
 
 def _ends(program: Program) -> dict[str, int]:
-    """The operation after which a buffer's memory may be used for another."""
+    """The operation after which the memory of a hop buffer may be used for another."""
+    hops = {name for name, buffer in program.buffers.items() if buffer.home is Home.HOP}
     accesses: dict[str, list[int]] = defaultdict(list)
-    for index, op in enumerate(program.ops):
-        for ref in (*op.reads, *op.writes):
-            accesses[ref.buffer].append(index)
+    for index, refs in enumerate(program.accesses):
+        for some in refs:
+            for ref in some:
+                if ref.buffer in hops:
+                    accesses[ref.buffer].append(index)
     ends = {name: found[-1] for name, found in accesses.items()}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Transfer):
-            needed = (min((i for i in accesses[ref.buffer] if i > index), default=index)
-                      for ref in op.writes)  # fmt: skip
-            landed = max(needed, default=index)
+        if isinstance(op, Transfer) and op.slot is None:
+            landed = max((_first_behind(index, accesses[ref.buffer]) for ref in op.writes),
+                         default=index)  # fmt: skip
             for ref in op.reads:
-                ends[ref.buffer] = max(ends[ref.buffer], landed)
+                if ref.buffer in hops:
+                    ends[ref.buffer] = max(ends[ref.buffer], landed)
     return ends
+
+
+def _first_behind(index: int, accesses: Sequence[int]) -> int:
+    """The first access behind an operation, or that operation."""
+    place = bisect_right(accesses, index)
+    return accesses[place] if place < len(accesses) else index
 
 
 def order(program: Program) -> Order:
@@ -88,83 +96,120 @@ def order(program: Program) -> Order:
 
 
 class _Builder:
-    """Goes through a program once; thrown away then."""
+    """Goes through a program once; thrown away then.
+
+    What is known to be over is a set of operations, the bits of a number: who waits for one learns
+    all that was known when it was over.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program, self.waits, self.frees = program, [], [[] for _ in program.ops]
-        self.written = {ref.buffer for op in program.ops for ref in op.writes}
+        self.written = {ref.buffer for _, writes in program.accesses for ref in writes}
         self.history: dict[tuple, list[tuple[int, Ref, bool]]] = defaultdict(list)
-        self.known: dict[Hashable, Clock] = {stream: {} for stream in Stream}
-        self.after: list[Clock] = []  # what is known once an operation is over
-        self.uses: dict[str, list[int]] = defaultdict(list)  # of parts that are alive
+        self.known: dict[Hashable, int] = dict.fromkeys(Stream, 0)
+        self.after: list[int] = []  # what is known once an operation is over
+        self.uses: dict[str, int] = defaultdict(int)  # of parts that are alive
+        self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
         # a part that is never read is a result
-        last = {ref.buffer: i for i, op in enumerate(program.ops) for ref in op.reads}
+        every = enumerate(program.accesses)
+        last = {ref.buffer: index for index, (reads, _) in every for ref in reads}
         self.last = {n: i for n, i in last.items() if program.buffers[n].home is Home.PART}
 
     def add(self, index: int, op: Op) -> None:
         stream = stream_of(index, op)
-        clock = self.known[stream] if stream in Stream else {}
-        waits = []
-        for earlier in sorted(self._conflicts(op), reverse=True):
-            other = stream_of(earlier, self.program.ops[earlier])
-            if other != stream and clock.get(other, -1) < earlier:
+        known, waits = self.known.get(stream, 0), []
+        reads, writes = ([ref for ref in _widest(refs) if ref.buffer in self.written]
+                         for refs in self.program.accesses[index])  # fmt: skip
+        for earlier in sorted(self._conflicts(reads, writes), reverse=True):
+            if not known >> earlier & 1:
                 waits.append(earlier)
-                _learn(clock, self.after[earlier])
-        clock[stream] = index
+                known |= self.after[earlier]
+        known |= 1 << index
         self.waits.append(tuple(sorted(waits)))
         # sent, a transfer of nothing is no wait for what it waits for: a program that pulls may be
         # sent where a rank has no memory that others can read
         empty = isinstance(op, Transfer) and not (op.gives or op.takes)
-        self.after.append({stream: index} if empty else dict(clock))
-        self._remember(index, op)
+        self.after.append(1 << index if empty else known)
+        if stream in self.known:
+            self.known[stream] = known
+        self._remember(index, reads, writes)
         if stream is Stream.COMPUTE:
             self._free(index)
 
-    def _conflicts(self, op: Op) -> set[int]:
+    def _conflicts(self, reads: list[Ref], writes: list[Ref]) -> set[int]:
         found = set()
-        for refs, writes in ((op.reads, False), (op.writes, True)):
+        for refs, writing in ((reads, False), (writes, True)):
             for ref in refs:
-                if ref.buffer in self.written:
-                    storage = self.program.buffers[ref.buffer].storage
-                    found |= {
-                        index
-                        for index, other, wrote in self.history[storage]
-                        if (writes or wrote) and overlap(ref, other)
-                    }
+                for index, other, wrote in self.history[self.storage[ref.buffer]]:
+                    if (writing or wrote) and index not in found and overlap(ref, other):
+                        found.add(index)
         return found
 
-    def _remember(self, index: int, op: Op) -> None:
-        for refs, writes in ((op.reads, False), (op.writes, True)):
-            for ref in refs:
-                if ref.buffer not in self.written:
-                    continue
-                storage = self.program.buffers[ref.buffer].storage
-                if writes:  # whoever conflicts with what it covers conflicts with it
-                    self.history[storage] = [
-                        entry for entry in self.history[storage] if not _covers(ref, entry[1])
-                    ]
-                self.history[storage].append((index, ref, writes))
-        for name in {ref.buffer for ref in _refs(op)} & self.last.keys():
-            self.uses[name].append(index)
+    def _remember(self, index: int, reads: list[Ref], writes: list[Ref]) -> None:
+        for ref in reads:
+            self._entries(ref.buffer).append((index, ref, False))
+        for ref in writes:  # whoever conflicts with what it covers conflicts with it
+            entries = self._entries(ref.buffer)
+            entries[:] = [entry for entry in entries if not _covers(ref, entry[1])]
+            entries.append((index, ref, True))
+        for ref in (*reads, *writes):
+            if ref.buffer in self.last:
+                self.uses[ref.buffer] |= 1 << index
+
+    def _entries(self, name: str) -> list[tuple[int, Ref, bool]]:
+        """Who has used the memory of a buffer. Whoever uses it for another buffer comes after all
+        that write the one before, and those after all before them: these are forgotten."""
+        entries = self.history[self.storage[name]]
+        if entries and entries[-1][1].buffer != name:
+            before = entries[-1][1].buffer
+            if entries[0][1].buffer != before and any(
+                wrote for _, ref, wrote in entries if ref.buffer == before
+            ):
+                entries[:] = [entry for entry in entries if entry[1].buffer == before]
+        return entries
 
     def _free(self, index: int) -> None:
         """Parts are the compute stream's: they may go when it knows that all uses are over."""
-        clock = self.known[Stream.COMPUTE]
+        known = self.known[Stream.COMPUTE]
         for name, uses in list(self.uses.items()):
-            known = (clock.get(stream_of(i, self.program.ops[i]), -1) >= i for i in uses)
-            if self.last[name] <= index and all(known):
+            if self.last[name] <= index and not uses & ~known:
                 self.frees[index].append(name)
                 del self.uses[name]
 
     def joins(self) -> tuple[int, ...]:
         """The last of each stream that the compute stream does not know to be over."""
-        clock, found = self.known[Stream.COMPUTE], []
+        known, found = self.known[Stream.COMPUTE], []
         for index in reversed(range(len(self.program.ops))):
-            stream = stream_of(index, self.program.ops[index])
-            if stream is not Stream.COMPUTE and clock.get(stream, -1) < index:
+            if not known >> index & 1:
                 found.append(index)
-                _learn(clock, self.after[index])
+                known |= self.after[index]
         return tuple(sorted(found))
+
+
+def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
+    """The same accesses in fewer parts: neighbouring rows together, and of a buffer of which all is
+    among them nothing else."""
+    if len(refs) < 2:
+        return refs
+    found: dict[tuple, list[Ref]] = {}
+    for ref in refs:
+        found.setdefault((ref.buffer, ref.heads), []).append(ref)
+    return [ref for (_, heads), some in found.items() for ref in _joined(some, heads)]
+
+
+def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
+    """Of one buffer and its heads."""
+    if len(refs) == 1:
+        return refs
+    if any(ref.rows is None for ref in refs):
+        return [Ref(refs[0].buffer, None, heads)]
+    joined: list[list[int]] = []
+    for start, stop in sorted((ref.rows.start, ref.rows.stop) for ref in refs):
+        if joined and start <= joined[-1][1]:
+            joined[-1][1] = max(stop, joined[-1][1])
+        else:
+            joined.append([start, stop])
+    return [Ref(refs[0].buffer, Span(*rows), heads) for rows in joined]
 
 
 def overlap(one: Ref, other: Ref) -> bool:
@@ -185,12 +230,3 @@ def _covers(one: Ref, other: Ref) -> bool:
         mine is None or (theirs is not None and mine.holds(theirs))
         for mine, theirs in ((one.rows, other.rows), (one.heads, other.heads))
     )
-
-
-def _learn(clock: Clock, other: Clock) -> None:
-    for stream, index in other.items():
-        clock[stream] = max(clock.get(stream, -1), index)
-
-
-def _refs(op: Op) -> tuple[Ref, ...]:
-    return (*op.reads, *op.writes)

@@ -8,7 +8,7 @@ behind it, so a transfer that waits for other ranks is issued behind the kernels
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -107,7 +107,9 @@ class Ref:
 
     def at(self, rows: Span) -> "Ref":
         """These rows of it, counted from its first."""
-        return replace(self, rows=rows.moved(self.rows.start) if self.rows else rows)
+        return Ref(
+            self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +321,15 @@ class Program:
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
 
+    @cached_property
+    def accesses(self) -> tuple[tuple[tuple[Ref, ...], tuple[Ref, ...]], ...]:
+        """What each operation reads and writes."""
+        return tuple((op.reads, op.writes) for op in self.ops)
+
     def num_bytes(self, ref: Ref) -> int:
         """Of rows and heads of a buffer, without padding."""
         buffer = self.buffers[ref.buffer]
-        rows = len(ref.rows) if ref.rows else buffer.rows
+        rows = buffer.rows if ref.rows is None else len(ref.rows)
         share = 1.0 if ref.heads is None else len(ref.heads) / buffer.fields[0].heads
         width = sum(field.elements * self.widths[field.dtype] for field in buffer.fields)
         return round(prod((rows, self.batch, width)) * share)

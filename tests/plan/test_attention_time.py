@@ -9,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time, pass_time
-from megatron_burst.plan.cost import AttentionShape, a2a_bytes, gather_bytes, link_bytes
-from megatron_burst.plan.gather import GatherSchedule
+from megatron_burst.plan.attention_time import attention_time, pass_time, sent_bytes
+from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.operations import Compute, Post, Wait
-from megatron_burst.plan.programme import programme_of
-from megatron_burst.plan.schedule import Direction, Schedule
+from megatron_burst.plan.op_time import OpTimer
+from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.program import Transfer
 from tests.plan.machines import H200, with_links
 
 SLACK = 1e-9  # of sums in another order
@@ -49,18 +48,24 @@ def calls(draw) -> AttentionCall:
     )  # fmt: skip
 
 
+def timeline(call, machine, direction):
+    """Of all ranks."""
+    ranks = range(call.topology.cp_size)
+    return attention_time(call, machine, direction, ranks=ranks)
+
+
 def seconds(call, machine, direction) -> float:
-    return attention_time(call, machine, direction).seconds
+    return timeline(call, machine, direction).seconds
 
 
 def computing(call, machine, direction) -> float:
     """Seconds of kernels of the rank that has most of them."""
-    timer, most = Timer(machine, call.backend), 0.0
+    most = 0.0
     for rank in range(call.topology.cp_size):
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, timer, direction, again=call.again)
-        kernels = sum(s for op in ops if isinstance(op, Compute) for _, s in op.parts)
-        most = max(most, kernels)
+        program = call.program(rank, direction)
+        timer = OpTimer(program, Timer(machine, call.backend))
+        kernels = (timer.seconds(op) for op in program.ops if not isinstance(op, Transfer))
+        most = max(most, sum(kernels))
     return most
 
 
@@ -80,7 +85,7 @@ def test_without_overlap_nothing_is_faster(call, direction):
 @given(calls(), directions)
 def test_with_instant_links_only_kernels_count(call, direction):
     expected = computing(call, INSTANT, direction)
-    found = attention_time(call, INSTANT, direction)
+    found = timeline(call, INSTANT, direction)
     # ranks may wait for one another where a layout gives them unequal work
     assert found.seconds >= expected - SLACK
     if call.layout is Layout.ZIGZAG and call.intra == "ring":
@@ -96,7 +101,7 @@ def test_with_instant_links_only_kernels_count(call, direction):
 @few
 @given(calls(), directions)
 def test_a_pass_is_at_least_its_kernels_and_each_of_its_links(call, direction):
-    found = attention_time(call, H200, direction)
+    found = timeline(call, H200, direction)
     assert found.seconds >= computing(call, H200, direction) - SLACK
     lanes: dict = {}
     for span in found.spans:
@@ -133,45 +138,29 @@ def test_one_rank_takes_the_time_of_its_kernel():
 @few
 @given(calls(), directions)
 def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction):
-    """Posts say what comes, `plan/cost.py` what goes: equal over all ranks, on each link."""
-    come, gone = Counter(), Counter()
-    for rank in range(call.topology.cp_size):
-        schedule = call.schedule(rank, direction)
-        for op in programme_of(schedule, call.priced, Timer(H200), direction, again=call.again):
-            if isinstance(op, Post):
-                come[op.link] += op.num_bytes
-        if isinstance(schedule, Schedule):
-            gone.update(link_bytes(schedule, call.priced))
-        elif isinstance(schedule, GatherSchedule):
-            share = call.priced.itemsize if direction is Direction.BACKWARD else 0
-            gone.update(gather_bytes(schedule, call.priced, share))
-        else:
-            gone.update(a2a_bytes(schedule, call.priced, call.again))
-    for link in Link:
-        assert come[link] == pytest.approx(gone[link], rel=1e-9)
-    if call.topology.inter_size > 1:
+    """Takes say what comes, gives what goes: equal over all ranks, on each link."""
+    come, gone, topology = Counter(), Counter(), call.arranged
+    for rank in range(topology.cp_size):
+        program = call.program(rank, direction)
+        gone.update(program.sent_bytes())
+        for op in program.ops:
+            for take in op.takes if isinstance(op, Transfer) else ():
+                come[topology.link(take.peer, rank)] += program.num_bytes(take.rows)
+    assert {link: come[link] for link in Link} == {link: gone[link] for link in Link}
+    if topology.inter_size > 1:
         assert come[Link.INTER] > 0
 
 
-@few
-@given(calls(), directions)
-def test_every_transfer_that_is_waited_for_was_posted_and_ranks_keep_step(call, direction):
-    """Ranks have equally many operations of the same kinds; no wait precedes its transfer."""
-    kinds = set()
-    for rank in range(call.topology.cp_size):
-        schedule = call.schedule(rank, direction)
-        ops = programme_of(schedule, call.priced, Timer(H200), direction, again=call.again)
-        kinds.add(tuple(type(op) for op in ops))
-        posted, waited = set(), set()
-        for op in ops:
-            if isinstance(op, Post):
-                assert op.key not in posted and set(op.after) <= posted
-                posted.add(op.key)
-            elif isinstance(op, Wait):
-                assert op.key in posted
-                waited.add(op.key)
-        assert posted == waited
-    assert len(kinds) == 1
+@pytest.mark.parametrize("intra", ["ring", "gather", "a2a"])
+@pytest.mark.parametrize("circulate", ["kv", "q"])
+def test_bytes_of_many_hosts_follow_from_those_of_fewer(intra, circulate):
+    shape = AttentionShape(1, 1024, 8, 8, 128, 128, 2, 4, 4)
+    call = AttentionCall(
+        shape, pretend_hosts(60, 30), intra=intra, inter="ring", circulate=circulate
+    )
+    for direction in Direction:
+        told = sent_bytes(call, direction)
+        assert told == pytest.approx(call.program(0, direction).sent_bytes())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +199,7 @@ def test_a_flat_ring_over_hosts_is_slower_than_a_nested_one():
     shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
     nested = AttentionCall(shape, pretend_hosts(16, 2), intra="ring", inter="ring")
     flat = replace(nested, inter="flat")
-    assert flat.schedule(0, Direction.FORWARD).topology == nested.topology.flat()
+    assert flat.program(0, Direction.FORWARD).topology == nested.topology.flat()
     machine = preset("a800")
     for direction in Direction:
         assert seconds(flat, machine, direction) > 1.2 * seconds(nested, machine, direction)

@@ -13,13 +13,13 @@ from megatron_burst.plan import buffers
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time, pass_time
 from megatron_burst.plan.auto import choose_call, ways
-from megatron_burst.plan.buffers import buffer_bytes, slot_count
+from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.cost import AttentionShape, exchange_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Cargo, Direction
+from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import pretend_hosts
 from megatron_burst.schedule.emitter import Kernel
 
@@ -72,17 +72,10 @@ def test_a_settled_call_passes_as_the_call_does(call, data):
     for direction in Direction:
         settled, rank = call.settled(direction), call.topology.cp_size - 1
         assert settled.settled(direction) == settled
-        assert settled.schedule(rank, direction) == call.schedule(rank, direction)
+        assert settled.program(rank, direction) == call.program(rank, direction)
         whole, told = attention_time(call, H200, direction), pass_time(call, H200, direction)
         assert (told.seconds, told.waits) == (whole.seconds, whole.waits)
     assert buffer_bytes(call.settled(Direction.BACKWARD)) == buffer_bytes(call)
-
-
-@given(st.sampled_from(list(Cargo)), st.integers(1, 5), st.integers(1, 1 << 30))
-def test_slots_are_counted_as_the_engine_makes_them(cargo, rounds, num_bytes):
-    from megatron_burst.plan.slots import pulled_count
-
-    assert slot_count(cargo, rounds, num_bytes, True) == pulled_count(cargo, rounds, num_bytes)
 
 
 @pytest.mark.parametrize("intra", ["gather", "a2a"])
@@ -98,7 +91,7 @@ def test_more_hosts_need_no_more_buffers(intra, circulate, heads, monkeypatch):
                 circulate=circulate, heads_per_round=heads,
             )
         )
-        for hosts in (8, 9, 13, 32)
+        for hosts in (4, 5, 9, 13)
     }  # fmt: skip
     assert len(sizes) == 1
 
@@ -159,7 +152,14 @@ def test_a_slow_network_changes_the_choice():
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
     call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather", resend="always")
     # smaller pieces are hidden sooner and come home sooner
-    assert choose_call(call, slow).call.heads < choose_call(call, fast).call.heads
+    loses = []
+    for network in (slow, fast):
+        pieces, whole = (
+            sum(pass_time(replace(call, heads_per_round=n), network, d).seconds for d in Direction)
+            for n in (4, 8)
+        )
+        loses.append(whole / pieces - 1)
+    assert loses[0] > 0.05 > 0.02 > loses[1]
     call = AttentionCall(grouped, pretend_hosts(8, 4))
     # few key heads are less to pass on than all queries are to exchange
     assert choose_call(call, slow).call.between == "ring"

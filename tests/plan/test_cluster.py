@@ -1,7 +1,7 @@
 """Simulated clusters: the topology of every context-parallel group of a run.
 
 Catches rings that leave a host needlessly, rails that cross, groups that lose a rank, and a warning
-whose figures are not those of the schedules.
+whose figures are not those of the programs.
 """
 
 import warnings
@@ -13,22 +13,20 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cluster import Sizes, cp_groups
-from megatron_burst.plan.cost import AttentionShape, link_bytes
+from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.flat import flat_cost
 from megatron_burst.plan.layout import Layout
 from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.ring import ring_schedule
 from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.topology import Link, topology_of
+from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.ring import ring
 
 
 def inter_bytes(topology, cp_rank):
     shape = AttentionShape(1, 1024, 1, 1, 128, 128, itemsize=2, stat_bytes=4, grad_bytes=4)
-    options = {"layout": Layout.ZIGZAG, "mask": Mask.CAUSAL, "tokens": 1024}
-    return sum(
-        link_bytes(ring_schedule(topology, cp_rank, direction=d, **options), shape)[Link.INTER]
-        for d in Direction
-    )
+    specs = [Spec(topology, cp_rank, d, shape, Layout.ZIGZAG, Mask.CAUSAL) for d in Direction]
+    return sum(ring(spec).sent_bytes()[Link.INTER] for spec in specs)
 
 
 @st.composite
@@ -74,10 +72,8 @@ def test_any_placement_makes_rings_that_cross_hosts_as_seldom_as_can_be(hosts):
     even = len(set(counts.values())) == 1
     assert topology.inter_size == (len(counts) if even else 1)
     if not even:
-        ring = topology.grid[0]
-        crossings = sum(
-            hosts[a] != hosts[b] for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
-        )
+        row = topology.grid[0]
+        crossings = sum(hosts[a] != hosts[b] for a, b in zip(row, (*row[1:], row[0]), strict=True))
         assert crossings == len(counts)
 
 

@@ -1,92 +1,166 @@
-"""The simulation of operations: numbers that can be worked out by hand."""
+"""The simulation of programs: numbers that can be worked out by hand."""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.hardware import Curve, LinkSpeed
-from megatron_burst.plan.operations import Compute, Post, Wait, without_overlap
-from megatron_burst.plan.simulate import Wiring, simulate
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.hardware import Curve, KernelSpeed, LinkSpeed
+from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.mask import Mask
+from megatron_burst.plan.schedule import Cargo, Direction
+from megatron_burst.plan.timing import Wiring, simulate
+from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.program import (
+    Attend,
+    Buffer,
+    Copy,
+    Dtype,
+    Field,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Stream,
+    Take,
+    Transfer,
+)
 from tests.plan.machines import with_links
 
-
-def by_hand(*ops, ranks=1, **machine):
-    speed = LinkSpeed(0.0, Curve(((1.0, 1.0),)))  # 1 GB/s
-    wiring = Wiring(with_links(speed, **{"nccl_share": 0.0, **machine}))
-    return simulate(dict.fromkeys(range(ranks), ops), wiring)
-
-
-def work(seconds: float) -> Compute:
-    return Compute((("attention", seconds),), 0)
+GB = 10**9  # one field of one byte a row, so rows are bytes; links and memory move 1 GB/s
+WIDTHS = {Dtype.INPUT: 1, Dtype.SUM: 1, Dtype.WIRE: 1}
+FULL = (Field("q", 1, 1), Field("k", 1, 1), Field("v", 1, 1))
+READ, GRAD = Cargo.READ, Cargo.GRAD
 
 
-def post(name: str, num_bytes: float, link: Link = Link.INTRA, pulled: bool = True) -> Post:
-    return Post((name, 0), link, num_bytes, None, None, pulled)
+def program(*ops, rank=0, ranks=2, hosts=1) -> Program:
+    """Of operations on buffers of 1 GB of bytes each; kernels have buffers of 1024 rows."""
+    names = {ref.buffer for op in ops for ref in (*op.reads, *op.writes)}
+    buffers = {
+        name: Buffer(name, Home.CALL, 1024, FULL) if name.startswith("kernel")
+        else Buffer(name, Home.CALL, int(float(name.split()[-1]) * GB), (Field("x", 1, 1),))
+        for name in names
+    }  # fmt: skip
+    topology = pretend_hosts(ranks, hosts)
+    return Program(topology, rank, Direction.FORWARD, 1, WIDTHS, buffers, ops)
+
+
+def machine(kernel_seconds=1.0, **gpu):
+    """One whose kernel of 1024 x 1024 rows takes so long, and whose links move 1 GB/s."""
+    speed = LinkSpeed(0.0, Curve(((1.0, 1.0),)))
+    found = with_links(speed, **{"nccl_share": 0.0, "launch_us": 0.0, "memory_gbs": 1.0, **gpu})
+    blocks = 8  # of 128 rows, on that many multiprocessors
+    flops = 2 * 1024 * 1024 * 2 / kernel_seconds
+    speeds = Curve(((1.0, flops / 1e12),))
+    found = replace(found, gpu=replace(found.gpu, multiprocessors=blocks))
+    return replace(found, kernels=(KernelSpeed("fa4", 1, speeds, speeds),))
+
+
+def run(programs, overlap=True, **of_machine):
+    hardware = machine(**of_machine)
+    return simulate(programs, Timer(hardware), Wiring(hardware), overlap)
+
+
+def kernel(kv="kernel kv", out="kernel out", stream=Stream.COMPUTE) -> Attend:
+    """A second."""
+    return Attend(Ref("kernel q"), Ref(kv), Mask.FULL, (Ref(out),), stream)
+
+
+def hop(name: str, seconds: float, peer=1, link=Link.INTRA, cargo=READ, **options) -> Transfer:
+    """It brings a buffer in so many seconds."""
+    sends, brings = Ref(f"from {name} {seconds}"), Ref(f"to {name} {seconds}")
+    return Transfer(link, cargo, (Give(peer, sends),), (Take(peer, sends, brings),), **options)
+
+
+def use(*transfers: Transfer) -> Copy:
+    """What waits for transfers; it moves nothing."""
+    return Copy(tuple(t.takes[0].rows for t in transfers), Ref("kernel used"))
 
 
 def test_a_transfer_runs_beside_kernels_and_the_rest_of_it_is_waited_for():
-    found = by_hand(post("read", 3e9), work(1.0), Wait(("read", 0)), work(1.0))
+    came = hop("a", 3)
+    found = run({0: program(came, kernel(), use(came), kernel())})
     assert found.seconds == pytest.approx(4.0)
     assert found.exposed(Link.INTRA) == pytest.approx(2.0)
+    serial = run({0: program(came, kernel(), use(came), kernel())}, overlap=False)
+    assert serial.seconds == pytest.approx(5.0)
+    assert serial.exposed(Link.INTRA) == pytest.approx(3.0)
 
 
 def test_transfers_share_a_link_but_not_two_links():
-    one = by_hand(post("a", 2e9), post("b", 2e9), Wait(("a", 0)), Wait(("b", 0)))
-    assert one.seconds == pytest.approx(4.0)
-    two = by_hand(post("a", 2e9), post("b", 2e9, Link.INTER), Wait(("a", 0)), Wait(("b", 0)))
-    assert two.seconds == pytest.approx(2.0)
+    a, b = hop("a", 2), hop("b", 2, cargo=GRAD)
+    assert run({0: program(a, b, use(a, b))}).seconds == pytest.approx(4.0)
+    ring = [hop("c", 2, peer=2, link=Link.INTER), hop("d", 2)]
+    one = program(*ring, use(*ring), ranks=4, hosts=2)
+    assert run({0: one}).seconds == pytest.approx(2.0)
 
 
 def test_nccl_slows_kernels_while_it_moves_something():
-    ops = (post("read", 1e9, pulled=False), work(2.0), Wait(("read", 0)))
-    # for one second half of the multiprocessors compute; then 1.5 s are left
-    assert by_hand(*ops, nccl_share=0.5).seconds == pytest.approx(2.5)
-    pulled = (post("read", 1e9), work(2.0), Wait(("read", 0)))
-    assert by_hand(*pulled, nccl_share=0.5).seconds == pytest.approx(2.0)
+    sent = hop("a", 1)
+    # for one second half of the multiprocessors compute: of two kernels 1.5 s are left
+    two = program(sent, kernel(), kernel(out="kernel 2"), use(sent))
+    assert run({0: two}, nccl_share=0.5).seconds == pytest.approx(2.5)
+    pulled = hop("a", 1, pulled=True)
+    two = program(pulled, kernel(), kernel(out="kernel 2"), use(pulled))
+    assert run({0: two}, nccl_share=0.5).seconds == pytest.approx(2.0)
+    late = program(kernel(), replace(sent, gives=(Give(1, Ref("kernel out")),)), use(sent))
+    assert run({0: late}, nccl_share=0.5).seconds == pytest.approx(2.0)
 
 
 def test_a_transfer_waits_for_the_rank_that_is_late():
-    hop = Post((0, Link.INTRA, "read"), Link.INTRA, 1e9, 1, 1)
-    back = replace(hop, source=0, dest=0)
-    wiring = Wiring(with_links(LinkSpeed(0.0, Curve(((1.0, 1.0),))), nccl_share=0.0))
-    late = simulate(
-        {0: (work(0.0), hop, Wait(hop.key)), 1: (work(5.0), back, Wait(hop.key))}, wiring
-    )
-    assert late.seconds == pytest.approx(6.0)
-
-
-def test_serial_operations_wait_at_once():
-    ops = (post("read", 1e9), work(1.0), Wait(("read", 0)))
-    assert without_overlap(ops) == (ops[0], ops[2], ops[1])
-    assert by_hand(*without_overlap(ops)).seconds == pytest.approx(2.0)
-
-
-def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
-    hop = post("hop", 2e9, Link.INTER)
-    gather = replace(post("read", 1e9), after=(hop.key,))
-    found = by_hand(hop, gather, work(5.0), Wait(gather.key))
-    assert found.seconds == pytest.approx(5.0)
-    found = by_hand(hop, gather, work(1.0), Wait(hop.key), Wait(gather.key))
-    assert found.seconds == pytest.approx(3.0)
-    assert found.exposed(Link.INTER) == found.exposed(Link.INTRA) == pytest.approx(1.0)
+    ranks = {}
+    for rank in (0, 1):
+        sends = replace(hop("a", 1, peer=1 - rank), gives=(Give(1 - rank, Ref("kernel out")),))
+        late = [kernel()] * (5 if rank else 1)
+        ranks[rank] = program(*late, sends, use(sends), rank=rank)
+    found = run(ranks)
+    assert found.seconds == pytest.approx(6.0)
+    alone = run({0: ranks[0]})  # who is not there does as this one
+    assert alone.seconds == pytest.approx(2.0)
 
 
 def test_ranks_of_one_host_do_not_wait_for_another_host():
-    """An exchange inside a host starts when its own ranks are there."""
-    rows = {0: (0, 1), 1: (0, 1), 2: (2,)}
-    wiring = Wiring(with_links(LinkSpeed(0.0, Curve(((1.0, 1.0),))), nccl_share=0.0))
-    late = {0: 1.0, 1: 2.0, 2: 9.0}
-    found = simulate(
-        {
-            rank: (
-                work(late[rank]),
-                replace(post("read", 1e9), ranks=row),
-                Wait(("read", 0)),
-            )
-            for rank, row in rows.items()
-        },
-        wiring,
-    )
-    done = {s.rank: s.stop for s in found.spans if s.lane == "intra"}
+    """Who pulls waits for all ranks of the row."""
+    programs = {}
+    for rank, late in ((0, 1), (1, 2), (2, 9)):
+        pulled = replace(
+            hop("a", 1, peer=rank ^ 1, pulled=True), gives=(Give(rank ^ 1, Ref("kernel out")),)
+        )
+        ops = *[kernel()] * late, pulled, use(pulled)
+        programs[rank] = program(*ops, rank=rank, ranks=4, hosts=2)
+    done = {span.rank: span.stop for span in run(programs).spans if span.lane == "intra"}
     assert done == pytest.approx({0: 3.0, 1: 3.0, 2: 10.0})
+
+
+def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
+    first = hop("a", 2, peer=2, link=Link.INTER)
+    second = replace(hop("b", 1), gives=(Give(1, first.takes[0].rows),))
+    ops = first, second, *[kernel()] * 5, use(second)
+    found = run({0: program(*ops, ranks=4, hosts=2)})
+    assert found.seconds == pytest.approx(5.0)
+    found = run({0: program(*ops[:3], use(second), ranks=4, hosts=2)})
+    assert found.seconds == pytest.approx(3.0)
+    # the kernels need the second only, which came late because of the first
+    assert found.exposed(Link.INTER) == found.exposed(Link.INTRA) == pytest.approx(1.0)
+
+
+def test_the_side_stream_waits_for_itself_and_takes_its_time_from_the_kernels():
+    came = hop("a", 3)
+    beside = Copy((came.takes[0].rows,), Ref("of 3"), Stream.SIDE)  # 6 GB are moved
+    few = program(came, beside, *[kernel()] * 4)
+    assert run({0: few}).seconds == pytest.approx(10.0)
+    assert run({0: few}).exposed(Link.INTRA) == 0.0
+    # where no kernel is left the link is waited for
+    assert run({0: program(came, beside, kernel())}).seconds == pytest.approx(9.0)
+    assert run({0: program(came, beside, kernel())}).exposed(Link.INTRA) == pytest.approx(2.0)
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_noticed():
+    def waits(rank: int, cargo: Cargo, other: Cargo) -> Program:
+        """What a rank sends is what comes from the other."""
+        comes = Ref(f"to {rank} 1")
+        takes = Transfer(Link.INTRA, cargo, (), (Take(1 - rank, comes, comes),))
+        gives = Transfer(Link.INTRA, other, (Give(1 - rank, comes),), ())
+        return program(takes, gives, rank=rank)
+
+    with pytest.raises(AssertionError, match="for ever"):
+        run({0: waits(0, READ, GRAD), 1: waits(1, GRAD, READ)})
