@@ -160,6 +160,10 @@ class Run:
                 buffers = executor.carrier.buffers((home, use), count, size, device)
                 self._flat[home, use] = buffers
         self._bytes: dict[str, Tensor] = {}
+        for name in executor.program.left:  # here, as it is the compute stream's memory
+            if name not in left:
+                size = executor.layouts[name].num_bytes
+                left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def make(self, buffer: Buffer) -> Fields:
         """The tensors of a buffer that is touched for the first time in this run."""
@@ -190,8 +194,6 @@ class Run:
         if buffer.home is Home.SLOT:  # once, by whoever fills it: who pulled from it must be done
             return self.slots[buffer.use].view(buffer.number, (size,), torch.uint8)
         if buffer.home is Home.LEFT:
-            if buffer.name not in self.left:
-                self.left[buffer.name] = torch.empty(size, dtype=torch.uint8, device=self._device)
             return self.left[buffer.name]
         number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
         return self._flat[buffer.home, buffer.use][number][:size]

@@ -157,17 +157,17 @@ def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
     causal, made = op.mask is Mask.CAUSAL, is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
-    forward, scale = executor.backend.forward, executor.scale
+    backend, scale = executor.backend, executor.scale
 
     def bound(run: Run) -> None:
         keys = kv(run)
         args = q(run)["q"], keys["k"], keys["v"], scale, causal
         if own and not made(run):
-            out, lse = forward(*args)
+            out, lse = backend.forward(*args)
             run.fields[own] = {"out": out, "lse": lse}
         else:
             target = into(run)
-            forward(*args, into=(target["out"], target["lse"]))
+            backend.forward(*args, into=(target["out"], target["lse"]))
 
     return bound
 
@@ -176,7 +176,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     sides, kv = first_of(executor, op.sides), part(executor, op.kv)
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    causal, backward, scale = op.mask is Mask.CAUSAL, executor.backend.backward, executor.scale
+    causal, backend, scale = op.mask is Mask.CAUSAL, executor.backend, executor.scale
     deterministic = executor.deterministic
 
     def bound(run: Run) -> None:
@@ -184,7 +184,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
         if any(of(run) for of in made):
             of_keys = dkv(run)
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
-        grads = backward(
+        grads = backend.backward(
             QuerySide(*map(side.get, ("q", "dout", "lse", "delta", "out"))),
             keys["k"], keys["v"], scale, causal, into=into, deterministic=deterministic,
         )  # fmt: skip
@@ -244,11 +244,11 @@ def transfer(executor: Executor, op: p.Transfer) -> Bound:
     if op.slot is not None:
         return _exchange(executor, op, [of for _, of in recvs])
     sends = [(give.peer, raw(executor, give.rows)) for give in op.gives]
-    send = executor.carrier.send  # not the executor: it holds what is bound
+    carrier = executor.carrier  # not the executor: it holds what is bound
 
     def bound(run: Run) -> UnderWay:
         given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
-        return send(op.link, op.cargo, given, taken)
+        return carrier.send(op.link, op.cargo, given, taken)
 
     return bound
 
