@@ -28,9 +28,9 @@ from megatron_burst.cli.world import started
 from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Literal
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import in_units, nearest_multiples, whole_numbers
+from megatron_burst.units import in_units, nearest_multiples, whole_numbers
 
 _WHO = "benchmarks.attention"
 Pass = Literal["fwd", "fwd_bwd"]

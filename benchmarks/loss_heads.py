@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.forecast import Forecast
-from megatron_burst.plan.units import in_units, whole_numbers
+from megatron_burst.units import in_units, whole_numbers
 
 _WHO = "benchmarks.loss"
 

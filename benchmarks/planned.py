@@ -13,17 +13,17 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.calibration import preset_of
-from megatron_burst.plan.cost import AttentionShape, exchange_widths
+from megatron_burst.plan.cost import exchange_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Span, Tile
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Model
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.step import layer_seconds
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.topology import pretend_hosts
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other hosts came again in backward

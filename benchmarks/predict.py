@@ -29,7 +29,7 @@ from benchmarks.rows import Row, Sheet, append, check_appendable
 from benchmarks.sweep import Out
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.units import whole_numbers
+from megatron_burst.units import whole_numbers
 
 _WHO = "predict.py"
 PREDICTED_CSV = Sheet(_WHO)

@@ -18,7 +18,7 @@ from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import Candidate, candidate
 from megatron_burst.plan.strategy import Job, Strategy
-from megatron_burst.plan.units import in_units
+from megatron_burst.units import in_units
 
 _M = 1 << 20
 

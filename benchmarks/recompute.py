@@ -36,7 +36,7 @@ from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World, started
 from megatron_burst.config import BurstConfig
-from megatron_burst.plan.units import whole_numbers
+from megatron_burst.units import whole_numbers
 
 if TYPE_CHECKING:
     from benchmarks.stack import Stack

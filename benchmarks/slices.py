@@ -37,7 +37,7 @@ from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.search import candidate
 from megatron_burst.plan.strategy import Job, Strategy
-from megatron_burst.plan.units import in_units
+from megatron_burst.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP, STEPS = 1, 5  # steps that do not count, and that do

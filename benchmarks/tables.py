@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.rows import Row
-from megatron_burst.plan.units import in_units
+from megatron_burst.units import in_units
 
 
 class Problem(NamedTuple):

@@ -24,7 +24,7 @@ from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import ANY_CSV, COLUMNS, Row, read
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.units import in_units
+from megatron_burst.units import in_units
 
 ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)

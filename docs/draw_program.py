@@ -8,15 +8,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Op, Program, Stream, Transfer
+from megatron_burst.schedule.topology import pretend_hosts
 
 LANES = {  # color, and what it is
     "intra": ("#f3e6c8", "transfers inside the node"),

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from megatron_burst.plan.draw import save_picture
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 
 if __name__ == "__main__":
     topology = pretend_hosts(4, 2)

@@ -9,13 +9,14 @@ import torch
 from rich.table import Table
 
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import AttentionShape, link_bytes
+from megatron_burst.plan.cost import link_bytes
 from megatron_burst.plan.draw import save_picture
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Link, Topology, pretend_hosts
+from megatron_burst.plan.schedule import Schedule
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, Topology, pretend_hosts
 
 
 def environment() -> dict[str, str]:

@@ -22,12 +22,12 @@ from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.recompute.frames import recording
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.say import say
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.terms import Terms, check, terms_of
 from megatron_burst.transforms import refuse_transforms, uncompiled
 

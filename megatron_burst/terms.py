@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require
-from megatron_burst.plan.layout import Layout, check_tokens
+from megatron_burst.schedule.layout import Layout, check_tokens
 
 _WHO = "burst attention"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.plan.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, positions
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:

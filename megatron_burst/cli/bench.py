@@ -18,7 +18,7 @@ from megatron_burst.cli.te import MODES, TransformerEngine
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import in_units, nearest_multiples
+from megatron_burst.units import in_units, nearest_multiples
 
 BURST, KERNEL = "burst", "kernel alone"
 _WIDTH = 160  # where no terminal says

@@ -12,7 +12,7 @@ from megatron_burst.cli.timing import clean_up
 from megatron_burst.cli.world import World
 from megatron_burst.comm.hosts import my_home, topology_of_homes
 from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.topology import Link
 
 _HEAD_DIMS = (64, 128)
 _KINDS_OF_LINKS = 6

@@ -9,7 +9,7 @@ from typer import Option
 from megatron_burst.cli.doctor import doctor
 from megatron_burst.cli.plan import plan
 from megatron_burst.cli.terminal import Device, Hosts, check_writable, in_one_sentence
-from megatron_burst.plan.units import whole_number, whole_numbers
+from megatron_burst.units import whole_number, whole_numbers
 from megatron_burst.version import __version__
 
 _HELP = {"help_option_names": ["-h", "--help"]}

@@ -22,10 +22,10 @@ from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.report import as_json
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.search import Candidate, search
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, even_share
-from megatron_burst.plan.units import in_units, whole_number
+from megatron_burst.schedule.call import Direction
+from megatron_burst.units import in_units, whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
 _NOT_RUN = 3  # exit code; 2 is refused input

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from megatron_burst.plan.flat import flat_cost
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.layouts import SIZES, length_step
 from megatron_burst.plan.search import Candidate, Fixed, enough_gpus, loses, search
 from megatron_burst.plan.strategy import Job
-from megatron_burst.plan.topology import Topology
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.schedule.flat import flat_cost
+from megatron_burst.schedule.topology import Topology
+from megatron_burst.units import nearest_multiples
 
 _TIGHT = 0.95  # of the usable memory
 

@@ -16,12 +16,12 @@ from megatron_burst.plan.choose_half import Rates, choose_half
 from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.step import StepTime, half_call
 from megatron_burst.plan.strategy import Job, attention_call
-from megatron_burst.plan.topology import Link
-from megatron_burst.plan.units import in_units
+from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.topology import Link
+from megatron_burst.units import in_units
 
 _LAYOUTS = 10  # of those that lose
 _WIDTH = 160  # where no terminal says

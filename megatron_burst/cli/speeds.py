@@ -13,7 +13,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from megatron_burst.cli.timing import attempt, timed_ms
 from megatron_burst.cli.world import World
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.topology import Link, Topology
 
 Run = Callable[[], object]
 _WARM_UP = 2

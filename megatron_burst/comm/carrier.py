@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_burst.comm.queues import Queues
 from megatron_burst.comm.slots import Parcels, Slots, UnderWay
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.topology import Link
 
 
 class Carrier(Protocol):

@@ -20,9 +20,9 @@ from megatron_burst.comm.transfer import Transfer
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.plan.choose import Choice, choose_transfer
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.topology import Link, Topology
 from megatron_burst.say import say
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.topology import Link, Topology
 
 _WHO = "burst attention"
 

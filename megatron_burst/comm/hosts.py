@@ -14,7 +14,8 @@ from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_hosts
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.topology import Topology, pretend_hosts, topology_of
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.topology import Topology, pretend_hosts
 
 _WHO = "burst attention"
 

@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 from megatron_burst.comm.backend import backend_of, set_seconds
 from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import Board
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.topology import Link
 
 _WHO = "burst attention"
 _CONNECT_S = 60  # within which ranks must reach each other over gloo

@@ -11,7 +11,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from megatron_burst.comm.slots import PulledSlots
 from megatron_burst.comm.watch import Board
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.schedule import Cargo
+from megatron_burst.schedule.call import Cargo
 
 _WHO = "burst attention"
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or that version

@@ -13,7 +13,7 @@ from megatron_burst.engine.lean import lean
 from megatron_burst.engine.memory import Dtypes, Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.program import Home
 
 Tensors = tuple[Tensor, ...]

@@ -16,8 +16,8 @@ from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
-from megatron_burst.plan.mask import Mask
 from megatron_burst.schedule import program as p
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Home, Ref
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import HalfCall, Rates
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.hardware_file import hardware
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Topology
 
 _hardware = lru_cache(hardware)  # files are read once
 

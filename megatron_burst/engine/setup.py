@@ -13,13 +13,13 @@ from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Dtype
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from megatron_burst.mcore.patches import switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, settled
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import Topology
 from megatron_burst.say import say
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Topology
 
 WHO = "burst core attention"
 PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.flags import FLAG, KEEP_FLAG, LOSS_FLAG
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.units import nearest_multiples
 
 OFF = (False, "none", [], ())
 

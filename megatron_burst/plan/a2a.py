@@ -18,12 +18,12 @@ from functools import lru_cache
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.gather import heads_in_rounds
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, Visit, host_visits, sides, tiles_between
 from megatron_burst.plan.relay import Relay, relay
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.pieces import Piece, Visit, host_visits, sides, tiles_between
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

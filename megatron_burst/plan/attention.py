@@ -16,17 +16,18 @@ from megatron_burst.plan.choose_heads import (
     choose_heads_per_round,
     most_heads,
 )
-from megatron_burst.plan.cost import AttentionShape, few_come, on_wire
+from megatron_burst.plan.cost import few_come, on_wire
 from megatron_burst.plan.gather import GatherSchedule, gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.plan.schedule import Schedule
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.topology import Topology, pretend_hosts
 
 AnySchedule = Schedule | GatherSchedule | A2ASchedule
 # kernels whose causal tiles may have more keys than queries

@@ -9,11 +9,11 @@ from math import inf
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.timing import Timeline, Wiring, simulate
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link
 
 _MANY_HOSTS = 8, 16  # whose times tell that of more
 

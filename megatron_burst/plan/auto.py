@@ -9,8 +9,8 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.hardware import GIB, Hardware
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.layout import Layout
 
 _TIE = 1.01  # within measurements' spread the one with smaller buffers is taken
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
     NUMBERED,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cost import AttentionShape, exchange_bytes, hop_bytes, nested_bytes
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Topology
+from megatron_burst.plan.cost import exchange_bytes, hop_bytes, nested_bytes
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

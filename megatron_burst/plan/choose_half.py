@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.half import EarlyHalf, Move, early_half
 from megatron_burst.plan.hardware import Hardware
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Topology
 
 _KERNEL_SHARE = 0.7  # of the GPU's peak, of a good attention kernel
 _MESSAGE_MIB = 64

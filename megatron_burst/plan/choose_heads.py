@@ -2,9 +2,9 @@
 
 from math import ceil
 
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.kernel_time import share_busy, thread_blocks
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either

@@ -4,7 +4,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.topology import Topology, topology_of
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,49 +1,13 @@
 """Bytes per link and FLOPs of a schedule, counted from its steps."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_burst.plan.a2a import A2ASchedule
 from megatron_burst.plan.gather import GatherSchedule
-from megatron_burst.plan.schedule import Cargo, Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Link, Topology
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The sizes of one attention call on one rank.
-
-    Attributes:
-        batch: sequences.
-        tokens: rows on a rank.
-        heads_q: query heads on a rank.
-        heads_kv: key and value heads on a rank; divides heads_q.
-        dim_qk: head dimension of queries and keys.
-        dim_v: head dimension of values and output.
-        itemsize: bytes of an input element.
-        stat_bytes: bytes of an lse or delta element.
-        grad_bytes: bytes of a gradient element on the wire.
-    """
-
-    batch: int
-    tokens: int
-    heads_q: int
-    heads_kv: int
-    dim_qk: int
-    dim_v: int
-    itemsize: int
-    stat_bytes: int
-    grad_bytes: int
-
-    @property
-    def rows_q(self) -> int:
-        """(token, query head) pairs on a rank."""
-        return self.batch * self.tokens * self.heads_q
-
-    @property
-    def rows_kv(self) -> int:
-        """(token, key head) pairs on a rank."""
-        return self.batch * self.tokens * self.heads_kv
+from megatron_burst.plan.schedule import Schedule
+from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
+from megatron_burst.schedule.topology import Link, Topology
 
 
 def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.plan.mask import Mask, Tile
-from megatron_burst.plan.schedule import Cargo, Hop, Schedule, Step
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.schedule import Hop, Schedule, Step
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.mask import Mask, Tile
+from megatron_burst.schedule.topology import Link
 
 _ARROWS = {
     (Link.INTRA, Cargo.READ): "→",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.plan.timing import Span, Timeline
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.topology import Topology
 
 MOST_RANKS = 64  # that a picture shows
 _LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from megatron_burst.plan.gather_tiles import Leaf, Meeting, Tiling
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, host_visits
 from megatron_burst.plan.relay import Relay, relay
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.gather_tiles import Leaf, Meeting, Tiling
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.pieces import Piece, host_visits
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

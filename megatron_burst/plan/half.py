@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Span
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Span
 
 
 @dataclass(frozen=True, slots=True)

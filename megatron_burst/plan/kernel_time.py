@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
-from megatron_burst.plan.mask import Mask, Tile
-from megatron_burst.plan.schedule import Direction
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.mask import Mask, Tile
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels

@@ -6,7 +6,7 @@ from math import lcm, prod
 from typing import Any
 
 from megatron_burst.plan.strategy import Job, Strategy, least_multiple, misfit, misfit_of
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.units import nearest_multiples
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.mask import Mask, Span, Tile
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import (
     Add,
     Attend,

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.plan.ring import SlotPool
-from megatron_burst.plan.schedule import HOME, Cargo, Direction, Hop
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.plan.schedule import HOME, Hop
+from megatron_burst.schedule.call import Cargo, Direction
+from megatron_burst.schedule.topology import Link, Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Tile, tiles
-from megatron_burst.plan.schedule import (
-    HOME,
-    Cargo,
-    Circulate,
-    Direction,
-    Hop,
-    Join,
-    Schedule,
-    Step,
-)
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.plan.schedule import HOME, Hop, Join, Schedule, Step
+from megatron_burst.schedule.call import Cargo, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Tile, tiles
+from megatron_burst.schedule.topology import Link, Topology
 
 
 @lru_cache(maxsize=1024)

@@ -1,34 +1,13 @@
 """What a schedule is: steps with their hops and tiles, as data to print, compare and execute."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Tile
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.call import Cargo, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Tile
+from megatron_burst.schedule.topology import Link, Topology
 
 HOME = -1  # the slot of the rank's own shard: its inputs, or the gradient that stays with it
-
-
-class Cargo(StrEnum):
-    """What a hop carries; each has communicators of its own, so that none waits for the other."""
-
-    READ = "read"
-    GRAD = "grad"
-
-
-class Circulate(StrEnum):
-    """Which operand travels round the rings."""
-
-    KV = "kv"  # K, V; in backward dK, dV follow
-    Q = "q"  # backward only: Q, dO, lse, delta; dQ follows
-
-
-class Direction(StrEnum):
-    """Which half of training a schedule is for."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True)

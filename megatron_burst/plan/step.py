@@ -7,15 +7,14 @@ from functools import lru_cache
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
 from megatron_burst.plan.choose_half import HalfCall, Rates, choose_half, replayed_share
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.memory import Memory
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link
 
 # Parts of a step, as tables and complaints name them.
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"

@@ -6,11 +6,11 @@ from typing import Literal
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
-from megatron_burst.plan.topology import Topology, pretend_hosts
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.units import nearest_multiples
 
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]

@@ -16,7 +16,6 @@ from itertools import count
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.op_time import OpTimer
-from megatron_burst.plan.topology import Link
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
     Attend,
@@ -26,6 +25,7 @@ from megatron_burst.schedule.program import (
     Stream,
     Transfer,
 )
+from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ Source: Ulysses (arXiv 2309.14509), here in rounds.
 from collections.abc import Sequence
 
 from megatron_burst.plan.a2a import a2a_schedule
-from megatron_burst.plan.mask import cut
-from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
     Emitter,
     Gradients,
@@ -32,6 +31,7 @@ from megatron_burst.schedule.emitter import (
     travelling_side_fields,
 )
 from megatron_burst.schedule.inter_node import Visitors, steps, sums
+from megatron_burst.schedule.mask import cut
 from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Cargo
+from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.check_links import How, Links, meet, run
 from megatron_burst.schedule.check_values import Values
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.order import Order, order
 from megatron_burst.schedule.program import Home, Op, Program, Ref, Stream, Transfer
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 from operator import or_
 from typing import NamedTuple
 
-from megatron_burst.plan.mask import Mask
 from megatron_burst.schedule import program as p
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Program, Ref
 
 

@@ -7,12 +7,12 @@ gradients of keys. Rows are followed one by one, so few of them a rank say all.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask, Span
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.schedule import program as p
+from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
 from megatron_burst.schedule.check_links import Links
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.program import Home, Program, Ref
 
 

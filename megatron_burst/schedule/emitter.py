@@ -3,12 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Span, Tile, cut, is_alone
-from megatron_burst.plan.schedule import Cargo, Circulate, Direction
-from megatron_burst.plan.slots import pulled_count, sent_count
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Span, Tile, cut, is_alone
 from megatron_burst.schedule.order import placed
 from megatron_burst.schedule.program import (
     Add,
@@ -29,6 +26,8 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
+from megatron_burst.schedule.slots import pulled_count, sent_count
+from megatron_burst.schedule.topology import Link, Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ gathered once a round.
 """
 
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.mask import Span, Tile
-from megatron_burst.plan.schedule import Cargo, Circulate
+from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
     Emitter,
     Gradients,
@@ -27,6 +26,7 @@ from megatron_burst.schedule.emitter import (
     travelling_side_fields,
 )
 from megatron_burst.schedule.inter_node import Visitors, steps, sums
+from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import (
     Copy,
     Field,

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.plan.schedule import Cargo, Circulate
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.program import (
     Add,
@@ -29,6 +28,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
+from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_burst.plan.mask import Span
+from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
 
 

@@ -13,9 +13,9 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from megatron_burst.plan.mask import Mask, Span
-from megatron_burst.plan.schedule import Cargo, Direction
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.call import Cargo, Direction
+from megatron_burst.schedule.mask import Mask, Span
+from megatron_burst.schedule.topology import Link, Topology
 
 
 class Dtype(StrEnum):

@@ -13,9 +13,7 @@ contributes never leaves it. So N(L-1) intra and N-1 inter hops, like the data t
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the way home is our own.
 """
 
-from megatron_burst.plan.mask import Tile, tiles
-from megatron_burst.plan.schedule import Cargo, Circulate
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
     Emitter,
     Spec,
@@ -25,6 +23,7 @@ from megatron_burst.schedule.emitter import (
     out_fields,
     travelling_side_fields,
 )
+from megatron_burst.schedule.mask import Tile, tiles
 from megatron_burst.schedule.program import (
     Add,
     Attend,
@@ -40,6 +39,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
+from megatron_burst.schedule.topology import Link
 
 
 def ring(spec: Spec) -> Program:

@@ -11,10 +11,10 @@ from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Dtype, Home
 from tests.attention.simulated import run_simulated

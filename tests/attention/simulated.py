@@ -17,7 +17,7 @@ import torch
 
 from megatron_burst.comm.queues import OneQueue
 from megatron_burst.comm.slots import PulledSlots, SentSlots
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.topology import Link
 
 _TIMEOUT_S = 30
 

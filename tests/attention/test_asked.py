@@ -20,10 +20,10 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.plan.asked import misses
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import Topology, pretend_hosts
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Topology, pretend_hosts
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)

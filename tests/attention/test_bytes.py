@@ -15,11 +15,11 @@ from megatron_burst.mcore import patches
 from megatron_burst.plan.a2a import a2a_schedule
 from megatron_burst.plan.cost import a2a_bytes, exchange_bytes, gather_bytes, link_bytes
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.ranks import run_ranks
 
 PASSES = [

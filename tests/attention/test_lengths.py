@@ -23,7 +23,7 @@ from megatron_burst.errors import DisagreementError
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.hardware_file import as_toml
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.terms import terms_of
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention
 from tests.ranks import run_ranks
 

@@ -13,12 +13,12 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import preset
 from megatron_burst.plan.hardware_file import as_toml
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.attention.test_processes import inputs, run, truth_of
 from tests.oracle import rows_of
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention, keep
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks

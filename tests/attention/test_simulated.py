@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate
-from megatron_burst.plan.topology import pretend_hosts, topology_of
+from megatron_burst.schedule.call import Circulate
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of

@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.engine import executor
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.schedule import Circulate
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import Circulate
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.attention import simulated
 from tests.attention.engine import Passes, Way, problem
 from tests.oracle import rows_of

@@ -17,8 +17,8 @@ from benchmarks.rows import ANY_CSV, Row, append, read
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.hardware import GIB, preset
 from megatron_burst.plan.model import Model
-from megatron_burst.plan.schedule import Direction
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.schedule.call import Direction
 
 H200 = preset("h200")
 ROW = Row(

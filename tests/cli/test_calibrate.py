@@ -13,7 +13,8 @@ from megatron_burst.cli.main import app
 from megatron_burst.cli.speeds import Mover, rings
 from megatron_burst.cli.world import world_of
 from megatron_burst.plan.calibration import from_toml
-from megatron_burst.plan.topology import Link, topology_of
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.topology import Link
 from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.cli.calibrate")

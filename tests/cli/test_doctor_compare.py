@@ -20,7 +20,7 @@ from megatron_burst.cli.doctor.launched import Launch, expand_hosts, launch_of
 from megatron_burst.cli.doctor.report import Status
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cluster import Sizes, cp_groups
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.topology import Link
 
 
 def facts(host="a", gpu="H200", gpu_id="", **changes):

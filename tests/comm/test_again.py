@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_burst.comm import state
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks

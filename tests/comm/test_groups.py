@@ -13,8 +13,8 @@ from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_burst.comm.slots import PulledSlots, Take
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.slots import pulled_count
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.slots import pulled_count
 
 
 def run_two_ranks(num_slots, calls, rounds):

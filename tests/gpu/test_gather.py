@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import Problem, backends
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.gpu.test_nccl import GPUS, alone, relative
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks

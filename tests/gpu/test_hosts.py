@@ -10,7 +10,7 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.gpu.test_gather import kernels, problem_for, problem_of, run
 from tests.gpu.test_nccl import GPUS, relative
 from tests.oracle import rows_of

@@ -23,7 +23,7 @@ from megatron_burst.mcore.core_attention import (
     check_layer,
     check_tokens,
 )
-from megatron_burst.plan.layout import Layout
+from megatron_burst.schedule.layout import Layout
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
-from megatron_burst.plan.schedule import Cargo
-from megatron_burst.plan.topology import Link
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.topology import Link
 from tests.mcore.gpt import (
     Model,
     Parallel,

@@ -2,11 +2,13 @@
 
 from hypothesis import strategies as st
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Circulate, Direction, Schedule
-from megatron_burst.plan.topology import Topology, topology_of
+from megatron_burst.plan.schedule import Schedule
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Topology
 
 layouts = st.sampled_from(list(Layout))
 masks = st.sampled_from(list(Mask))

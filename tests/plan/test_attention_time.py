@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time, pass_time, sent_bytes
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask, Span, Tile
 from megatron_burst.plan.op_time import OpTimer
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Transfer
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.machines import H200, with_links
 
 SLACK = 1e-9  # of sums in another order

@@ -15,13 +15,13 @@ from megatron_burst.plan.attention_time import attention_time, pass_time
 from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.cost import AttentionShape, exchange_bytes
+from megatron_burst.plan.cost import exchange_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 
 ROOT = Path(__file__).parents[2]
 H200 = preset("h200")

@@ -5,9 +5,9 @@ import pytest
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_intra, choose_transfer
 from megatron_burst.plan.choose_heads import choose_heads_per_round
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.topology import pretend_hosts
 
 
 def test_auto_gathers_on_gpus():

@@ -16,12 +16,12 @@ from megatron_burst.plan.choose_half import (
     replayed_share,
     rows_between_hosts,
 )
-from megatron_burst.plan.cost import AttentionShape
 from megatron_burst.plan.half import early_half
 from megatron_burst.plan.hardware_file import hardware
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 
 FAST, SLOW = Rates(700, 1e6, "fast"), Rates(700, 1e-6, "slow")
 

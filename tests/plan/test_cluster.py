@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cluster import Sizes, cp_groups
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.flat import flat_cost
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Direction
-from megatron_burst.plan.topology import Link, topology_of
+from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.flat import flat_cost, topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
+from megatron_burst.schedule.topology import Link
 
 
 def inter_bytes(topology, cp_rank):

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import AttentionShape, flops, link_bytes
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.plan.cost import flops, link_bytes
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.strategies import schedules, topologies
 
 MHA = AttentionShape(

@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_burst.plan.draw import as_text, save_picture
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import pretend_hosts
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.plan.strategies import schedules
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan.cost import AttentionShape, gather_bytes
+from megatron_burst.plan.cost import gather_bytes
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.strategies import topologies
 
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.plan.half import early_half
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask, tiles
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask, tiles
 
 sizes, quarters = st.integers(1, 7), st.integers(1, 5)
 plans = st.sampled_from(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask, Tile, tiles
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask, Tile, tiles
 from tests.plan.strategies import layouts, masks
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import from_megatron, megatron_arguments, model_of
-from megatron_burst.plan.units import in_units, nearest_multiples, whole_number
+from megatron_burst.units import in_units, nearest_multiples, whole_number
 
 LLAMA = {  # of meta-llama/Meta-Llama-3-8B
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,

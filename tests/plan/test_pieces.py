@@ -3,9 +3,10 @@
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.pieces import host_visits
-from megatron_burst.plan.topology import pretend_hosts, topology_of
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.pieces import host_visits
+from megatron_burst.schedule.topology import pretend_hosts
 
 
 def test_pieces_are_the_sequence_in_order():

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Exchange, choose_inter
-from megatron_burst.plan.cost import AttentionShape, exchange_bytes, nested_bytes, relay_bytes
+from megatron_burst.plan.cost import exchange_bytes, nested_bytes, relay_bytes
 from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
 from megatron_burst.plan.relay import relay
-from megatron_burst.plan.schedule import HOME, Cargo, Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.plan.schedule import HOME
+from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.strategies import topologies
 
 

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 
 from hypothesis import given, settings
 
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import HOME, Cargo, Circulate, Direction
-from megatron_burst.plan.topology import Link
+from megatron_burst.plan.schedule import HOME
+from megatron_burst.schedule.call import Cargo, Circulate, Direction
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link
 from tests.plan.strategies import ring_of_schedules, schedules, topologies
 from tests.plan.test_layout_and_mask import pairs_of
 
@@ -185,7 +186,7 @@ def test_work_is_balanced_in_zigzag(topology):
 
 def test_an_inter_hop_of_data_has_a_whole_round_to_arrive():
     """Its overlap is why the ring is nested."""
-    from megatron_burst.plan.topology import pretend_hosts
+    from megatron_burst.schedule.topology import pretend_hosts
 
     (schedule, *_) = schedules(
         pretend_hosts(12, 3),

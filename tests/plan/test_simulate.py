@@ -6,10 +6,9 @@ import pytest
 
 from megatron_burst.plan.hardware import Curve, KernelSpeed, LinkSpeed
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Cargo, Direction
 from megatron_burst.plan.timing import Wiring, simulate
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.call import Cargo, Direction
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import (
     Attend,
     Buffer,
@@ -24,6 +23,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.machines import with_links
 
 GB = 10**9  # one field of one byte a row, so rows are bytes; links and memory move 1 GB/s

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.topology import Link, pretend_hosts, topology_of
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.plan.strategies import topologies
 
 

@@ -11,10 +11,10 @@ from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.half import early_half
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.topology import pretend_hosts
 from megatron_burst.recompute.half import LaterHalf
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.program import Dtype
+from megatron_burst.schedule.topology import pretend_hosts
 from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of

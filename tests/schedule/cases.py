@@ -6,16 +6,15 @@ from functools import cached_property
 from itertools import product
 from unittest.mock import patch
 
-from megatron_burst.plan.cost import AttentionShape
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Circulate, Direction
-from megatron_burst.plan.slots import pulled_count
-from megatron_burst.plan.topology import Topology, pretend_hosts
 from megatron_burst.schedule import emitter
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.slots import pulled_count
+from megatron_burst.schedule.topology import Topology, pretend_hosts
 
 
 def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:

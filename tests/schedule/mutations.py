@@ -7,7 +7,7 @@ of the wrong program, so that nothing is unordered and the fault shows in what i
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_burst.plan.mask import Mask, Span
+from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.order import Order
 from megatron_burst.schedule.program import (
     Add,

@@ -5,14 +5,14 @@ from random import Random
 
 import pytest
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Cargo, Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts, topology_of
 from megatron_burst.schedule import check as check_module
+from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.check import check
 from megatron_burst.schedule.check_links import How, meet, run
 from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.flat import topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
@@ -27,6 +27,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.schedule.cases import Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.layout import Layout
-from megatron_burst.plan.mask import Mask
-from megatron_burst.plan.schedule import Cargo, Circulate, Direction
-from megatron_burst.plan.topology import Link, pretend_hosts
+from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
+from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.schedule.cases import Case, grid
 
 FORWARD, BACKWARD = Direction

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_burst.cli.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
-from megatron_burst.plan.topology import Link, Topology
+from megatron_burst.schedule.topology import Link, Topology
 
 SLOW = 0.7  # of the median
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.layout import Layout, positions
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.schedule import Circulate
-from megatron_burst.plan.topology import Topology
+from megatron_burst.schedule.call import Circulate
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from megatron_burst.plan.layout import Layout, check_tokens
+from megatron_burst.schedule.layout import Layout, check_tokens
 
 
 class Mask(StrEnum):

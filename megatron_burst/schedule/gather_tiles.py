@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plan.mask import Mask, Span, Tile
-from megatron_burst.plan.pieces import Piece, Visit, sides, tiles_between
 from megatron_burst.plan.relay import Relay
-from megatron_burst.plan.schedule import Circulate, Direction
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.pieces import Piece, Visit, sides, tiles_between
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """How many slots a call fills in turn: the engine makes as many, the planner counts them."""
 
-from megatron_burst.plan.schedule import Cargo
+from megatron_burst.schedule.call import Cargo
 
 _LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
 _LONG_ROUND = 256 << 20  # a key head of 512K tokens

@@ -1,7 +1,5 @@
 """Which ranks of a context-parallel group share a host, and how the rings run over them."""
 
-import warnings
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -91,53 +89,6 @@ class Topology:
         return f"{hosts} host{'s' * (hosts > 1)} x {self.intra_size} rank" + "s" * (
             self.intra_size > 1
         )
-
-
-def topology_of(hosts: Sequence[Hashable], places: Sequence | None = None) -> Topology:
-    """The topology of a group whose cp rank i lives on `hosts[i]`.
-
-    Ranks of a host need not be contiguous: rows are ordered by their first rank, and within a row
-    by place, so that a ring between hosts joins GPUs of the same place, which share a rail of the
-    network. Hosts with unequal numbers of ranks cannot form nested rings: they get one flat ring
-    and a warning with its cost.
-
-    Args:
-        hosts: of each cp rank; any values that compare.
-        places: of each cp rank on its host, such as its GPU's index; any values that sort; None:
-            the order of cp ranks.
-
-    Raises:
-        BurstError: if there is no rank at all.
-    """
-    if not hosts:
-        raise BurstError(
-            "topology: a context-parallel group must have a rank, because a ring of none sends "
-            "nothing; got no hosts; pass the host of each cp rank"
-        )
-    rows: dict[Hashable, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        rows.setdefault(host, []).append(rank)
-    index = {host: i for i, host in enumerate(rows)}
-    if places is not None:
-        rows = {host: sorted(row, key=lambda rank: places[rank]) for host, row in rows.items()}
-    nested = Topology(
-        tuple(tuple(row) for row in rows.values()), tuple(index[host] for host in hosts)
-    )
-    sizes = [len(row) for row in rows.values()]
-    if len(set(sizes)) == 1:
-        return nested
-    from megatron_burst.plan.flat import flat_cost  # it is a layer on top of this module
-
-    flat = nested.flat()
-    warnings.warn(
-        "burst attention: nested rings need equally many ranks of the context-parallel group on "
-        f"each host, because the ring between hosts joins equal places; got {sizes} ranks on "
-        f"{len(sizes)} hosts, so one flat ring runs over all {len(hosts)} ranks and its slowest "
-        f"link sets the pace: {flat_cost(flat)}; place equally many ranks of the group on each "
-        "host",
-        stacklevel=2,
-    )
-    return flat
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.units import nearest_multiples
+from megatron_burst.units import nearest_multiples
 
 
 class Layout(StrEnum):

@@ -1,0 +1,62 @@
+"""What a pass of attention is made for: its sizes, which pass it is, what circulates."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cargo(StrEnum):
+    """What a hop carries; each has communicators of its own, so that none waits for the other."""
+
+    READ = "read"
+    GRAD = "grad"
+
+
+class Circulate(StrEnum):
+    """Which operand travels round the rings."""
+
+    KV = "kv"  # K, V; in backward dK, dV follow
+    Q = "q"  # backward only: Q, dO, lse, delta; dQ follows
+
+
+class Direction(StrEnum):
+    """Which half of training a schedule is for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of one attention call on one rank.
+
+    Attributes:
+        batch: sequences.
+        tokens: rows on a rank.
+        heads_q: query heads on a rank.
+        heads_kv: key and value heads on a rank; divides heads_q.
+        dim_qk: head dimension of queries and keys.
+        dim_v: head dimension of values and output.
+        itemsize: bytes of an input element.
+        stat_bytes: bytes of an lse or delta element.
+        grad_bytes: bytes of a gradient element on the wire.
+    """
+
+    batch: int
+    tokens: int
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    itemsize: int
+    stat_bytes: int
+    grad_bytes: int
+
+    @property
+    def rows_q(self) -> int:
+        """(token, query head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_q
+
+    @property
+    def rows_kv(self) -> int:
+        """(token, key head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_kv
