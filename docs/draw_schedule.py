@@ -3,22 +3,19 @@
 from pathlib import Path
 
 from megatron_burst.plan.draw import save_picture
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_hosts
 
 if __name__ == "__main__":
-    topology = pretend_hosts(4, 2)
+    shape = AttentionShape(
+        batch=1, tokens=8, heads_q=1, heads_kv=1, dim_qk=8, dim_v=8, itemsize=2, stat_bytes=4,
+        grad_bytes=4,
+    )  # fmt: skip
     panels = [
-        [
-            ring_schedule(
-                topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=8,
-                direction=direction, circulate=circulate,
-            )
-            for rank in range(topology.cp_size)
-        ]
+        Spec(pretend_hosts(4, 2), 0, direction, shape, Layout.ZIGZAG, Mask.CAUSAL, circulate)
         for direction, circulate in zip(Direction, Circulate, strict=True)
-    ]  # fmt: skip
+    ]
     save_picture(panels, Path(__file__).parent / "schedule.png")

@@ -9,13 +9,12 @@ import torch
 from rich.table import Table
 
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.cost import link_bytes
 from megatron_burst.plan.draw import save_picture
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Schedule
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.ring import ring
 from megatron_burst.schedule.topology import Link, Topology, pretend_hosts
 
 
@@ -66,17 +65,14 @@ class Report:
             grad_bytes=4,
         )
 
-    def schedules(self, topology: Topology, direction: Direction) -> list[Schedule]:
-        """Of all ranks."""
+    def spec(self, topology: Topology, direction: Direction, cp_rank: int = 0) -> Spec:
+        """Of a layer's attention in one pass."""
         backward = direction is Direction.BACKWARD
-        circulate = Circulate(choose_circulate(self.shape, "auto").value)
-        return [
-            ring_schedule(
-                topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=self.shape.tokens,
-                direction=direction, circulate=circulate if backward else Circulate.KV,
-            )
-            for rank in range(self.cp_size)
-        ]  # fmt: skip
+        circulate = choose_circulate(self.shape, "auto").value if backward else Circulate.KV
+        return Spec(
+            topology, cp_rank, direction, self.shape, Layout.ZIGZAG, Mask.CAUSAL,
+            Circulate(circulate),
+        )  # fmt: skip
 
     def bytes_per_step(self, topology: Topology) -> tuple[Counter, int]:
         """Attention's bytes of a training step: of all ranks per link; the most of one on inter."""
@@ -84,10 +80,10 @@ class Report:
             self.model["global-batch-size"] // self.model["micro-batch-size"]
         )
         total, busiest = Counter(), 0
-        ranks = zip(*(self.schedules(topology, d) for d in Direction), strict=True)
-        for forward, backward in ranks:
-            sent = Counter(link_bytes(forward, self.shape))
-            sent.update(link_bytes(backward, self.shape))
+        for rank in range(self.cp_size):
+            sent: Counter[Link] = Counter()
+            for direction in Direction:
+                sent.update(ring(self.spec(topology, direction, rank)).sent_bytes())
             busiest = max(busiest, sent[Link.INTER] * calls)
             total.update({link: amount * calls for link, amount in sent.items()})
         return total, busiest
@@ -156,5 +152,5 @@ def save_pictures(report: Report, folder: Path) -> list[Path]:
     loss, schedule = folder / "loss.png", folder / "schedule.svg"
     figure.savefig(loss, dpi=140)
     topology = pretend_hosts(report.cp_size, 2)
-    save_picture([report.schedules(topology, direction) for direction in Direction], schedule)
+    save_picture([report.spec(topology, direction) for direction in Direction], schedule)
     return [loss, schedule]

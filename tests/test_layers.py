@@ -13,7 +13,8 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"version", "errors", "say", "units"},
     {"installed"},
     {"patching"},
-    {"plan", "schedule"},
+    {"schedule"},
+    {"plan"},
     {"config", "environment", "transforms"},
     {"mcore.patches"},  # a table of names, which loads neither Megatron nor torch
     {"kernels"},
@@ -161,7 +162,7 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import megatron_burst",
-        "import megatron_burst.plan.ring, megatron_burst.plan.choose, megatron_burst.plan.draw",
+        "import megatron_burst.schedule.check, megatron_burst.plan.draw",
         "import megatron_burst.plan.report, megatron_burst.plan.auto",
         "import megatron_burst.cli.plan",
     ],

@@ -1,9 +1,8 @@
-"""One attention call, how it is settled to run, and the schedules that the engine would run."""
+"""One attention call, how it is settled to run, and the programs that the engine would run."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron_burst.plan.a2a import A2ASchedule, a2a_schedule
 from megatron_burst.plan.choose import (
     Choice,
     Exchange,
@@ -17,10 +16,7 @@ from megatron_burst.plan.choose_heads import (
     most_heads,
 )
 from megatron_burst.plan.cost import few_come, on_wire
-from megatron_burst.plan.gather import GatherSchedule, gather_schedule
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
-from megatron_burst.plan.ring import ring_schedule
-from megatron_burst.plan.schedule import Schedule
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.layout import Layout
@@ -29,7 +25,6 @@ from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Topology, pretend_hosts
 
-AnySchedule = Schedule | GatherSchedule | A2ASchedule
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
 
@@ -114,7 +109,7 @@ class AttentionCall:
 
     @cached_property
     def arranged(self) -> Topology:
-        """The topology that schedules are made for: one row of all ranks, if hosts do not count."""
+        """The topology that programs are made for: one row of all ranks, if hosts do not count."""
         return self.topology if self.between == "ring" else _flat(self.topology)
 
     @cached_property
@@ -207,28 +202,6 @@ class AttentionCall:
         """A settled call on another number of hosts that nest."""
         ranks = count * self.arranged.intra_size
         return replace(self, topology=pretend_hosts(ranks, count), inter="ring")
-
-    def schedule(self, cp_rank: int, direction: Direction) -> AnySchedule:
-        """What the engine runs on a rank.
-
-        Raises:
-            BurstError: if the call cannot run so.
-        """
-        topology, mode, shape = self.arranged, self.mode, self.shape
-        options = {"layout": self.layout, "mask": self.mask, "tokens": shape.tokens}
-        options |= {"direction": direction, "circulate": Circulate.KV}
-        if direction is Direction.BACKWARD:
-            options["circulate"] = Circulate(self.circulate_why.value)
-        if mode == "ring":
-            return ring_schedule(topology, cp_rank, **options)
-        options |= {"heads_kv": shape.heads_kv, "heads_per_round": self.heads}
-        if mode == "a2a":
-            return a2a_schedule(topology, cp_rank, **options)
-        whole = self.backend.partition(",")[0] in _RECTANGULAR
-        if self.kernel:
-            whole = self.kernel.rectangular_causal
-        options["recalls"] = self.recalls and direction is Direction.BACKWARD
-        return gather_schedule(topology, cp_rank, rectangular_causal=whole, **options)
 
     @property
     def left(self) -> bool:

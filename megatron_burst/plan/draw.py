@@ -1,122 +1,85 @@
-"""Schedules of all ranks as text and as a picture."""
+"""A picture of what all ranks of a ring do, from their programs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.plan.schedule import Hop, Schedule, Step
 from megatron_burst.schedule.call import Cargo
-from megatron_burst.schedule.mask import Mask, Tile
+from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.program import Attend, AttendBackward, Op, Program, Transfer
+from megatron_burst.schedule.ring import ring
 from megatron_burst.schedule.topology import Link
 
-_ARROWS = {
-    (Link.INTRA, Cargo.READ): "→",
-    (Link.INTER, Cargo.READ): "⇒",
-    (Link.INTRA, Cargo.GRAD): "⇢",
-    (Link.INTER, Cargo.GRAD): "⇛",
-}
-LEGEND = (
-    "[r]: the shard of rank r visits; →r: its data goes on to rank r inside the host, ⇒r: on "
-    "another host; ⇢r ⇛r: likewise the sum of a gradient, from the step before"
-)
 
-
-def as_text(schedules: Sequence[Schedule]) -> str:
-    """One line a rank, one column a step.
+def save_picture(panels: Sequence[Spec], path: Path) -> None:
+    """Draw rings as ranks x steps with their hops; the suffix of the path is the format.
 
     Args:
-        schedules: of ranks 0..P-1, all of one kind.
-    """
-    first = schedules[0]
-    steps = range(len(first.steps))
-    cells = [[_cell(schedule.steps[step], schedule) for step in steps] for schedule in schedules]
-    widths = [max(len(row[step]) for row in cells) for step in steps]
-    widths = [max(width, len(f"step {step}")) for step, width in zip(steps, widths, strict=True)]
-    lines = [title(first), LEGEND]
-    lines.append("        " + "  ".join(f"step {s}".ljust(widths[s]) for s in steps))
-    for rank, row in enumerate(cells):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"rank {rank:<3}{line}".rstrip())
-    return "\n".join(lines)
-
-
-def title(schedule: Schedule) -> str:
-    """What a schedule is for, in one line."""
-    return (
-        f"{schedule.direction} on {schedule.topology}, {schedule.layout}, {schedule.mask}: "
-        f"{schedule.circulate.upper()} circulates"
-    )
-
-
-def _cell(step: Step, schedule: Schedule) -> str:
-    work = "home" if step.owner is None else f"[{step.owner}] {_work(step.tiles, schedule.tokens)}"
-    hops = " ".join(f"{_ARROWS[_link(hop, schedule), hop.cargo]}{hop.dest}" for hop in step.hops)
-    return f"{work} {hops}".strip()
-
-
-def _work(tiles: tuple[Tile, ...], tokens: int) -> str:
-    """Which part of the two shards meets, briefly."""
-    if not tiles:
-        return "idle"
-    (tile,) = tiles
-    if tile.mask is Mask.CAUSAL:
-        return "causal"
-    if len(tile.kv) < tokens:
-        return "½ kv"
-    return "½ q" if len(tile.q) < tokens else "full"
-
-
-def _link(hop: Hop, schedule: Schedule) -> Link:
-    return schedule.topology.link(schedule.cp_rank, hop.dest)
-
-
-def save_picture(panels: Sequence[Sequence[Schedule]], path: Path) -> None:
-    """Draw schedules as ranks x steps with their hops; the suffix of the path is the format.
-
-    Args:
-        panels: for each panel the schedules of ranks 0..P-1, for instance forward and backward.
+        panels: what is drawn, for instance forward and backward; of all ranks, whosever spec it is.
         path: where to write; needs matplotlib (the extra `plots`).
     """
     from matplotlib.figure import Figure
 
-    ranks = len(panels[0])
-    columns = max(len(schedules[0].steps) for schedules in panels)
-    size = (2.6 + 1.7 * columns, (0.9 + 0.85 * ranks) * len(panels) + 0.8)
+    programs = [
+        [ring(replace(spec, cp_rank=rank)) for rank in range(spec.topology.cp_size)]
+        for spec in panels
+    ]
+    columns = max(_steps(program) for some in programs for program in some)
+    size = (2.6 + 1.7 * columns, (0.9 + 0.85 * len(programs[0])) * len(panels) + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for panel, (ax, schedules) in enumerate(zip(axes, panels, strict=True)):
-        _draw_panel(ax, schedules, columns, with_legend=panel == len(panels) - 1)
+    for ax, spec, some in zip(axes, panels, programs, strict=True):
+        _draw_panel(ax, spec, some, columns)
+    _draw_legend(axes[-1])
     figure.savefig(path, dpi=120)
 
 
-def _draw_panel(ax: Any, schedules: Sequence[Schedule], columns: int, with_legend: bool) -> None:
-    topology = schedules[0].topology
+def _number(name: str) -> int:
+    """The step that a ring's buffer is named after: "visitor 3", "part 3.1"."""
+    return int(name.split()[-1].partition(".")[0])
+
+
+def _steps(program: Program) -> int:
+    """Steps of a rank; behind those with kernels, gradients come home."""
+    hops = (op for op in program.ops if isinstance(op, Transfer))
+    landed = (_number(take.rows.buffer) for op in hops for take in op.takes)
+    return max(program.topology.cp_size, 1 + max(landed, default=0))
+
+
+def _draw_panel(ax: Any, spec: Spec, programs: Sequence[Program], columns: int) -> None:
+    topology, steps = spec.topology, range(_steps(programs[0]))
     order = [rank for row in topology.grid for rank in row]
     height: dict[int, float] = {rank: -place for place, rank in enumerate(order)}
-    for schedule in schedules:
-        for index, step in enumerate(schedule.steps):
-            _draw_step(ax, step, schedule, index, height[schedule.cp_rank])
-            for hop in step.hops:
-                _draw_hop(ax, hop, schedule, index, height)
+    for program in programs:
+        for step in steps:
+            _draw_step(ax, program, step, spec.shape.tokens, height[program.cp_rank])
+        for op in program.ops:
+            if isinstance(op, Transfer):
+                _draw_hop(ax, op, program, height)
     for row in topology.grid[:-1]:
         ax.axhline(height[row[-1]] - 0.5, color="0.6", lw=1, ls=":")
-    ax.set_title(title(schedules[0]), loc="left", fontsize=10)
+    ax.set_title(
+        f"{spec.direction} on {topology}, {spec.layout}, {spec.mask}: "
+        f"{spec.circulate.upper()} circulates",
+        loc="left", fontsize=10,
+    )  # fmt: skip
     ax.set_xlim(-0.55, columns - 0.35)
     ax.set_ylim(-len(order) + 0.45, 0.55)
-    steps = range(len(schedules[0].steps))
     ax.set_xticks(steps, [f"step {step}" for step in steps], fontsize=8)
     names = [f"rank {rank}\nhost {topology.host_of[rank]}" for rank in order]
     ax.set_yticks([height[rank] for rank in order], names, fontsize=8)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    if with_legend:
-        for (link, cargo), style in _STYLES.items():
-            what = "data" if cargo is Cargo.READ else "gradient"
-            where = "inside a host" if link is Link.INTRA else "between hosts"
-            ax.plot([], [], label=f"{what}, {where}", **style)
-        ax.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False
-        )
+
+
+def _draw_legend(ax: Any) -> None:
+    for (link, cargo), style in _STYLES.items():
+        what = "data" if cargo is Cargo.READ else "gradient"
+        where = "inside a host" if link is Link.INTRA else "between hosts"
+        ax.plot([], [], label=f"{what}, {where}", **style)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False)
 
 
 _STYLES: dict[tuple[Link, Cargo], dict[str, Any]] = {
@@ -127,41 +90,68 @@ _STYLES: dict[tuple[Link, Cargo], dict[str, Any]] = {
 }
 
 
-def _draw_step(ax: Any, step: Step, schedule: Schedule, index: int, y: float) -> None:
+def _draw_step(ax: Any, program: Program, step: int, tokens: int, y: float) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    size, owner = schedule.topology.cp_size, step.owner
-    home = owner is None
-    color = "0.93" if owner is None else colormaps["turbo"](0.1 + 0.8 * owner / max(size - 1, 1))
+    topology, label = program.topology, "gradients\ngo home"
+    color: Any = "0.93"
+    home = step >= topology.cp_size
+    if not home:
+        row, column = topology.coord(program.cp_rank)
+        round_, place = divmod(step, topology.intra_size)
+        owner = topology.rank_at(row - round_, column - place)
+        color = colormaps["turbo"](0.1 + 0.8 * owner / max(topology.cp_size - 1, 1))
+        label = f"shard {owner}\n{_work(program, step, tokens)}"
     box = FancyBboxPatch(
-        (index - 0.3, y - 0.22), 0.6, 0.44, boxstyle="round,pad=0.02", fc=color, ec="none",
+        (step - 0.3, y - 0.22), 0.6, 0.44, boxstyle="round,pad=0.02", fc=color, ec="none",
         alpha=1 if home else 0.4, zorder=2,
     )  # fmt: skip
     ax.add_patch(box)
-    label = (
-        "gradients\ngo home"
-        if home
-        else f"shard {step.owner}\n{_work(step.tiles, schedule.tokens)}"
-    )
     paper = {"fc": "white", "ec": "none", "alpha": 0.6, "pad": 0.5}  # hops may run behind it
-    ax.text(index, y, label, ha="center", va="center", fontsize=7.5, zorder=4, bbox=paper)
+    ax.text(step, y, label, ha="center", va="center", fontsize=7.5, zorder=4, bbox=paper)
 
 
-def _draw_hop(ax: Any, hop: Hop, schedule: Schedule, index: int, height: dict[int, float]) -> None:
-    style = _STYLES[_link(hop, schedule), hop.cargo]
-    read = hop.cargo is Cargo.READ  # used in the step after it lands; a gradient in that step
-    lift, shift = (0.1, 0) if read else (-0.1, -1)
+def _work(program: Program, step: int, tokens: int) -> str:
+    """Which part of the two shards meets in a step, briefly."""
+    found = [kernel for kernel in map(_kernel, program.ops) if kernel and kernel[0] == step]
+    if not found:
+        return "idle"
+    ((_, queries, keys, mask),) = found
+    if mask is Mask.CAUSAL:
+        return "causal"
+    if keys < tokens:
+        return "½ kv"
+    return "½ q" if queries < tokens else "full"
+
+
+def _kernel(op: Op) -> tuple[int, int, int, Mask] | None:
+    """Step, rows of queries and of keys, and mask of a kernel."""
+    if isinstance(op, Attend):
+        side, made = op.q, op.into[0]
+    elif isinstance(op, AttendBackward):
+        side, made = op.sides[0], op.dq
+    else:
+        return None
+    assert side.rows and op.kv.rows  # a ring has a tile's
+    return _number(made.buffer), len(side.rows), len(op.kv.rows), op.mask
+
+
+def _draw_hop(ax: Any, hop: Transfer, program: Program, height: dict[int, float]) -> None:
+    """From the end of the step whose buffer is sent to the beginning of the one that needs it."""
+    ((give,), (take,)) = hop.gives, hop.takes
+    link = program.topology.link(program.cp_rank, give.peer)
+    lift = 0.1 if hop.cargo is Cargo.READ else -0.1
     ax.annotate(
         "",
-        xy=(hop.lands + 0.67 + shift, height[hop.dest] + lift),
-        xytext=(index + 0.33 + shift, height[schedule.cp_rank] + lift),
+        xy=(_number(take.rows.buffer) - 0.33, height[give.peer] + lift),
+        xytext=(_number(give.rows.buffer) + 0.33, height[program.cp_rank] + lift),
         arrowprops={
             "arrowstyle": "-|>",
             "connectionstyle": "arc3,rad=0.06",
             "shrinkA": 0,
             "shrinkB": 0,
-            **style,
+            **_STYLES[link, hop.cargo],
         },
         zorder=3,
     )

@@ -15,7 +15,7 @@ Source: Ulysses (arXiv 2309.14509), here in rounds.
 
 from collections.abc import Sequence
 
-from megatron_burst.plan.a2a import a2a_schedule
+from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
     Emitter,
@@ -30,8 +30,9 @@ from megatron_burst.schedule.emitter import (
     sums_of,
     travelling_side_fields,
 )
-from megatron_burst.schedule.inter_node import Visitors, steps, sums
-from megatron_burst.schedule.mask import cut
+from megatron_burst.schedule.inter_node import Visitors, heads_in_rounds, steps, sums
+from megatron_burst.schedule.mask import Span, Tile, cut
+from megatron_burst.schedule.pieces import Visit, host_visits, sides, tiles_between
 from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,
@@ -59,23 +60,48 @@ def a2a(spec: Spec) -> Program:
     return emitter.program()
 
 
+def _check_heads(heads_kv: int, ranks: int) -> None:
+    if heads_kv % ranks:
+        raise BurstError(
+            "burst attention: to exchange heads, the ranks must divide the key heads, because "
+            f"each computes equally many; got {heads_kv} key heads on {ranks} ranks; pass "
+            "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a"
+        )
+
+
+def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
+    """Tiles of a node's rows and those that have come from another, or its own."""
+    if visit is here:
+        every = Span(0, here.pieces[-1].whole.stop)
+        return (Tile(every, every, spec.mask),)
+    queries, keys = sides(here, visit, spec.circulate)
+    return tiles_between([(piece.whole, before) for piece, before in queries], keys, spec.mask)
+
+
 class _AllToAll(Emitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        shape = spec.shape
-        self.plan = a2a_schedule(
-            spec.topology, spec.cp_rank, layout=spec.layout, mask=spec.mask, tokens=shape.tokens,
-            heads_kv=shape.heads_kv, heads_per_round=spec.heads_per_round,
-            direction=spec.direction, circulate=spec.circulate,
-        )  # fmt: skip
-        self.rounds, self.rows = self.plan.rounds, self.plan.num_rows
-        nodes, rounds = spec.topology.inter_size, len(self.rounds)
-        self.order = steps(nodes, rounds, spec.backward, here=False)
-        self.alone = spec.topology.inter_size == 1
+        topology, tokens = spec.topology, spec.shape.tokens
+        row, _ = topology.coord(spec.cp_rank)
+        self.ranks = topology.grid[row]
+        _check_heads(spec.shape.heads_kv, len(self.ranks))
+        heads_per_round = spec.heads_per_round * len(self.ranks)
+        self.rounds = heads_in_rounds(spec.shape.heads_kv, heads_per_round)
+        self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
+        visits = host_visits(topology, row, spec.layout, tokens)
+        self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
+        alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
+        self.tiles = [alike[visits[step.distance]] for step in self.order]
+        self.alone = topology.inter_size == 1
+
+    def tiles_of_round(self, round_: int) -> tuple[Tile, ...]:
+        """All tiles of a round."""
+        found = zip(self.tiles, self.order, strict=True)
+        return tuple(tile for tiles, step in found if step.round == round_ for tile in tiles)
 
     def part_of(self, round_: int) -> int:
         """KV heads that a rank computes in a round."""
-        return len(self.rounds[round_]) // len(self.plan.ranks)
+        return len(self.rounds[round_]) // len(self.ranks)
 
     def heads_of(self, round_: int) -> tuple[int, int]:
         """Query heads and KV heads that a rank computes in a round."""
@@ -89,14 +115,14 @@ class _AllToAll(Emitter):
                 whole = there.of(step.round)
                 there.post(step.round + 1)
                 lse = self.lse(step.round)
-                tiles = self.plan.tiles_of_round(index)
+                tiles = self.tiles_of_round(step.round)
                 results = back.of(step.round)
                 outputs = Outputs(self, f"round {step.round}", tiles, whole, lse, results)
             if keys:
                 keys.set_out(index)
                 keys.pass_on(index)
             kv = keys.piece(step.round, step.distance) if keys and step.distance else whole
-            for tile in self.plan.tiles[index]:
+            for tile in self.tiles[index]:
                 outputs.compute(tile, kv)
             if step.last:
                 outputs.merge()
@@ -177,13 +203,13 @@ class _AllToAll(Emitter):
         round_ = self.order[index].round
         into = back.of(round_)
         side, kv = sides.of(round_), there.keys(round_)
-        self.emit(AttendBackward(side, kv, self.plan.tiles[index][0].mask, into, into))
+        self.emit(AttendBackward(side, kv, self.tiles[index][0].mask, into, into))
         back.collect()
         back.post(round_)
 
     def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
         """A step's tiles: what is to be added of queries' and of keys' gradients."""
-        tiles, heads = self.plan.tiles[index], self.heads_of(self.order[index].round)
+        tiles, heads = self.tiles[index], self.heads_of(self.order[index].round)
         grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
         parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
         of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows))
@@ -203,7 +229,7 @@ class Wholes:
     """
 
     def __init__(self, emitter: _AllToAll) -> None:
-        self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
+        self._emitter, spec = emitter, emitter.spec
         self._recalls = spec.left and spec.backward
         self._sources = ("q", "kv")
         if spec.backward:
@@ -226,10 +252,11 @@ class Wholes:
 
     def post(self, round_: int) -> None:
         """Start to exchange a round's heads, if there is such a round."""
-        emitter, plan = self._emitter, self._plan
+        emitter = self._emitter
+        ranks, cp_rank, tokens = emitter.ranks, emitter.spec.cp_rank, emitter.spec.shape.tokens
         if round_ >= len(emitter.rounds):
             return
-        fields, ranks, tokens = self._fields(round_), plan.ranks, plan.tokens
+        fields = self._fields(round_)
         slot = emitter.buffer(
             f"heads {round_}", Home.SLOT, emitter.rows, fields, Cargo.READ, round_, self._slots
         )
@@ -242,15 +269,15 @@ class Wholes:
         sources = tuple(Ref(name, heads=heads[name]) for name in self._sources)
         emitter.emit(ToRanks(sources, slot, len(ranks)))
         whole = self._declare(round_, fields)
-        mine, gives, takes = ranks.index(plan.cp_rank), [], []
-        for piece in plan.pieces:
+        mine, gives, takes = ranks.index(cp_rank), [], []
+        for piece in emitter.pieces:
             rows = slot.at(piece.rows.moved(mine * tokens))
-            if piece.holder == plan.cp_rank:
+            if piece.holder == cp_rank:
                 emitter.emit(Copy((rows,), whole.at(piece.whole)))
                 gives += [
                     (column, Give(peer, slot.at(piece.rows.moved(column * tokens))))
                     for column, peer in enumerate(ranks)
-                    if peer != plan.cp_rank
+                    if peer != cp_rank
                 ]
             else:
                 takes.append(Take(piece.holder, rows, whole.at(piece.whole)))
@@ -329,7 +356,7 @@ class Results:
     """
 
     def __init__(self, emitter: _AllToAll) -> None:
-        self._emitter, self._plan = emitter, emitter.plan
+        self._emitter = emitter
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
         self._slots = emitter.slot_count(
             Cargo.GRAD, len(emitter.rounds), emitter.rows, self._fields(0)
@@ -352,20 +379,21 @@ class Results:
 
     def post(self, round_: int) -> None:
         """Start to bring a round's results home; those of the round before must be collected."""
-        emitter, plan, slot = self._emitter, self._plan, self.of(round_)
+        emitter, slot = self._emitter, self.of(round_)
+        cp_rank, tokens = emitter.spec.cp_rank, emitter.spec.shape.tokens
         fields = self._fields(round_)
         staged = emitter.buffer(f"home {round_}", Home.STAGING, emitter.rows, fields, "results")
-        own = [piece for piece in plan.pieces if piece.holder == plan.cp_rank]
+        own = [piece for piece in emitter.pieces if piece.holder == cp_rank]
         gives = [
             Give(piece.holder, slot.at(piece.whole))
-            for piece in plan.pieces
-            if piece.holder != plan.cp_rank
+            for piece in emitter.pieces
+            if piece.holder != cp_rank
         ]
         takes = []
-        for column, peer in enumerate(plan.ranks):
+        for column, peer in enumerate(emitter.ranks):
             for piece in own:
-                rows = staged.at(piece.rows.moved(column * plan.tokens))
-                if peer == plan.cp_rank:
+                rows = staged.at(piece.rows.moved(column * tokens))
+                if peer == cp_rank:
                     emitter.emit(Copy((slot.at(piece.whole),), rows))
                 else:
                     takes.append(Take(peer, slot.at(piece.whole), rows))
@@ -383,4 +411,4 @@ class Results:
             Ref(name, heads=heads if name == "dkv" else emitter.queries(heads))
             for name in self._targets
         )
-        emitter.emit(FromRanks(Ref(f"home {round_}"), targets, len(self._plan.ranks)))
+        emitter.emit(FromRanks(Ref(f"home {round_}"), targets, len(emitter.ranks)))

@@ -12,7 +12,6 @@ and values, gathered inside the node in each step; or in backward queries, which
 gathered once a round.
 """
 
-from megatron_burst.plan.gather import gather_schedule
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
     Emitter,
@@ -25,7 +24,8 @@ from megatron_burst.schedule.emitter import (
     kv_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.inter_node import Visitors, steps, sums
+from megatron_burst.schedule.gather_steps import gather_steps
+from megatron_burst.schedule.inter_node import Visitors, sums
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import (
     Copy,
@@ -53,15 +53,8 @@ def gather(spec: Spec) -> Program:
 class _Gather(Emitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        shape = spec.shape
-        self.plan = gather_schedule(
-            spec.topology, spec.cp_rank, layout=spec.layout, mask=spec.mask, tokens=shape.tokens,
-            heads_kv=shape.heads_kv, heads_per_round=spec.heads_per_round,
-            direction=spec.direction, rectangular_causal=spec.kernel.rectangular_causal,
-            circulate=spec.circulate, recalls=spec.left and spec.backward,
-        )  # fmt: skip
-        self.rounds = self.plan.rounds
-        self.order = steps(spec.topology.inter_size, len(self.rounds), spec.backward, spec.left)
+        self.plan = gather_steps(spec)
+        self.rounds, self.order = self.plan.rounds, self.plan.order
         self.keys = Keys(self)
 
     def forward(self) -> None:
@@ -70,7 +63,7 @@ class _Gather(Emitter):
         for index, step in enumerate(self.plan.steps):
             heads = self.queries(step.heads)
             if self.order[index].first:
-                tiles = self.plan.tiles_of_round(index)
+                tiles = self.plan.tiles_of_round(self.order[index].round)
                 name = f"round {self.order[index].round}"
                 q, out = Ref("q", heads=heads), Ref("out", heads=heads)
                 outputs = Outputs(self, name, tiles, q, out)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_burst.plan.relay import Relay
 from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.inter_node import Step
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.pieces import Piece, Visit, sides, tiles_between
 
@@ -51,7 +51,7 @@ class Tiling:
         cp_rank: whose they are.
         ranks: of its host.
         visits: that the host works with, by how many hosts they have come.
-        relay: its legs are the steps.
+        order: of the steps.
         mask: which keys a query may see.
         direction: forward or backward.
         rectangular_causal: whether the kernel does causal tiles with more keys than queries.
@@ -61,7 +61,7 @@ class Tiling:
     cp_rank: int
     ranks: tuple[int, ...]
     visits: tuple[Visit, ...]
-    relay: Relay
+    order: tuple[Step, ...]
     mask: Mask
     direction: Direction
     rectangular_causal: bool
@@ -70,9 +70,9 @@ class Tiling:
     def meetings(self) -> tuple[Meeting, ...]:
         """What is done in each step; one object for steps that are alike."""
         alike: dict[tuple[Visit, bool, bool], Meeting] = {}
-        found, last = [], len(self.relay.legs) - 1
-        for index, leg in enumerate(self.relay.legs):
-            kind = self.visits[leg.distance], index == 0, index == last
+        found, last = [], len(self.order) - 1
+        for index, step in enumerate(self.order):
+            kind = self.visits[step.distance], index == 0, index == last
             if kind not in alike:
                 alike[kind] = self._meeting(*kind)
             found.append(alike[kind])

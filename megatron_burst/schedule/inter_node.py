@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
+from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import (
     Add,
     Copy,
@@ -58,6 +59,12 @@ def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Step, ..
         places = list(enumerate(turn))
         found += [Step(round_, away, place == 0, place == nodes - 1) for place, away in places]
     return tuple(found)
+
+
+def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
+    """KV heads in groups; the last may have fewer."""
+    starts = range(0, heads_kv, heads_per_round)
+    return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
 
 
 def send_on(emitter: Emitter, cargo: Cargo, sends: Ref, brings: Ref) -> None:

@@ -169,32 +169,30 @@ class GradientsHome:
     """Gradients of the shards that travel, one step behind them."""
 
     def __init__(self, ring: _Ring) -> None:
-        self.ring, self.count = ring, 0
+        self.ring = ring
         self.own = Ref("dkv" if ring.keys_travel else "dq")
         self.total: Ref | None = self.own  # of the step before
         self.waiting: Ref | None = None  # what the own row contributed
         self.row_sum: Ref | None = None  # of the other rows so far
         self.came: Ref | None = None  # that row sum on its way
 
-    def buffer(self) -> Ref:
+    def buffer(self, what: str, step: int) -> Ref:
+        """Where a gradient lies in a step, or is there at its end."""
         shape, keys = self.ring.spec.shape, self.ring.keys_travel
         fields = (dkv_fields(shape.heads_kv, shape, Dtype.WIRE) if keys
                   else dq_fields(shape.heads_q, shape, Dtype.WIRE))  # fmt: skip
-        self.count += 1
-        return self.ring.buffer(
-            f"gradient {self.count}", Home.HOP, shape.tokens, fields, Cargo.GRAD
-        )
+        return self.ring.buffer(f"{what} {step}", Home.HOP, shape.tokens, fields, Cargo.GRAD)
 
     def hops(self, step: int) -> None:
         """Before a step's tiles: what the step before summed goes on."""
         place = step % self.ring.places
         if place == 0 and self.row_sum:
-            self.came = self.buffer()
+            self.came = self.buffer("rows", step + self.ring.places - 1)
             self.ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, self.came)
         if step == 0:
             return
         first = place == 0 or step == 1
-        before, self.total = self.total, self.buffer()
+        before, self.total = self.total, self.buffer("gradient", step)
         self.fresh = first
         if not first:
             self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
@@ -221,15 +219,17 @@ class GradientsHome:
     def finish(self) -> None:
         """The total comes home."""
         ring, total = self.ring, self.waiting
+        step = ring.spec.topology.cp_size
         if self.row_sum:
-            total = self.buffer()
+            total = self.buffer("gradient", step)
+            step += 1
             ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, total)
             if self.waiting is None:
                 ring.emit(Add((self.own, total), self.own))
             else:
                 ring.emit(Add((total, self.waiting), total))
         if total is not None and ring.places > 1:
-            came = self.buffer()
+            came = self.buffer("gradient", step)
             ring.hop(Link.INTRA, Cargo.GRAD, total, came)
             ring.emit(Add((self.own, came), self.own))
 

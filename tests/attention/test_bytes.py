@@ -1,6 +1,8 @@
-"""Bytes on the wire, counted by wrapping torch.distributed, against the plan's numbers."""
+"""Bytes on the wire, counted by wrapping torch.distributed, against those of the programs, whose
+formulas are in tests/schedule/test_programs.py."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,13 +14,12 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.mcore import patches
-from megatron_burst.plan.a2a import a2a_schedule
-from megatron_burst.plan.cost import a2a_bytes, exchange_bytes, gather_bytes, link_bytes
-from megatron_burst.plan.gather import gather_schedule
-from megatron_burst.plan.ring import ring_schedule
+from megatron_burst.plan.cost import exchange_bytes
 from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.ranks import run_ranks
 
@@ -28,6 +29,19 @@ PASSES = [
     for circulate in Circulate
     for grad_wire in ("accumulate", "input")
 ]
+
+
+KERNEL = Kernel(rectangular_causal=False, takes_delta=False, wide_grads=True)  # the CPU's
+
+
+def planned_of(mode, topology, rank, shape, circulate=Circulate.KV, **options):
+    """Bytes by link that a rank's programs send, forward and backward."""
+    forward = Spec(
+        topology, rank, Direction.FORWARD, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel=KERNEL,
+        **options,
+    )  # fmt: skip
+    backward = replace(forward, direction=Direction.BACKWARD, circulate=circulate)
+    return [Counter(MODES[mode](spec).sent_bytes()) for spec in (forward, backward)]
 
 
 def count_sends(topology, rank):
@@ -76,15 +90,7 @@ def counted_and_planned(rank, world):
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = attention_shape(q, k, v, grad_dtype)
-        options = {"layout": Layout.ZIGZAG, "mask": Mask.CAUSAL, "tokens": 6}
-        planned = Counter()
-        for direction in Direction:
-            backward = direction is Direction.BACKWARD
-            schedule = ring_schedule(
-                topology, rank, direction=direction,
-                circulate=circulate if backward else Circulate.KV, **options,
-            )  # fmt: skip
-            planned.update(link_bytes(schedule, shape))
+        planned = sum(planned_of("ring", topology, rank, shape, circulate), Counter())
         found.append((dict(+sent), dict(+planned), stamps))
     return found
 
@@ -126,15 +132,10 @@ def gathered_and_planned(rank, world):
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = attention_shape(q, k, v, grad_dtype)
         stay = resend == "never" and circulate is Circulate.KV
-        planned = Counter()
-        for direction in Direction:
-            backward = direction is Direction.BACKWARD
-            schedule = gather_schedule(
-                topology, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=2,
-                heads_per_round=heads, direction=direction, rectangular_causal=False,
-                circulate=circulate if backward else Circulate.KV, recalls=backward and stay,
-            )  # fmt: skip
-            planned.update(gather_bytes(schedule, shape, grad_dtype.itemsize if backward else 0))
+        planned = planned_of(
+            "gather", topology, rank, shape, circulate, heads_per_round=heads, left=stay
+        )
+        planned = sum(planned, Counter())
         found.append((dict(+sent), dict(+planned)))
     return found
 
@@ -183,17 +184,10 @@ def exchanged_and_planned(rank, world):
         vars(dist).update(restore)
         shape = attention_shape(q, k, v, torch.float32)
         flat = topology.flat() if inter == "a2a" else topology
-        planned = {}
-        for direction in Direction:
-            schedule = a2a_schedule(
-                flat, rank, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, tokens=6, heads_kv=4,
-                heads_per_round=1, direction=direction,
-                circulate=circulate if direction is Direction.BACKWARD else Circulate.KV,
-            )  # fmt: skip
-            planned[direction] = Counter(a2a_bytes(schedule, shape, keep == "all"))
+        there, back = planned_of("a2a", flat, rank, shape, circulate, left=keep != "all")
         if keep == "none":  # the replay
-            planned[Direction.BACKWARD].update(planned[Direction.FORWARD])
-        planned = [dict(+planned[direction]) for direction in Direction]
+            back += there
+        planned = [dict(+there), dict(+back)]
         over_all = exchange_bytes(shape, topology, keep == "all") if inter == "a2a" else None
         found.append(([forward, dict(+sent)], planned, over_all))
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
 from megatron_burst.schedule.topology import Link, pretend_hosts
 from tests.schedule.cases import Case, grid
@@ -221,6 +221,29 @@ def test_every_hop_of_a_ring_but_the_last_ones_home_is_behind_a_kernel(case, dir
         assert all(hidden(program, Cargo.READ))
         grads = hidden(program, Cargo.GRAD)
         assert all(grads[: len(grads) - last])
+
+
+def test_a_hop_of_data_between_nodes_has_a_whole_round_to_arrive():
+    """Its overlap is why the ring is nested."""
+    case = Case("ring", grid(3, 4), Layout.ZIGZAG, Mask.CAUSAL, rounds=1)
+    for direction in Direction:
+        for program in case.programs(direction):
+            assert hidden(program, Cargo.READ, Link.INTER) == [4, 4]
+
+
+@given(GRIDS)
+def test_a_rings_work_is_balanced_in_zigzag(topology):
+    """Every rank computes the same pairs in every step; the first step half a row more."""
+    case = Case("ring", topology, Layout.ZIGZAG, Mask.CAUSAL, rounds=1, tokens=8)
+    for program in case.programs(FORWARD):
+        kernels = [op for op in program.ops if isinstance(op, Attend)]
+        work = [_pairs(op) for op in kernels]
+        assert work == [36] + [32] * (topology.cp_size - 1)
+
+
+def _pairs(kernel):
+    rows = (Span(0, 8) if ref.rows is None else ref.rows for ref in (kernel.q, kernel.kv))
+    return Tile(*rows, kernel.mask).pairs
 
 
 ONE_NODE = st.builds(grid, st.just(1), st.integers(2, 5))

@@ -1,0 +1,158 @@
+"""Steps of gathers: every pair once, whole pieces only, balanced, what is taken is given."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.schedule.call import Circulate, Direction
+from megatron_burst.schedule.emitter import Kernel, Spec
+from megatron_burst.schedule.gather_steps import gather_steps
+from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_hosts
+from tests.plan.strategies import topologies
+from tests.schedule.cases import shape_of
+
+GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
+
+
+def steps_of(spec):
+    """Of all ranks."""
+    return [gather_steps(replace(spec, cp_rank=rank)) for rank in range(spec.topology.cp_size)]
+
+
+@st.composite
+def specs(draw):
+    topology, heads_kv = draw(topologies(max_side=4)), draw(st.integers(1, 4))
+    direction = draw(st.sampled_from(list(Direction)))
+    backward = direction is Direction.BACKWARD
+    circulate = draw(st.sampled_from(list(Circulate))) if backward else Circulate.KV
+    return Spec(
+        topology, 0, direction, shape_of(2 * draw(st.integers(1, 2)), (heads_kv, heads_kv)),
+        draw(st.sampled_from(GATHERED)), draw(st.sampled_from(list(Mask))), circulate,
+        Kernel(rectangular_causal=draw(st.booleans())), draw(st.integers(1, heads_kv)),
+        left=circulate is Circulate.KV and draw(st.booleans()),
+    )  # fmt: skip
+
+
+def pairs_of(tile, query_positions, key_positions):
+    """(query position, key position) pairs of a tile; the diagonal ends in its last corner."""
+    ahead = len(tile.kv) - len(tile.q)
+    for i, row in enumerate(range(tile.q.start, tile.q.stop)):
+        seen = ahead + i + 1 if tile.mask is Mask.CAUSAL else len(tile.kv)
+        for key in range(tile.kv.start, tile.kv.start + seen):
+            yield query_positions[row], key_positions[key]
+
+
+def positions_in(layout, ranks, cp_size, tokens):
+    """Positions of the rows of some ranks' shards."""
+    return [p for rank in ranks for span in positions(layout, rank, cp_size, tokens) for p in span]
+
+
+@settings(deadline=None, max_examples=60)
+@given(specs())
+def test_each_query_meets_each_visible_key_once_for_each_head(spec):
+    topology, layout, tokens = spec.topology, spec.layout, spec.shape.tokens
+    size = topology.cp_size
+    met = Counter()
+    for rank, gathers in enumerate(steps_of(spec)):
+        row, column = topology.coord(rank)
+        mine = positions_in(layout, [rank], size, tokens)
+        for step, leg in zip(gathers.steps, gathers.order, strict=True):
+            there = (row - leg.distance) % topology.inter_size
+            visitor = positions_in(layout, [topology.grid[there][column]], size, tokens)
+            by_queries = spec.circulate is Circulate.Q
+            queries, host = (visitor, row) if by_queries else (mine, there)
+            keys = sorted(positions_in(layout, topology.grid[host], size, tokens))
+            for head in range(step.heads.start, step.heads.stop):
+                for tile in (*step.before, *step.after):
+                    met.update((head, *pair) for pair in pairs_of(tile, mine, mine))
+                for tile in step.tiles:
+                    met.update((head, *pair) for pair in pairs_of(tile, queries, keys))
+    causal, whole = spec.mask is Mask.CAUSAL, range(size * tokens)
+    heads = range(spec.shape.heads_kv)
+    expected = {(h, q, k) for h in heads for q in whole for k in whole if k <= q or not causal}
+    assert met.keys() == expected and set(met.values()) == {1}
+
+
+@settings(deadline=None)
+@given(specs())
+def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
+    """A share is sent piece by piece; kernels without rectangular causal tiles get square ones."""
+    for gathers in steps_of(spec):
+        for step in gathers.steps:
+            edges = {0} | {piece.whole.stop for piece in step.keys}
+            assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles)
+            for tile in step.every_tile:
+                square = len(tile.q) == len(tile.kv)
+                assert square or tile.mask is Mask.FULL or spec.kernel.rectangular_causal
+            assert all(tile.q == tile.kv for tile in (*step.before, *step.after))
+
+
+@settings(deadline=None)
+@given(specs())
+def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
+    """What one takes is what the other gives, in the same order."""
+    topology = spec.topology
+    every = steps_of(spec)
+    for gathers in every:
+        ranks = topology.grid[topology.coord(gathers.cp_rank)[0]]
+        assert {*gathers.others, gathers.cp_rank} == set(ranks)
+        seen = {(gather, rank): set() for gather in range(len(gathers.reads)) for rank in ranks}
+        for index, step in enumerate(gathers.steps):
+            for rank in ranks:
+                tiles = every[rank].steps[index].tiles
+                laid = [row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)]
+                seen[step.gather, rank].update(laid)
+                for leaf in step.leaves[rank]:
+                    assert laid[leaf.rows.slice] == list(
+                        range(leaf.piece.whole.start, leaf.piece.whole.stop)
+                    )
+                if rank != gathers.cp_rank:
+                    to_me = every[rank].steps[index].leaves[rank]
+                    to_me = [leaf for leaf in to_me if leaf.piece.holder == gathers.cp_rank]
+                    assert step.leaves[rank] == tuple(to_me)
+                    continue
+                left = sum(len(leaf.rows) for leaf in step.leaves[rank])
+                own = [p.whole for p in step.keys if p.holder == rank]
+                kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
+                assert left + kept == len(laid) <= gathers.share_rows
+        for step in gathers.steps:
+            for rank in ranks:
+                rows = seen[step.gather, rank]
+                foreign = [p for p in step.keys if p.holder != rank and p.whole.start in rows]
+                if rank != gathers.cp_rank:
+                    foreign = [piece for piece in foreign if piece.holder == gathers.cp_rank]
+                assert gathers.reads[step.gather][rank] == tuple(foreign)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("heads_per_round", [1, 2, 4])
+def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads_per_round):
+    gathers = gather_steps(
+        Spec(pretend_hosts(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
+             heads_per_round=heads_per_round)
+    )  # fmt: skip
+    assert gathers.steps[0].before
+    assert bool(gathers.steps[-1].after) == (direction is Direction.BACKWARD)
+    for step in gathers.steps[1:-1]:
+        assert not step.before and not step.after
+
+
+@pytest.mark.parametrize("hosts, ranks", [(1, 2), (1, 8), (2, 2), (4, 2), (2, 4), (8, 1)])
+def test_work_is_balanced_in_zigzag(hosts, ranks):
+    """Steps too: nobody waits for a rank whose tiles see more keys."""
+    size = hosts * ranks
+    every = steps_of(
+        Spec(pretend_hosts(size, hosts), 0, Direction.FORWARD, shape_of(64, (2, 2)), Layout.ZIGZAG,
+             Mask.CAUSAL)
+    )  # fmt: skip
+    for index in range(2 * hosts):
+        work = {sum(tile.pairs for tile in s.steps[index].tiles) for s in every}
+        assert len(work) == 1
+    total = 64 * size
+    pairs = sum(t.pairs for s in every for step in s.steps[hosts:] for t in step.tiles)
+    assert pairs == total * (total + 1) // 2
