@@ -158,7 +158,7 @@ def simulate(
     found = Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
     for tasks in queues.values():
         for task in tasks:  # they name each other, so nothing else would free them soon
-            task.then = task.tells = task.parts = []
+            task.then, task.tells, task.parts = [], [], []
             task.cause = None
     return found
 
@@ -169,10 +169,9 @@ def _queued(rank: int, program: Program, timer: Timer, overlap: bool) -> list[_T
     tasks: list[_Task] = []
     last: dict[Hashable, _Task] = {}  # of each queue
     for index, op in enumerate(program.ops):
-        moves = isinstance(op, Transfer)
-        task = _Task(rank, op, 0.0 if moves else timed.seconds(op))
+        task = _Task(rank, op, 0.0 if isinstance(op, Transfer) else timed.seconds(op))
         befores = [tasks[earlier] for earlier in derived.waits[index]] if overlap else []
-        queue: Hashable = (op.link, op.cargo) if moves else op.stream
+        queue: Hashable = (op.link, op.cargo) if isinstance(op, Transfer) else op.stream
         _follow(task, befores, last, queue if overlap else None)
         tasks.append(task)
     end = _Task(rank, None)
@@ -243,6 +242,7 @@ def _take(
 ) -> None:
     """The parts of a transfer, by link. Who passes something on is done when it has arrived."""
     op, rank = task.op, task.rank
+    assert isinstance(op, Transfer)
     come: Counter[Link] = Counter()
     for take in op.takes:
         come[program.topology.link(take.peer, rank)] += program.num_bytes(take.rows)
@@ -304,6 +304,7 @@ class _World:
 
     def _compute(self, gpu: _Gpu, task: _Task, now: float) -> None:
         task.start = now
+        assert task.op is not None and not isinstance(task.op, Transfer)
         if task.op.stream is Stream.COMPUTE:
             gpu.task, gpu.left, gpu.since, gpu.pace = task, task.seconds, now, 0.0
         else:
