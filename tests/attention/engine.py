@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from threading import Lock
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,9 @@ from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Dtype, Home
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
+
+
+_ONE_AT_A_TIME = Lock()  # ranks are threads, and a patch of one would outlast that of another
 
 
 def problem(cp_size, tokens, heads, dims, seed):
@@ -69,7 +73,7 @@ class Passes:
         sums = accumulate_dtype(q.dtype)
         dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: grad_dtype}
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
-        with one_slot if way.pulls == "one slot" else nullcontext():
+        with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
             self.programs = [MODES[way.mode](one) for one in (spec, back)]
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False)

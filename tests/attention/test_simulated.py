@@ -61,7 +61,11 @@ def scattered(draw, hosts, ranks):
     return topology_of(draw(st.one_of(st.just(names), st.permutations(names))))
 
 
-PULLS = st.sampled_from([False, True, "one slot"])
+@st.composite
+def pulls(draw, hosts):
+    """How slots are used; on several hosts, whose slots may be of several sizes, they are sent:
+    barriers are of all ranks here."""
+    return draw(st.sampled_from([False, True, "one slot"])) if hosts == 1 else False
 
 
 @st.composite
@@ -79,7 +83,7 @@ def gather_cases(draw):
     way = Way(
         "gather", circulate, draw(st.integers(1, heads[1])), rectangular, left,
         draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        draw(st.sampled_from(list(Mask))), backend, pulls=draw(PULLS),
+        draw(st.sampled_from(list(Mask))), backend, pulls=draw(pulls(hosts)),
     )  # fmt: skip
     return draw(scattered(hosts, ranks)), tensors, way, seed
 
@@ -101,7 +105,7 @@ def a2a_cases(draw):
         "a2a", draw(st.sampled_from(list(Circulate))), draw(st.integers(1, per_rank)),
         left=draw(st.booleans()), layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         mask=draw(st.sampled_from(list(Mask))),
-        backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(PULLS),
+        backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(hosts)),
     )  # fmt: skip
     tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
     return draw(scattered(hosts, ranks)), tensors, way, seed
