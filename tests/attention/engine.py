@@ -21,7 +21,6 @@ from megatron_burst.schedule.program import Dtype, Home
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 
-
 _ONE_AT_A_TIME = Lock()  # ranks are threads, and a patch of one would outlast that of another
 
 
