@@ -14,18 +14,13 @@ Dtypes = Mapping[Dtype, torch.dtype]
 Fields = dict[str, Tensor]  # [b, rows, heads, dim] each, or [b, heads, rows]
 
 
-def field_bytes(field: Field, dtypes: Dtypes) -> int:
-    """Bytes of a field in one row of one sequence."""
-    return field.elements * dtypes[field.dtype].itemsize
-
-
-def row_bytes(buffer: Buffer, dtypes: Dtypes) -> int:
-    """Bytes of a row of one sequence; where fields of several dtypes lie side by side, each begins
-    aligned."""
-    sizes = [field_bytes(field, dtypes) for field in buffer.fields]
+def row_bytes(buffer: Buffer, dtypes: Dtypes) -> list[int]:
+    """Bytes that each field takes in a row of one sequence; where fields of several dtypes lie side
+    by side, each begins aligned."""
+    sizes = [field.elements * dtypes[field.dtype].itemsize for field in buffer.fields]
     if buffer.interleaved and len({dtypes[field.dtype] for field in buffer.fields}) > 1:
-        sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    return sum(sizes)
+        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ class Layout:
     @staticmethod
     def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "Layout":
         """The layout of a buffer."""
-        rows = buffer.rows, batch, row_bytes(buffer, dtypes)
+        rows = buffer.rows, batch, sum(row_bytes(buffer, dtypes))
         flat = torch.empty(prod(rows), dtype=torch.uint8, device="meta")
         if buffer.interleaved:
             fields = _interleaved(flat.view(rows), buffer, dtypes)
@@ -85,16 +80,15 @@ def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
 
 
 def _interleaved(rows: Tensor, buffer: Buffer, dtypes: Dtypes) -> Fields:
-    several = len({dtypes[field.dtype] for field in buffer.fields}) > 1
     fields, offset = {}, 0
-    for field in buffer.fields:
-        size = field_bytes(field, dtypes)
+    for field, taken in zip(buffer.fields, row_bytes(buffer, dtypes), strict=True):
+        size = field.elements * dtypes[field.dtype].itemsize
         part = rows[..., offset : offset + size].view(dtypes[field.dtype])
         if field.dim:
             fields[field.name] = part.unflatten(-1, (field.heads, field.dim)).transpose(0, 1)
         else:
             fields[field.name] = part.permute(1, 2, 0)
-        offset += -(-size // ALIGNMENT) * ALIGNMENT if several else size
+        offset += taken
     return fields
 
 

@@ -339,14 +339,8 @@ class Sides:
     def of(self, round_: int) -> tuple[Ref, ...]:
         """A round's side for kernels; made once, whoever's keys it meets."""
         if round_ not in self._made:
-            self._made = {round_: self._with_output(round_)}
+            self._made = {round_: self._emitter.visiting(*self.bare(round_))}
         return self._made[round_]
-
-    def _with_output(self, round_: int) -> tuple[Ref, ...]:
-        bare = self.bare(round_)
-        if self._emitter.spec.kernel.takes_delta:
-            return bare
-        return self._emitter.with_stand_in(f"stand-in {round_}", bare)
 
 
 class Results:

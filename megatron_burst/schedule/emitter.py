@@ -84,6 +84,11 @@ class Spec:
         no wider than the wire."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
 
+    @property
+    def grad_dtype(self) -> Dtype:
+        """Of gradients as the kernel makes them."""
+        return Dtype.SUM if self.kernel.wide_grads else Dtype.INPUT
+
 
 @dataclass
 class Emitter:
@@ -134,11 +139,6 @@ class Emitter:
         )  # fmt: skip
         return placed(made)
 
-    # --- queries that meet keys ---
-
-    def attend(self, tile: Tile, q: Ref, kv: Ref, into: tuple[Ref, ...]) -> None:
-        self.emit(Attend(q.at(tile.q), kv.at(tile.kv), tile.mask, into))
-
     def slot_count(self, cargo: Cargo, exchanges: int, rows: int, fields: Sequence[Field]) -> int:
         """Slots that are filled in turn."""
         if not self.spec.pulled:
@@ -155,6 +155,15 @@ class Emitter:
             self.emit(
                 Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, self.spec.pulled)
             )
+
+    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
+        """One hop to the next rank of a row, or of a column; as much comes from the one before."""
+        down, right = (1, 0) if link is Link.INTER else (0, 1)
+        topology = self.spec.topology
+        row, column = topology.coord(self.spec.cp_rank)
+        give = Give(topology.rank_at(row + down, column + right), sends)
+        take = Take(topology.rank_at(row - down, column - right), sends, brings)
+        self.emit(Transfer(link, cargo, (give,), (take,)))
 
     def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """What a kernel makes."""
@@ -173,14 +182,11 @@ class Emitter:
         return delta
 
     def visiting(self, *sides: Ref) -> tuple[Ref, ...]:
-        """A query side that has delta, as the kernel wants it."""
+        """A query side that has delta, as the kernel wants it: if need be with an output that has
+        the same delta."""
         if self.spec.kernel.takes_delta:
             return sides
-        return self.with_stand_in(f"stand-in for {sides[0].buffer}", sides)
-
-    def with_stand_in(self, name: str, sides: tuple[Ref, ...]) -> tuple[Ref, ...]:
-        """With an output that has the same delta."""
-        rows = self.buffers[sides[0].buffer].rows
+        name, rows = f"stand-in for {sides[0].buffer}", self.buffers[sides[0].buffer].rows
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
         made = self.part(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
@@ -210,17 +216,15 @@ class Outputs:
             name = f"{self._name} part {len(self._parts)}"
             into = (self._emitter.part(name, len(tile.q), self._fields),)
             self._parts.append((tile.q, *into))
-        self._emitter.attend(tile, self._q, kv, into)
+        self._emitter.emit(Attend(self._q.at(tile.q), kv.at(tile.kv), tile.mask, into))
 
     def _at(self, rows: Span) -> tuple[Ref, ...]:
         return tuple(out.at(rows) for out in self._out)
 
     def merge(self) -> None:
         """Merge what rows have of several tiles."""
-        for span in cut((tile.q for tile in self._tiles), self._rows):
-            parts = tuple(
-                part.at(span.moved(-rows.start)) for rows, part in self._parts if rows.holds(span)
-            )
+        spans = cut((tile.q for tile in self._tiles), self._rows)
+        for span, parts in sums_of(self._parts, spans):
             if parts:
                 self._emitter.emit(Merge(parts, self._at(span)))
 
@@ -249,8 +253,7 @@ class Gradients:
         self._dq, self._rows, self._count = dq, rows, 0
         self._parts: list[tuple[Span, Ref]] = []
         self._written: list[Span] = []
-        shape = emitter.spec.shape
-        dtype = Dtype.SUM if emitter.spec.kernel.wide_grads else Dtype.INPUT
+        shape, dtype = emitter.spec.shape, emitter.spec.grad_dtype
         self._dq_fields = dq_fields(heads[0], shape, dtype)
         self._dkv_fields = dkv_fields(heads[1], shape, dtype)
 

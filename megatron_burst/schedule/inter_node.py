@@ -22,12 +22,9 @@ from megatron_burst.schedule.program import (
     Copy,
     Dtype,
     Field,
-    Give,
     Home,
     Ref,
     Stream,
-    Take,
-    Transfer,
 )
 from megatron_burst.schedule.topology import Link
 
@@ -65,15 +62,6 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     """KV heads in groups; the last may have fewer."""
     starts = range(0, heads_kv, heads_per_round)
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
-
-
-def send_on(emitter: Emitter, cargo: Cargo, sends: Ref, brings: Ref) -> None:
-    """One hop to the next node; as much comes from the one before."""
-    topology = emitter.spec.topology
-    row, column = topology.coord(emitter.spec.cp_rank)
-    give = Give(topology.rank_at(row + 1, column), sends)
-    take = Take(topology.rank_at(row - 1, column), sends, brings)
-    emitter.emit(Transfer(Link.INTER, cargo, (give,), (take,)))
 
 
 class Visitors:
@@ -125,7 +113,7 @@ class Visitors:
 
     def _send(self, step: Step) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
-        send_on(self._emitter, Cargo.READ, sends, brings)
+        self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
 
 
 class TravellingSums:
@@ -171,7 +159,7 @@ class TravellingSums:
         add_up(self._emitter, total, sums, fresh, stream)
         if step.distance:
             came = self._sum(step.round, step.distance + 1)
-            send_on(self._emitter, Cargo.GRAD, total, came)
+            self._emitter.hop(Link.INTER, Cargo.GRAD, total, came)
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
         """Complete the rank's own gradients that come home by now; returns their rounds."""

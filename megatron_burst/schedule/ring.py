@@ -31,13 +31,10 @@ from megatron_burst.schedule.program import (
     Copy,
     Dtype,
     Fill,
-    Give,
     Home,
     Merge,
     Program,
     Ref,
-    Take,
-    Transfer,
 )
 from megatron_burst.schedule.topology import Link
 
@@ -101,8 +98,7 @@ class _Ring(Emitter):
             kv = self.visitor(step)
         elif step and tiles_here:
             sides = self.visiting(self.visitor(step))
-        shares, shape = [], spec.shape
-        dtype = Dtype.SUM if spec.kernel.wide_grads else Dtype.INPUT
+        shares, shape, dtype = [], spec.shape, spec.grad_dtype
         for number, tile in enumerate(tiles_here):
             name = f"{step}.{number}"
             dq = self.part(f"dq {name}", len(tile.q), dq_fields(shape.heads_q, shape, dtype))
@@ -124,10 +120,8 @@ class _Ring(Emitter):
 
     def own_visitor(self, own: tuple[str, ...]) -> Ref:
         """The rank's own shard, packed to travel."""
-        self.own = own
         packed = self.visitor_buffer(0)
-        if self.spec.topology.cp_size > 1:
-            self.emit(Copy(tuple(map(Ref, own)), packed))
+        self.emit(Copy(tuple(map(Ref, own)), packed))
         return packed
 
     def visitor_buffer(self, step: int) -> Ref:
@@ -155,14 +149,6 @@ class _Ring(Emitter):
         arriving = self.visitor_buffer(step + 1)
         self.hop(Link.INTRA, Cargo.READ, visitor, arriving)
         return arriving
-
-    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
-        """One hop along a ring: the shard before comes where this one goes."""
-        down, right = (1, 0) if link is Link.INTER else (0, 1)
-        at = self.spec.topology.rank_at
-        give = Give(at(self.row + down, self.column + right), sends)
-        take = Take(at(self.row - down, self.column - right), sends, brings)
-        self.emit(Transfer(link, cargo, (give,), (take,)))
 
 
 class GradientsHome:
