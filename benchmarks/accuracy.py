@@ -30,7 +30,7 @@ from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 
@@ -49,7 +49,7 @@ def draw(heads, seq, device):
 
 
 def truth_of(tensors):
-    """(out, dq, dk, dv) in float64, one key head at a time, as the scores are large."""
+    """(out, dq, dk, dv) in float64, one KV head at a time, as the scores are large."""
     q, k, v, dout = (x.double() for x in tensors)
     group = q.shape[2] // k.shape[2]
     parts = []
@@ -72,7 +72,7 @@ def simulated(tensors, ranks, mode):
     def one(rank, carrier):
         if tensors[0].is_cuda:
             torch.cuda.set_device(tensors[0].device)  # a thread begins with the first one
-        carrier.topology = pretend_hosts(ranks, 1)
+        carrier.topology = pretend_nodes(ranks, 1)
         carrier.transfer = Choice("send", "simulated")
         rows = rows_of(Layout.ZIGZAG, rank, ranks, tokens).to(tensors[0].device)
         q, k, v, dout = (x[:, rows] for x in tensors)

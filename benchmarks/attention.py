@@ -34,7 +34,7 @@ from benchmarks.sweep import (
 from benchmarks.tables import reasons, terminal_table
 from benchmarks.te_peer import TransformerEngine
 from benchmarks.trial import Trial, try_out
-from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
+from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
 from megatron_burst.cli.timing import attempt, clean_up, interleave
 from megatron_burst.cli.world import World, started
 
@@ -172,7 +172,7 @@ class _Bench:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions(),
             gpu=gpu,
-            hosts=self.world.hosts,
+            nodes=self.world.nodes,
             ranks=self.world.size,
             link=self.link,
             **asdict(case),
@@ -186,7 +186,7 @@ class _Bench:
 @app.command()
 def main(
     seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,128K,1M")] = "",
-    heads: Annotated[str, Option(help="query heads / key heads, e.g. 32/32,32/8")] = "",
+    heads: Annotated[str, Option(help="query heads / KV heads, e.g. 32/32,32/8")] = "",
     batch: Annotated[str, Option(help="sequences, e.g. 1,2")] = "",
     mask: Annotated[str, Option(help="causal, full, or both: causal,full")] = "",
     head_dim: Annotated[str, Option(help="width of a head, or 192/128 for q, k / v")] = "128",
@@ -206,14 +206,14 @@ def main(
         int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
     ] = None,
     budget_s: Budget = None,
-    hosts: Hosts = None,
+    nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Attention over all ranks, beside its peers; alone or under torchrun."""
     with in_one_sentence():
         grid = grid_of(seq, heads, batch, mask)
         plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
-        _run(plan, head_dims(head_dim), dtype, device, hosts)
+        _run(plan, head_dims(head_dim), dtype, device, nodes)
 
 
 def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> Plan:
@@ -222,11 +222,11 @@ def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> Plan:
     return Plan(cases, impls_of(impls or usual), **limits)
 
 
-def _run(plan: Plan, dims: tuple[int, int], dtype, device, hosts) -> None:
+def _run(plan: Plan, dims: tuple[int, int], dtype, device, nodes) -> None:
     """Measure, then show what was measured."""
     width = None if Console().is_terminal else 200
     console = Console(width=width, markup=False, highlight=False)
-    with started(_WHO, device, hosts) as world:
+    with started(_WHO, device, nodes) as world:
         dtype = dtype or usual_dtype(world)
         sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
         plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))

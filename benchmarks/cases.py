@@ -21,8 +21,8 @@ class Case:
         seq: tokens of the whole sequence.
         batch: sequences.
         heads_q: query heads of all ranks together.
-        heads_kv: key heads; divides heads_q.
-        head_dim_qk: width of a query or key head.
+        heads_kv: KV heads; divides heads_q.
+        head_dim_qk: width of a query or KV head.
         head_dim_v: width of a value head.
         mask: what a query sees.
         dtype: torch's name of it.
@@ -63,13 +63,13 @@ class Case:
 
 
 def head_counts(text: str, who: str) -> tuple[Heads, ...]:
-    """Query and key heads in a list such as "32/32,32/8"; `who` refuses."""
+    """Query and KV heads in a list such as "32/32,32/8"; `who` refuses."""
     found = []
     for word in text.split(","):
         pair = whole_numbers(word.replace("/", ","), "--heads", who)
         if len(pair) != 2 or pair[0] % pair[1]:
             raise BurstError(
-                f"{who}: --heads must list query heads / key heads, because each key head serves "
+                f"{who}: --heads must list query heads / KV heads, because each KV head serves "
                 f"equally many query heads; got {word!r}; write for example 32/8"
             )
         found.append(pair)
@@ -77,7 +77,7 @@ def head_counts(text: str, who: str) -> tuple[Heads, ...]:
 
 
 def one_head_count(text: str, who: str) -> Heads:
-    """Query and key heads of a command that has one pair of them, such as "32/8"."""
+    """Query and KV heads of a command that has one pair of them, such as "32/8"."""
     found = head_counts(text, who)
     if len(found) > 1:
         raise BurstError(
@@ -104,7 +104,7 @@ class Grid:
 
     Attributes:
         seqs: whole sequence lengths, tokens.
-        heads: query and key heads.
+        heads: query and KV heads.
         batches: sequences.
         masks: "causal", "full".
     """
@@ -177,7 +177,7 @@ _BURST = (  # labels after "burst:"; each changes one thing of auto
     "auto", "overlap=false", "transfer=send", "heads_per_round=1", "heads_per_round=4",
     "intra=a2a", "intra=ring", "backend=cudnn", "backend=flash", "deterministic=true",
 )  # fmt: skip
-_BURST_HOSTS = (  # the same on several hosts
+_BURST_NODES = (  # the same on several nodes
     "auto", "inter=flat", "intra=ring", "circulate=kv", "circulate=q", "overlap=false",
     "pieces=false", "transfer=send", "intra=a2a", "inter=a2a", "resend=never", "resend=always",
 )  # fmt: skip
@@ -189,7 +189,7 @@ _SEEDS = (
 )
 PRESETS = {
     "quick": Preset(Grid((16 * _K, 64 * _K)).cases(), ("burst:auto", "te:p2p", "ceiling")),
-    "one-host": Preset(
+    "one-node": Preset(
         Grid((64 * _K, 128 * _K, 256 * _K, 512 * _K), ((32, 32), (32, 8), (8, 2), (8, 1))).cases(),
         (*PEERS, *SAME_KERNEL),
     ),
@@ -198,13 +198,13 @@ PRESETS = {
         Grid((64 * _K, 128 * _K), ((32, 8), (32, 32))).cases(),
         (*(f"burst:{label}" for label in _BURST), "ceiling"),
     ),
-    "two-hosts": Preset(
+    "two-nodes": Preset(
         Grid((64 * _K, 128 * _K, 256 * _K, 512 * _K), ((32, 32), (32, 8), (8, 2), (8, 1))).cases(),
         PEERS,
     ),
-    "ablation-hosts": Preset(
+    "ablation-nodes": Preset(
         Grid((64 * _K, 128 * _K), ((32, 8), (32, 32))).cases(),
-        (*(f"burst:{label}" for label in _BURST_HOSTS), "ceiling"),
+        (*(f"burst:{label}" for label in _BURST_NODES), "ceiling"),
     ),
 }
 

@@ -5,7 +5,7 @@
 #   benchmarks/everything.sh OUT [GPUS] [PART...]     OUT: folder of the CSVs; GPUS: all of them unless told
 #   TINY=1 benchmarks/everything.sh OUT 2             small sizes, to see that it runs; on CPU processes too
 #
-# Parts, in order: one_host, slices, two_hosts, four_hosts, accuracy, million, more_slices, loss, layers.
+# Parts, in order: one_node, slices, two_nodes, four_nodes, accuracy, million, more_slices, loss, layers.
 set -uo pipefail
 out=$(realpath -m "${1:?folder for the CSVs}")
 gpus=${2:-$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')}
@@ -16,7 +16,7 @@ tiny=${TINY:-}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-between_hosts=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=4) # pretended ones
+between_nodes=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=4) # pretended ones
 all_te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
 te=("${all_te[@]:0:6}") # without the slowest
 heads=32/8,32/32
@@ -45,13 +45,13 @@ attention() { # seconds, lengths, file, more options
     bench "$1" attention $sizes --impl burst:auto --impl ceiling --out "$out/$3.csv" "${@:4}"
 }
 
-hosts() { # number, seconds, lengths, file
+nodes() { # number, seconds, lengths, file
     if ((gpus % $1 == 0 && gpus > $1)); then
-        export "${between_hosts[@]}"
-        attention "$2" "$3" "$4" --hosts "$1" "${te[@]}" --reps 3
-        unset "${between_hosts[@]%%=*}"
+        export "${between_nodes[@]}"
+        attention "$2" "$3" "$4" --nodes "$1" "${te[@]}" --reps 3
+        unset "${between_nodes[@]%%=*}"
     else
-        echo "== $gpus GPUs are not $1 hosts"
+        echo "== $gpus GPUs are not $1 nodes"
     fi
 }
 
@@ -64,14 +64,14 @@ slices() { # seconds, runs
 
 part() {
     case $1 in
-        one_host) attention 230 64K,128K,256K,512K one_host "${all_te[@]}" --reps 3 ;;
+        one_node) attention 230 64K,128K,256K,512K one_node "${all_te[@]}" --reps 3 ;;
         slices) slices 180 8b-1M:burst 8b-1M:megatron ;;
-        two_hosts) hosts 2 170 64K,128K,256K two_hosts ;;
-        four_hosts) hosts 4 90 64K,128K four_hosts ;;
+        two_nodes) nodes 2 170 64K,128K,256K two_nodes ;;
+        four_nodes) nodes 4 90 64K,128K four_nodes ;;
         accuracy)
             timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv"
             ;;
-        million) attention 190 1M one_host --impl te:p2p --impl te:a2a --reps 1 ;;
+        million) attention 190 1M one_node --impl te:p2p --impl te:a2a --reps 1 ;;
         more_slices)
             [[ -n $tiny ]] || slices 400 14b-1M:burst 14b-1M:megatron 8b-2M:burst 8b-2M:megatron 8b-1M:megatron-own-loss
             ;;
@@ -91,7 +91,7 @@ part() {
     esac
 }
 
-for name in "${@:-one_host slices two_hosts four_hosts accuracy million more_slices loss layers}"; do
+for name in "${@:-one_node slices two_nodes four_nodes accuracy million more_slices loss layers}"; do
     # shellcheck disable=SC2086
     for one in $name; do
         echo "== $one"

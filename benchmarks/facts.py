@@ -80,15 +80,15 @@ def gpu_state(device: torch.device) -> str:
 def link_speed(world: World) -> str:
     """Ring shift and all-to-all in GB/s a rank; "" for one rank.
 
-    On several hosts it is what leaves a rank for other hosts, otherwise what leaves a rank.
+    On several nodes it is what leaves a rank for other nodes, otherwise what leaves a rank.
     """
     if world.size == 1:
         return ""
     send = torch.ones(_NUM_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
     send = send[: send.numel() // world.size * world.size]
     recv = torch.empty_like(send)
-    across = world.hosts > 1 and world.size % world.hosts == 0
-    distance = world.size // world.hosts if across else 1
+    across = world.nodes > 1 and world.size % world.nodes == 0
+    distance = world.size // world.nodes if across else 1
     staying = distance / world.size  # the share of an all-to-all that does not leave
 
     to, source = ((world.rank + sign * distance) % world.size for sign in (1, -1))
@@ -99,7 +99,7 @@ def link_speed(world: World) -> str:
 
     ring = _gbs(shift, send.numel(), world)
     all_to_all = _gbs(exchange, send.numel() * (1 - staying), world)
-    where = f"between {world.hosts} hosts" if across else "on one host"
+    where = f"between {world.nodes} nodes" if across else "on one node"
     if across and world.machines == 1:
         where += " of one machine"
     return f"ring {ring:.3g}, all-to-all {all_to_all:.3g} GB/s {where}"

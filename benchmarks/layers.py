@@ -21,7 +21,7 @@ class Widths:
         layers: how many.
         hidden: model width.
         ffn: width of the gated MLP.
-        heads_q, heads_kv: query and key heads.
+        heads_q, heads_kv: query and KV heads.
         head_dim: of each.
         seq: tokens of the whole sequence.
         batch: sequences.

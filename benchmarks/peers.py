@@ -160,7 +160,7 @@ class Kernel(Peer):
 
     @abstractmethod
     def heads(self, case: Case) -> tuple[int, int]:
-        """Query and key heads that this rank computes; none if no query head."""
+        """Query and KV heads that this rank computes; none if no query head."""
 
     def prepare(self, shard: Shard) -> None:
         case, device = shard.case, self.world.device

@@ -23,15 +23,15 @@ from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
-_RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other hosts came again in backward
+_RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
 _SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more in any case
 _HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
-    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ hosts( of one machine)?"
+    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ nodes( of one machine)?"
 )
 
 
@@ -50,13 +50,13 @@ def is_of_layers(row: Row) -> bool:
 
 def is_standin(row: Row) -> bool:
     """Whether a row is TransformerEngine's ring, which a ring of ours stands in for."""
-    return (row.impl, row.mode, row.hosts) == ("te", "p2p", 1)  # its hops wait for each other
+    return (row.impl, row.mode, row.nodes) == ("te", "p2p", 1)  # its hops wait for each other
 
 
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     """The prediction for a row; None where the planner has nothing to say.
 
-    Links between hosts are those that the row's run measured, if it did.
+    Links between nodes are those that the row's run measured, if it did.
 
     Args:
         row: its measurements are not looked at.
@@ -121,8 +121,8 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         row.head_dim_qk, row.head_dim_v, 2, 4, 4,
     )  # fmt: skip
     pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
-    hosts = pretend_hosts(row.ranks, row.hosts)
-    call = way_of(shape, torch.device("cpu"), hosts, pattern, impl.config)
+    nodes = pretend_nodes(row.ranks, row.nodes)
+    call = way_of(shape, torch.device("cpu"), nodes, pattern, impl.config)
     return replace(
         call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
         again=call.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
@@ -131,12 +131,12 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
-    """The hardware with the links between hosts that the row's run measured, each rank sending."""
+    """The hardware with the links between nodes that the row's run measured, each rank sending."""
     measured = _LINK.match(row.link)
     if not measured:
         return hardware
-    over_all = call.mode == "a2a" and call.arranged.spans_hosts
-    gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.hosts
+    over_all = call.mode == "a2a" and call.arranged.spans_nodes
+    gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.nodes
     nics = own
     if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too
         gbs, nics = gbs * own, 1
@@ -144,7 +144,7 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     return replace(
         hardware,
         links=replace(hardware.links, inter=inter),
-        host=replace(hardware.host, gpus=own, nics=nics),
+        node=replace(hardware.node, gpus=own, nics=nics),
     )
 
 
@@ -172,7 +172,7 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     heads = row.heads_q, row.heads_kv
     model = Model("layers", layers, hidden, *heads, row.head_dim_qk, row.head_dim_v, ffn, vocab=1)
     mode = MODES.get(f"{row.impl}:{row.mode}", Mode(row.impl, row.mode))
-    job = Job(model, row.seq, row.ranks, row.ranks // row.hosts, 1, hardware)
+    job = Job(model, row.seq, row.ranks, row.ranks // row.nodes, 1, hardware)
     seconds, strategies = 0.0, _strategies(row, layers, mode)
     for share, strategy in strategies:
         call = attention_call(job, strategy)

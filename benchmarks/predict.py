@@ -1,6 +1,6 @@
 """Predictions of the planner for problems that are yet to be measured, as a CSV like theirs.
 
-python benchmarks/predict.py attention --ranks 8 --preset one-host --out attention_8xh200.csv
+python benchmarks/predict.py attention --ranks 8 --preset one-node --out attention_8xh200.csv
 python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
 
 Options are those of `benchmarks.attention` and `benchmarks.recompute`. Commit the CSV, measure,
@@ -37,7 +37,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Ranks = Annotated[int, Option(min=1)]
 Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
 Link = Annotated[
-    str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 hosts of one machine', if known")
+    str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 nodes of one machine', if known")
 ]
 
 
@@ -68,7 +68,7 @@ def _row(**columns: object) -> Row:
 def attention(
     out: Out,
     ranks: Ranks,
-    hosts: int = 1,
+    nodes: int = 1,
     seq: str = "",
     heads: str = "",
     preset: str = "",
@@ -83,7 +83,7 @@ def attention(
         every = product(cases, impls_of(tuple(impl or usual)), get_args(Pass))
         rows = [
             _row(
-                hosts=hosts, ranks=ranks, link=link, **asdict(case), impl=one.name, mode=one.mode,
+                nodes=nodes, ranks=ranks, link=link, **asdict(case), impl=one.name, mode=one.mode,
                 pass_=pass_,
             )
             for case, one, pass_ in every
@@ -95,7 +95,7 @@ def attention(
 def recompute(
     out: Out,
     ranks: Ranks,
-    hosts: int = 1,
+    nodes: int = 1,
     seq: str = "64K",
     layers: int = 4,
     heads: str = "32/8",
@@ -114,7 +114,7 @@ def recompute(
         every = product(_lengths(seq), [*modes, *alone])
         rows = [
             _row(
-                hosts=hosts, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
+                nodes=nodes, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
                 impl=one.impl, mode=one.name, note=note,
                 pass_="fwd" if one.name == ATTENTION else "fwd_bwd",
             )

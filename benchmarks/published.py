@@ -4,8 +4,8 @@ python benchmarks/published.py            as they ran: nested rings
 python benchmarks/published.py --auto     as burst would
 
 BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
-8 a host, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
-half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a host, FSDP, layers
+8 a node, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
+half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a node, FSDP, layers
 recomputed, inputs offloaded, FlashAttention-3).
 """
 
@@ -31,7 +31,7 @@ class Published:
         who: whose.
         model: preset.
         seq: tokens, on all GPUs together.
-        gpus: of `hardware`, 8 a host.
+        gpus: of `hardware`, 8 a node.
         hardware: preset.
         strategy: like theirs.
         tokens: a second and GPU, as published.
@@ -55,7 +55,7 @@ def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | 
 
 
 _ULYSSES = Strategy(cp=8, offload_inputs=True, shard_weights=True)
-_ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, shard_weights=True)
+_ON_NODE = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, shard_weights=True)
 _MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
 PUBLISHED = (
     *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),
@@ -67,8 +67,8 @@ PUBLISHED = (
     *_burst_engine("burstengine-14b", 2 * _M, 64, all=(60.49, 51.0), half=(55.67, 43.2)),
     *_burst_engine("burstengine-14b", 2 * _M, 64, none=(44.4, None)),
     Published("Ulysses, recomputed", "llama3-8b", _M, 8, "h100", _ULYSSES, 475.3),
-    Published("burst, kept on host, FSDP", "llama3-8b", _M, 8, "h100", _ON_HOST, None),
-    Published("burst, kept on host, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
+    Published("burst, kept on node, FSDP", "llama3-8b", _M, 8, "h100", _ON_NODE, None),
+    Published("burst, kept on node, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
 )
 
 

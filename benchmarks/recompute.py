@@ -32,7 +32,7 @@ from benchmarks.sweep import (
     sweep,
     usual_dtype,
 )
-from megatron_burst.cli.terminal import Device, Hosts, in_one_sentence
+from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
 from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
 from megatron_burst.cli.world import World, started
 from megatron_burst.config import BurstConfig
@@ -189,7 +189,7 @@ class _Part:
         return Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions(), gpu=gpu_state(world.device), link=self.link,
-            hosts=world.hosts, ranks=world.size,
+            nodes=world.nodes, ranks=world.size,
             seq=widths.seq, batch=widths.batch, heads_q=widths.heads_q, heads_kv=widths.heads_kv,
             head_dim_qk=widths.head_dim, head_dim_v=widths.head_dim, mask="causal",
             dtype=widths.dtype, impl=mode.impl, mode=mode.name, pass_=which, **measured,
@@ -199,7 +199,7 @@ class _Part:
 @app.command()
 def main(
     seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,256K,1M")] = "64K",
-    heads: Annotated[str, Option(help="query heads / key heads")] = "32/8",
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
     head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
     layers: Annotated[int, Option(min=1, help="layers of the stack")] = 4,
     hidden: Annotated[int, Option(min=1, help="model width")] = 4096,
@@ -212,14 +212,14 @@ def main(
     out: Out = Path("recompute.csv"),
     reps: Annotated[int, Option(min=1)] = 5,
     budget_s: Budget = None,
-    hosts: Hosts = None,
+    nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Time and memory of a stack of Megatron's layers by how it recomputes and what it keeps."""
     with in_one_sentence():
         sizes = layers, hidden, ffn, *one_head_count(heads, _WHO), head_dim
         lengths, modes = whole_numbers(seq, "--seq", _WHO), modes_of(mode or ())
-        with started(_WHO, device, hosts) as world:
+        with started(_WHO, device, nodes) as world:
             modes = modes_of(mode or (), world.size)
             dtype = dtype or usual_dtype(world)
             problems = [Widths(*sizes, tokens, batch, dtype) for tokens in lengths]

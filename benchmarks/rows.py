@@ -25,7 +25,7 @@ class Row:
         date: when, UTC.
         versions: of what took part.
         gpu: name, clock and temperature of rank 0's device after the last repetition.
-        hosts: real or pretended ones.
+        nodes: real or pretended ones.
         ranks: of the run; `one_gpu` computes on one of them.
         link: measured ring shift and all-to-all, GB/s a rank.
         pass_: "fwd" (under no_grad) or "fwd_bwd".
@@ -40,7 +40,7 @@ class Row:
     date: str
     versions: str
     gpu: str
-    hosts: int
+    nodes: int
     ranks: int
     link: str
     seq: int

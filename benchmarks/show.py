@@ -1,6 +1,6 @@
 """Shows what was measured, as Markdown and pictures beside the first CSV.
 
-python -m benchmarks.show table benchmarks/results/attention_4xh200_one_host.csv
+python -m benchmarks.show table benchmarks/results/attention_4xh200_one_node.csv
 """
 
 from pathlib import Path

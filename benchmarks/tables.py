@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     heads_q: int
     heads_kv: int
     seq: int
-    hosts: int
+    nodes: int
     ranks: int
     batch: int
     head_dim_qk: int
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
         return {
             "heads": f"{self.heads_q}/{self.heads_kv}",
             "S": in_units(self.seq),
-            "hosts": f"{self.hosts}",
+            "nodes": f"{self.nodes}",
             "ranks": f"{self.ranks}",
             "batch": f"{self.batch}",
             "head dim": "/".join(map(str, dims)),

@@ -41,17 +41,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def record(
     out: Path,
     seq: Annotated[int, typer.Option(help="tokens of the whole sequence")] = 65536,
-    heads: Annotated[str, typer.Option(help="query heads / key heads")] = "32/8",
+    heads: Annotated[str, typer.Option(help="query heads / KV heads")] = "32/8",
     modes: Annotated[
         str, typer.Option(help="configurations, separated by ;")
     ] = "intra=gather,transfer=pull;intra=gather,transfer=send;intra=ring",
-    hosts: Annotated[int, typer.Option(help="pretend so many, with sockets between them")] = 1,
+    nodes: Annotated[int, typer.Option(help="pretend so many, with sockets between them")] = 1,
 ) -> None:
     """Profile one pass of each mode on every rank; rank 0 writes its own."""
-    if hosts > 1:  # before NCCL starts
-        host = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])
-        os.environ["NCCL_HOSTID"] = f"pretended-{host}"
-        modes = ";".join(f"{mode},hosts={hosts}" for mode in modes.split(";"))
+    if nodes > 1:  # before NCCL starts
+        node = int(os.environ["RANK"]) * nodes // int(os.environ["WORLD_SIZE"])
+        os.environ["NCCL_HOSTID"] = f"pretended-{node}"
+        modes = ";".join(f"{mode},nodes={nodes}" for mode in modes.split(";"))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     num_q, num_kv = map(int, heads.split("/"))

@@ -4,7 +4,7 @@ python benchmarks/validate_plan.py             all results; writes docs/planner_
 python benchmarks/validate_plan.py MINE.csv    prints the table
 python benchmarks/validate_plan.py MINE.csv --predictions P.csv    beside what predict.py wrote
 
-Speeds of the H200's preset were fitted to one host's rows of 64K and 256K tokens only. Rows of
+Speeds of the H200's preset were fitted to one node's rows of 64K and 256K tokens only. Rows of
 other implementations, of CPUs and failures are not predicted, and counted as such.
 """
 
@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)
 ALIKE = 1.002  # by what predictions differ that say the same
 SHAPE = (
-    "hosts", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
+    "nodes", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
     "dtype", "impl", "mode", "pass_",
 )  # fmt: skip
 KINDS = (  # what is summed up apart
-    "64K and 256K on one host (speeds fitted)", "other lengths on one host",
-    "several hosts (links as measured in the run)", "layers of Megatron's under recomputation",
+    "64K and 256K on one node (speeds fitted)", "other lengths on one node",
+    "several nodes (links as measured in the run)", "layers of Megatron's under recomputation",
     "TransformerEngine's p2p, for which a ring of K, V over all ranks stands in",
 )  # fmt: skip
 Predictor = Callable[[Row], Prediction | None]
@@ -67,7 +67,7 @@ class Compared:
             return KINDS[3]
         if is_standin(self.row):
             return KINDS[4]
-        if self.row.hosts > 1:
+        if self.row.nodes > 1:
             return KINDS[2]
         return KINDS[self.row.seq not in FITTED]
 
@@ -111,7 +111,7 @@ def table(compared: Sequence[Compared]) -> list[str]:
         gib = "| |"
         if memory is not None:
             gib = f"{row.peak_gib:.2f} | {one.predicted.gib:.2f} | {memory:+.1%}"
-        ranks = f"{row.ranks} on {row.hosts} hosts" if row.hosts > 1 else row.ranks
+        ranks = f"{row.ranks} on {row.nodes} nodes" if row.nodes > 1 else row.ranks
         what = "layers" if is_of_layers(row) else "attention"
         lines.append(
             f"| {what} | {ranks} | {in_units(row.seq)} | {row.heads_q}/{row.heads_kv} | "
@@ -139,7 +139,7 @@ def choices(compared: Sequence[Compared]) -> list[float]:
             and not is_of_layers(row)
             and not row.mode.startswith(("backend", "deterministic", "overlap"))
         ):
-            key = (row.date, row.hosts, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
+            key = (row.date, row.nodes, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
             problems.setdefault(key, []).append(one)
     losses = []
     for some in problems.values():

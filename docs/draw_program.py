@@ -15,7 +15,7 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Op, Program, Stream, Transfer
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 LANES = {  # color, and what it is
     "intra": ("#f3e6c8", "transfers inside the node"),
@@ -113,7 +113,7 @@ if __name__ == "__main__":
         grad_bytes=4,
     )  # fmt: skip
     spec = Spec(
-        pretend_hosts(4, 2), 0, Direction.BACKWARD, shape, Layout.ZIGZAG, Mask.CAUSAL,
+        pretend_nodes(4, 2), 0, Direction.BACKWARD, shape, Layout.ZIGZAG, Mask.CAUSAL,
         heads_per_round=2, pulled=True,
     )  # fmt: skip
     figure = Figure(figsize=(13, 11.5), layout="constrained")

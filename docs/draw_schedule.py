@@ -1,4 +1,4 @@
-"""Draws docs/schedule.png: forward and backward of two hosts x two ranks."""
+"""Draws docs/schedule.png: forward and backward of two nodes x two ranks."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 if __name__ == "__main__":
     shape = AttentionShape(
@@ -15,7 +15,7 @@ if __name__ == "__main__":
         grad_bytes=4,
     )  # fmt: skip
     panels = [
-        Spec(pretend_hosts(4, 2), 0, direction, shape, Layout.ZIGZAG, Mask.CAUSAL, circulate)
+        Spec(pretend_nodes(4, 2), 0, direction, shape, Layout.ZIGZAG, Mask.CAUSAL, circulate)
         for direction, circulate in zip(Direction, Circulate, strict=True)
     ]
     save_picture(panels, Path(__file__).parent / "schedule.png")

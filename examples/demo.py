@@ -3,7 +3,7 @@
     make demo
 
 CP=1 is Megatron's own attention on one process; CP=4 is burst attention on four, pretended to be
-two hosts. Both see the same batches from the same weights. With two or more GPUs the same command
+two nodes. Both see the same batches from the same weights. With two or more GPUs the same command
 uses them, NCCL and bf16. Writes the folder demo/.
 """
 
@@ -159,7 +159,7 @@ def main(
     burst = ("--context-parallel-size", str(cp_size), "--context-parallel-impl", "burst")
     runs = [
         Run("cp1-megatron", 1, (), folder),
-        Run(f"cp{cp_size}-burst", cp_size, (*burst, "--burst-tune", "hosts=2"), folder),
+        Run(f"cp{cp_size}-burst", cp_size, (*burst, "--burst-tune", "nodes=2"), folder),
     ]
     seconds = [train(run, flags(steps, text), steps, console) for run in runs]
     report = demo_report.Report(MODEL, cp_size, [run.steps() for run in runs], seconds)

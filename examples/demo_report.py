@@ -15,7 +15,7 @@ from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.topology import Link, Topology, pretend_hosts
+from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
 
 
 def environment() -> dict[str, str]:
@@ -122,16 +122,16 @@ def table(report: Report) -> Table:
     ):
         made.add_row(label, "", text)
     made.add_section()
-    nested = pretend_hosts(report.cp_size, 2)
+    nested = pretend_nodes(report.cp_size, 2)
     (ours, our_busiest), (flat, flat_busiest) = map(report.bytes_per_step, (nested, nested.flat()))
     made.add_row("[bold]attention's bytes a step[/]", "[bold]flat ring[/]", "[bold]nested ring[/]")
     for link in Link:
-        where = "inside hosts" if link is Link.INTRA else "between hosts"
+        where = "inside nodes" if link is Link.INTRA else "between nodes"
         made.add_row(
             f"{where}, all ranks", *(f"{sent[link] / 2**20:.2f} MiB" for sent in (flat, ours))
         )
     busiest = (flat_busiest, our_busiest)
-    made.add_row("between hosts, busiest rank", *(f"{sent / 2**20:.2f} MiB" for sent in busiest))
+    made.add_row("between nodes, busiest rank", *(f"{sent / 2**20:.2f} MiB" for sent in busiest))
     return made
 
 
@@ -151,6 +151,6 @@ def save_pictures(report: Report, folder: Path) -> list[Path]:
     axes.legend()
     loss, schedule = folder / "loss.png", folder / "schedule.svg"
     figure.savefig(loss, dpi=140)
-    topology = pretend_hosts(report.cp_size, 2)
+    topology = pretend_nodes(report.cp_size, 2)
     save_picture([report.spec(topology, direction) for direction in Direction], schedule)
     return [loss, schedule]

@@ -54,7 +54,7 @@ def burst_attention(
     """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
 
     Every rank passes its own rows and gets its own rows of the output. On GPUs keys are gathered a
-    few heads at a time inside a host; between hosts K and V travel round a ring in forward, in
+    few heads at a time inside a node; between nodes K and V travel round a ring in forward, in
     backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. On CPUs rings nest in rings.
     Results are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad`
     nothing is kept. All ranks of the group must call with the same shapes and options, and all of
@@ -156,7 +156,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if config.inter == "a2a" or config.tuning.flat:
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
-    any_two = terms.config.tuned(transfer="auto")  # which asks for one host if it pulls
+    any_two = terms.config.tuned(transfer="auto")  # which asks for one node if it pulls
     over_all = partial(communicator_of, group, any_two, flat=True)
     marks = Marks.of(state.log, terms.in_words())
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)

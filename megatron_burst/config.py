@@ -14,24 +14,24 @@ class Tuning:
     """What only an experimenter turns (`--burst-tune name=value,...`); the defaults fit every run.
 
     Attributes:
-        hosts: pretend that the group spans this many hosts of contiguous ranks; None: ask them.
-        flat: run one ring over all ranks as if there were one host, to measure what nesting brings.
+        nodes: pretend that the group spans this many nodes of contiguous ranks; None: ask them.
+        flat: run one ring over all ranks as if there were one node, to measure what nesting brings.
         circulate: what travels round the rings in backward, of which gathering or exchanging on one
-            host has none; "auto" takes what has fewer bytes.
-        heads_per_round: key heads that are gathered, or that a rank computes, at a time (fewer in
+            node has none; "auto" takes what has fewer bytes.
+        heads_per_round: KV heads that are gathered, or that a rank computes, at a time (fewer in
             the last round); refused where there are fewer, and in a ring, which has no rounds; None
             takes what fills the GPU within a bounded buffer.
         pieces: go through the heads in rounds; False takes all in one, so that transfers between
-            hosts are whole shards, to measure what cutting them brings.
+            nodes are whole shards, to measure what cutting them brings.
         grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
             is "input" where a sum makes one hop only, "accumulate" where it makes more. What a
             kernel itself rounds to the input dtype and nobody adds to travels so.
-        resend: whether gathered K and V go between hosts again in backward: "always"; "never": they
+        resend: whether gathered K and V go between nodes again in backward: "always"; "never": they
             stay where they came in forward if backward follows it directly, which is refused where
             they cannot; "auto": never, where that takes no more memory than the queries and sends
             no more than circulating Q. What is exchanged over all ranks stays in any case.
-        transfer: how gathered keys and their gradients move between the GPUs of a host: "send" by
+        transfer: how gathered keys and their gradients move between the GPUs of a node: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels and know no
             rings; "auto" takes what was measured to be faster.
         nccl_ctas: most thread blocks that a transfer of NCCL's may take from the GPU's
@@ -41,7 +41,7 @@ class Tuning:
         keep_debug: compare a replay's inputs with the first pass's, bit by bit.
     """
 
-    hosts: int | None = None
+    nodes: int | None = None
     flat: bool = False
     circulate: Literal["auto", "kv", "q"] = "auto"
     heads_per_round: int | None = None
@@ -132,12 +132,12 @@ class BurstConfig:
     """How burst attention runs. All ranks of a context-parallel group must have the same.
 
     Attributes:
-        intra: how keys come together inside a host: "ring" passes shards from rank to rank,
+        intra: how keys come together inside a node: "ring" passes shards from rank to rank,
             "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
             gathers on GPUs.
-        inter: how they come together between hosts: "ring" passes them from host to host while the
-            ranks of each host work together, "a2a" exchanges heads over all ranks; "auto" takes
-            the one or the other, by bytes between hosts.
+        inter: how they come together between nodes: "ring" passes them from node to node while the
+            ranks of each node work together, "a2a" exchanges heads over all ranks; "auto" takes
+            the one or the other, by bytes between nodes.
         backend: the attention kernel by name, or several joined by commas, the first of which that
             can do the call is taken; "auto" takes the fastest that can.
         hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
@@ -152,7 +152,7 @@ class BurstConfig:
         keep_offload_inputs: the same for the layer inputs that full recomputation saves; under
             Megatron only.
         keep_host_gib: most host memory of a rank for that; None: half of what is available, shared
-            by the ranks of the host.
+            by the ranks of the node.
         keep_budget_gib: device memory of a rank that "auto" may fill.
         timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
             as operations of the process group may take (--distributed-timeout-minutes).
@@ -184,18 +184,18 @@ class BurstConfig:
             )
 
     def _check_ways(self) -> None:
-        """Refuse ways inside and between hosts that exclude each other."""
+        """Refuse ways inside and between nodes that exclude each other."""
         flat = self.tuning.flat
         if flat and self.inter != "auto":
             raise BurstError(
                 "burst attention: flat and inter must not come together, because one ring over all "
-                f"ranks knows no hosts; got inter={self.inter}; leave one of them out"
+                f"ranks knows no nodes; got inter={self.inter}; leave one of them out"
             )
         only = "ring" if flat else "a2a"
         if (flat or self.inter == "a2a") and self.intra not in ("auto", only):
             raise BurstError(
                 f"burst attention: with {'flat' if flat else 'inter=a2a'} intra must be {only} or "
-                "auto, because the same runs over all ranks, whatever their hosts; got "
+                "auto, because the same runs over all ranks, whatever their nodes; got "
                 f"intra={self.intra}; leave one of them out"
             )
 

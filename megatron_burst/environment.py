@@ -1,4 +1,4 @@
-"""What the launcher, the host and the container tell a process: names, places, memory, caches."""
+"""What the launcher, the node and the container tell a process: names, places, memory, caches."""
 
 import os
 import socket
@@ -11,9 +11,9 @@ _CONTAINER_MEMORY = (  # of control groups 2 and 1: folder, bound, use
 
 
 def host_name() -> str:
-    """What tells this process's host from others.
+    """What tells this process's node from others.
 
-    As NCCL has it: NCCL_HOSTID where set, else the host's name and the boot of its kernel, because
+    As NCCL has it: NCCL_HOSTID where set, else the node's name and the boot of its kernel, because
     containers on different machines may share a name. Where the boot is not to be read, the
     launcher's number of the node stands in.
     """
@@ -36,12 +36,12 @@ def _node() -> int:
 
 
 def local_rank() -> int:
-    """This process's place on its host: what a launcher says, else 0."""
+    """This process's place on its node: what a launcher says, else 0."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
-def spans_hosts() -> bool:
-    """Whether NVLink may join hosts: NCCL's own switches count."""
+def spans_nodes() -> bool:
+    """Whether NVLink may join nodes: NCCL's own switches count."""
     return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
 
 
@@ -54,7 +54,7 @@ def share_kernel_cache() -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that this rank may take: what is available, shared by the ranks of the host.
+    """Node memory that this rank may take: what is available, shared by the ranks of the node.
 
     A container's bound counts; what files occupy only until others need it does not.
 

@@ -121,8 +121,8 @@ def _of_shapes(terms: Terms) -> Iterator[Need]:
     )
     yield (
         0 not in (*q, *v) and q[2] % k[2] == 0,
-        "the number of key heads must divide that of query heads and no axis may be empty, because "
-        "each key head serves equally many query heads",
+        "the number of KV heads must divide that of query heads and no axis may be empty, because "
+        "each KV head serves equally many query heads",
         got,
         "change the heads (--num-query-groups) or the batch",
     )

@@ -31,14 +31,14 @@ def test_contradictions_are_refused(options, words):
 
 
 @pytest.mark.parametrize("intra", ["auto", "ring", "gather", "a2a"])
-def test_a_ring_between_hosts_goes_around_anything(intra):
+def test_a_ring_between_nodes_goes_around_anything(intra):
     assert BurstConfig(inter="ring", intra=intra).intra == intra
 
 
 TUNINGS = {
     "": Tuning(),
     "circulate=q": Tuning(circulate="q"),
-    "hosts=2,flat=true,overlap=false": Tuning(hosts=2, flat=True, overlap=False),
+    "nodes=2,flat=true,overlap=false": Tuning(nodes=2, flat=True, overlap=False),
     "heads_per_round=3,nccl_ctas=8,keep_debug=true": Tuning(
         heads_per_round=3, nccl_ctas=8, keep_debug=True
     ),
@@ -66,8 +66,8 @@ def test_every_tuning_is_among_those_that_are_read():
     "text, pair",
     [
         ("circulat=q", "circulat=q"), ("circulate", "circulate"), ("circulate=vk", "circulate=vk"),
-        ("overlap=False", "overlap=False"), ("hosts=2.5", "hosts=2.5"), ("hosts=", "hosts="),
-        ("hosts=2,,overlap=true", ""), ("hosts=2,hosts=4", "hosts=4"), ("hosts=2, flat=true", " f"),
+        ("overlap=False", "overlap=False"), ("nodes=2.5", "nodes=2.5"), ("nodes=", "nodes="),
+        ("nodes=2,,overlap=true", ""), ("nodes=2,nodes=4", "nodes=4"), ("nodes=2, flat=true", " f"),
         ("timeout_s=3", "timeout_s=3"),
     ],
 )  # fmt: skip

@@ -139,13 +139,13 @@ def test_public_names_have_types(tmp_path):
     aliases = [alias for node in stub.body for alias in node.names]
     assert {alias.name for alias in aliases} == set(megatron_burst.__all__)
     code = ["import megatron_burst", *(f"reveal_type(megatron_burst.{name})" for name in names)]
-    (tmp_path / "user.py").write_text("\n".join([*code, "megatron_burst.Tuning(hosts='2')"]))
+    (tmp_path / "user.py").write_text("\n".join([*code, "megatron_burst.Tuning(nodes='2')"]))
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--follow-imports", "silent"]
     output, errors, _ = api.run([*options, str(tmp_path / "user.py")])
     kinds = re.findall(r'Revealed type is "(.*)"', output)
     assert len(kinds) == len(names) and not errors, output + errors
     assert not any(kind in ("Any", "builtins.object") for kind in kinds), output
     assert re.findall(r"user\.py:\d+: error: (.*)", output) == [
-        'Argument "hosts" to "Tuning" has incompatible type "str"; expected "int | None"  '
+        'Argument "nodes" to "Tuning" has incompatible type "str"; expected "int | None"  '
         "[arg-type]"
     ]

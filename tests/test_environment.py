@@ -1,4 +1,4 @@
-"""What the host and its container tell a process."""
+"""What the node and its container tell a process."""
 
 import pytest
 

@@ -31,15 +31,15 @@ SRUN = """#!/usr/bin/env bash
 while [[ "$1" != python && "$1" != bash ]]; do shift; done
 if [[ "$1" == bash ]]; then SLURM_NODEID=0 "$@"; else torchrun "$@"; fi
 """
-SCRIPTS = {  # by hosts of 8 GPUs: what is run, its variables
-    1: ("torchrun/one_host.sh", {}),
-    2: ("torchrun/many_hosts.sh", {"NODES": "2", "NODE": "0", "MASTER_ADDR": "host0"}),
+SCRIPTS = {  # by nodes of 8 GPUs: what is run, its variables
+    1: ("torchrun/one_node.sh", {}),
+    2: ("torchrun/many_nodes.sh", {"NODES": "2", "NODE": "0", "MASTER_ADDR": "node0"}),
     4: (
         "slurm/pretrain.sbatch",
-        {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "host[0-3]", "SLURM_JOB_ID": "7"},
+        {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]", "SLURM_JOB_ID": "7"},
     ),
 }
-PLANS = {  # hosts, options of plan
+PLANS = {  # nodes, options of plan
     "alone": (1, "--seq-length 128k"),
     "tensor parallel": (2, "--seq-length 256k --tp 2 --keep all --offload"),
     "pipeline": (4, "--seq-length 256k --tp 2 --pp 3 --dp 1 --gpus 24"),
@@ -60,7 +60,7 @@ def bench(tmp_path_factory):
     for name, text in (
         ("torchrun", TORCHRUN),
         ("srun", SRUN),
-        ("scontrol", "#!/bin/sh\necho host0"),
+        ("scontrol", "#!/bin/sh\necho node0"),
     ):
         path = folder / "bin" / name
         path.write_text(text)
@@ -69,9 +69,9 @@ def bench(tmp_path_factory):
     return folder
 
 
-def started(bench: Path, hosts: int, **variables: str) -> tuple[list[str], list[str]]:
+def started(bench: Path, nodes: int, **variables: str) -> tuple[list[str], list[str]]:
     """What a script starts: words of the doctor, and of the run behind the training script."""
-    script, own = SCRIPTS[hosts]
+    script, own = SCRIPTS[nodes]
     calls = bench / "calls.txt"
     calls.unlink(missing_ok=True)
     paths = {"PATH": f"{bench / 'bin'}:/usr/bin:/bin", "CALLS": str(calls), "MEGATRON": "/m"}
@@ -86,14 +86,14 @@ def started(bench: Path, hosts: int, **variables: str) -> tuple[list[str], list[
 
 
 def planned(bench: Path, name: str) -> tuple[Path, dict, int]:
-    """A plan's file, what it holds, and the hosts of its job."""
-    hosts, options = PLANS[name]
+    """A plan's file, what it holds, and the nodes of its job."""
+    nodes, options = PLANS[name]
     model = str(bench / "config.json") if "experts" in name else "llama3-8b"
     path = bench / f"{name}.json"
-    words = ["plan", model, "--gpus", str(8 * hosts), *options.split(), "--json", str(path)]
+    words = ["plan", model, "--gpus", str(8 * nodes), *options.split(), "--json", str(path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    return path, json.loads(path.read_text()), hosts
+    return path, json.loads(path.read_text()), nodes
 
 
 def with_model(bench: Path, flags: dict) -> None:
@@ -133,9 +133,9 @@ def validated(rank: int, runs: list[tuple[int, list[str]]]) -> list[dict | str]:
 def test_a_run_gets_all_that_its_plan_decides(bench):
     plans, doctors, runs = {}, {}, []
     for name in PLANS:
-        path, plans[name], hosts = planned(bench, name)
+        path, plans[name], nodes = planned(bench, name)
         with_model(bench, plans[name]["model_flags"])
-        doctors[name], words = started(bench, hosts, PLAN=str(path))
+        doctors[name], words = started(bench, nodes, PLAN=str(path))
         runs.append((plans[name]["job"]["gpus"], words))
     (found,) = run_ranks(validated, 1, runs)
     for (name, plan), args in zip(plans.items(), found, strict=True):
@@ -179,10 +179,10 @@ def check(plan: dict, args: dict) -> None:
 def test_sizes_that_are_given_without_a_plan_leave_the_rest_to_context_parallelism(bench):
     with_model(bench, {"--num-layers": 32, "--hidden-size": 4096, "--num-attention-heads": 32})
     runs = []
-    for hosts, variables in ((4, {"TP": "2"}), (2, {"TP": "2", "PP": "2"}), (1, {"CP": "4"})):
-        doctor, words = started(bench, hosts, **variables)
-        runs.append((8 * hosts, words))
-        if hosts == 4:
+    for nodes, variables in ((4, {"TP": "2"}), (2, {"TP": "2", "PP": "2"}), (1, {"CP": "4"})):
+        doctor, words = started(bench, nodes, **variables)
+        runs.append((8 * nodes, words))
+        if nodes == 4:
             assert doctor[:4] == ["--cp", "16", "--tp", "2"]
     (found,) = run_ranks(validated, 1, runs)
     sizes = [(a["context_parallel_size"], a["data_parallel_size"]) for a in found]
@@ -192,11 +192,11 @@ def test_sizes_that_are_given_without_a_plan_leave_the_rest_to_context_paralleli
 
 
 def test_variables_that_contradict_a_plan_and_other_models_are_refused(bench):
-    path, plan, hosts = planned(bench, "tensor parallel")
+    path, plan, nodes = planned(bench, "tensor parallel")
     with_model(bench, plan["model_flags"])
-    words = [started(bench, hosts, PLAN=str(path), TP="4")[1]]
+    words = [started(bench, nodes, PLAN=str(path), TP="4")[1]]
     with_model(bench, plan["model_flags"] | {"--num-layers": 16})
-    words.append(started(bench, hosts, PLAN=str(path))[1])
+    words.append(started(bench, nodes, PLAN=str(path))[1])
     (found,) = run_ranks(validated, 1, [(16, one) for one in words])
     assert "--tensor-model-parallel-size 2 in the plan and 4 in the run" in found[0]
     assert "num_layers 32 in the plan and 16 in the run" in found[1]

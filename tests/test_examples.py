@@ -196,10 +196,10 @@ def test_the_demo_tells_what_burst_chose(tmp_path, monkeypatch):
     output = tmp_path / "run.log"
     output.write_text(
         "INFO:megatron_burst:burst attention: adds --cp-comm-type burst\n"
-        "INFO:megatron_burst:burst attention: 1 host x 2 ranks; backend fa4 (fast)\n"
-        "burst attention: 2 hosts x 2 ranks; backend flash\n"
+        "INFO:megatron_burst:burst attention: 1 node x 2 ranks; backend fa4 (fast)\n"
+        "burst attention: 2 nodes x 2 ranks; backend flash\n"
     )
     assert choices_in(output) == [
-        "1 host x 2 ranks; backend fa4 (fast)",
-        "2 hosts x 2 ranks; backend flash",
+        "1 node x 2 ranks; backend fa4 (fast)",
+        "2 nodes x 2 ranks; backend flash",
     ]

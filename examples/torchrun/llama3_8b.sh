@@ -4,7 +4,7 @@
 #
 # How it is sharded, its length and what is recomputed come from a plan, or from the variables below:
 #     megatron-burst plan llama3-8b --seq-length 1M --gpus 64 --json plan.json
-#     PLAN=plan.json examples/torchrun/one_host.sh
+#     PLAN=plan.json examples/torchrun/one_node.sh
 # With a plan those variables may stay unset; the run refuses one that contradicts it.
 
 MODEL_FLAGS=(

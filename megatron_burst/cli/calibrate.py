@@ -10,7 +10,7 @@ import torch
 from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, rings
 from megatron_burst.cli.timing import clean_up
 from megatron_burst.cli.world import World
-from megatron_burst.comm.hosts import my_home, topology_of_homes
+from megatron_burst.comm.nodes import my_home, topology_of_homes
 from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.schedule.topology import Link
 
@@ -103,7 +103,7 @@ class _Run:
             yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
             if read := mover.puller(max(self.sizes.messages)):
                 yield from self._speeds("copy_engine", lambda n: (read(n),))
-        yield from self._speeds("host", mover.host_copies)
+        yield from self._speeds("node", mover.host_copies)
 
     def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:
         if not self._starts(f"link {kind}"):

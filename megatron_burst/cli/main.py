@@ -8,7 +8,7 @@ from typer import Option
 
 from megatron_burst.cli.doctor import doctor
 from megatron_burst.cli.plan import plan
-from megatron_burst.cli.terminal import Device, Hosts, check_writable, in_one_sentence
+from megatron_burst.cli.terminal import Device, Nodes, check_writable, in_one_sentence
 from megatron_burst.units import whole_number, whole_numbers
 from megatron_burst.version import __version__
 
@@ -38,15 +38,15 @@ def calibrate(
     out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
     name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
     budget_s: Annotated[float, Option(min=0, help="start nothing new after so many s")] = 150.0,
-    hosts: Hosts = None,
+    nodes: Nodes = None,
     device: Device = None,
 ) -> None:
-    """Measure this machine's kernels and links; alone or under torchrun, on all hosts together."""
+    """Measure this machine's kernels and links; alone or under torchrun, on all nodes together."""
     from megatron_burst.cli.calibrate import calibrate as measure
     from megatron_burst.cli.world import started
     from megatron_burst.plan.calibration import to_toml, write_calibration
 
-    with in_one_sentence(), started("calibrate", device, hosts) as world:
+    with in_one_sentence(), started("calibrate", device, nodes) as world:
         world.refuse_together(lambda: check_writable("calibrate", "--out", out))
         found = measure(world, name, budget_s, world.progress.say)
         if world.rank == 0:
@@ -61,7 +61,7 @@ def bench(
     heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
     head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
     reps: Annotated[int, Option(min=1, help="repetitions, in turns")] = 10,
-    hosts: Hosts = None,
+    nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Attention: burst beside TransformerEngine and the kernel alone; alone or under torchrun.
@@ -74,7 +74,7 @@ def bench(
         from megatron_burst.cli.bench import Problem, measure, show
         from megatron_burst.cli.world import started
 
-        with started("bench", device, hosts) as world:
+        with started("bench", device, nodes) as world:
             problem = Problem(tokens, pair, head_dim)
             found = measure(problem, world, reps)
             if world.rank == 0:

@@ -93,7 +93,7 @@ def plan(
         tokens = _tokens(seq_length or in_file.get("seq_length", ""))
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
-        on_node = gpus_per_node or even_share(count, machine.host.gpus)
+        on_node = gpus_per_node or even_share(count, machine.node.gpus)
         job = Job(described, tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)

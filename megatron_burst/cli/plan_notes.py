@@ -15,7 +15,7 @@ _TIGHT = 0.95  # of the usable memory
 
 def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed`."""
-    every = _refused(job, found), idle_hosts(job), _uneven_length(job, fixed), _tight(job, found)
+    every = _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found)
     return [one for one in every if one]
 
 
@@ -39,16 +39,16 @@ def _refused(job: Job, found: Sequence[Candidate]) -> str:
     return note
 
 
-def idle_hosts(job: Job) -> str:
-    """What it costs that the GPUs are no multiple of a host's; "" where they are."""
-    most = job.hardware.host.gpus
-    if job.on_host == job.gpus or most <= job.on_host or job.gpus % most == 0:
+def idle_nodes(job: Job) -> str:
+    """What it costs that the GPUs are no multiple of a node's; "" where they are."""
+    most = job.hardware.node.gpus
+    if job.on_node == job.gpus or most <= job.on_node or job.gpus % most == 0:
         return ""
-    hosts, last = job.gpus // job.on_host, job.gpus % most
+    nodes, last = job.gpus // job.on_node, job.gpus % most
     uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
     return (
-        f"{job.gpus} GPUs are no multiple of a node's {most}: planned as {hosts} nodes with "
-        f"{job.on_host} each, {most - job.on_host} idle on each; start {job.on_host} ranks on each "
+        f"{job.gpus} GPUs are no multiple of a node's {most}: planned as {nodes} nodes with "
+        f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on each "
         f"node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
         f"{flat_cost(uneven)}"
     )

@@ -47,7 +47,7 @@ def show(shown: Shown) -> None:
     _say(
         console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{in_sequences(job.batch)} a step, {job.gpus} GPUs, {job.on_host} a node, "
+        f"{in_sequences(job.batch)} a step, {job.gpus} GPUs, {job.on_node} a node, "
         f"{job.hardware.name}",
     )
     for note in shown.warnings:
@@ -154,7 +154,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
     note = "beside the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
-    flags = megatron_flags(job, best.strategy, best.memory.host)
+    flags = megatron_flags(job, best.strategy, best.memory.node)
     _show_words(console, f"Megatron flags ({note}):", flags)
 
 
@@ -192,8 +192,8 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     rows.append((f"peak, {gib['peak'] / usable:.0%} of {usable:.1f} usable", f"{gib['peak']:.2f}"))
     rows.append((f"not then: {_MEMORY[earlier]}", f"{gib[earlier]:.2f}"))
     rows.append(("not then: hop buffers", f"{gib['attention']:.2f}"))
-    if gib["host"]:
-        rows.append(("pinned memory of a node", f"{gib['host']:.1f}"))
+    if gib["node"]:
+        rows.append(("pinned memory of a node", f"{gib['node']:.1f}"))
     return rows
 
 

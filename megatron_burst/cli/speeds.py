@@ -26,13 +26,13 @@ def rank_ms(run: Run, world: World, reps: int = 5) -> list[float]:
 
 
 def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
-    """Rings inside each host, and between hosts through equal places; none of one rank.
+    """Rings inside each node, and between nodes through equal places; none of one rank.
 
-    Where hosts are uneven, ranks beyond the smallest host's are in no ring between hosts.
+    Where nodes are uneven, ranks beyond the smallest node's are in no ring between nodes.
     """
     ring = [rank for row in topology.grid for rank in row]
-    hosts = dict.fromkeys(topology.host_of[rank] for rank in ring)
-    rows = [tuple(rank for rank in ring if topology.host_of[rank] == host) for host in hosts]
+    nodes = dict.fromkeys(topology.node_of[rank] for rank in ring)
+    rows = [tuple(rank for rank in ring if topology.node_of[rank] == node) for node in nodes]
     columns = list(zip(*rows, strict=False)) if len(rows) > 1 else []
     return {Link.INTRA: [row for row in rows if len(row) > 1], Link.INTER: columns}
 
@@ -43,7 +43,7 @@ class Mover:
 
     world: World
     topology: Topology
-    host_group: dist.ProcessGroup | None  # of this rank's host; None where it is alone
+    node_group: dist.ProcessGroup | None  # of this rank's node; None where it is alone
 
     @classmethod
     def of(cls, world: World, topology: Topology) -> "Mover":
@@ -66,20 +66,20 @@ class Mover:
         return partial(shift_once, send, recv, to, source, world.group)
 
     def all_to_all(self, num_bytes: int) -> Run:
-        """Each rank sends an equal part to each of its host."""
-        if self.host_group is None:
+        """Each rank sends an equal part to each of its node."""
+        if self.node_group is None:
             return lambda: None
-        size = self.host_group.size()
+        size = self.node_group.size()
         send, recv = (self._bytes(max(1, num_bytes // size) * size) for _ in range(2))
-        return lambda: dist.all_to_all_single(recv, send, group=self.host_group)
+        return lambda: dist.all_to_all_single(recv, send, group=self.node_group)
 
     def all_gather(self, num_bytes: int) -> Run:
-        """Each rank receives an equal part of each of its host, its own among them."""
-        if self.host_group is None:
+        """Each rank receives an equal part of each of its node, its own among them."""
+        if self.node_group is None:
             return lambda: None
-        part = self._bytes(max(1, num_bytes // self.host_group.size()))
-        whole = self._bytes(part.numel() * self.host_group.size())
-        return lambda: dist.all_gather_into_tensor(whole, part, group=self.host_group)
+        part = self._bytes(max(1, num_bytes // self.node_group.size()))
+        whole = self._bytes(part.numel() * self.node_group.size())
+        return lambda: dist.all_gather_into_tensor(whole, part, group=self.node_group)
 
     def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
         """Makes runs in which each rank reads the next one's symmetric memory, up to so many bytes;
@@ -87,11 +87,11 @@ class Mover:
         made: list[tuple] = []
 
         def make() -> None:
-            if self.host_group is None:
+            if self.node_group is None:
                 return
             own = symmetric_memory.empty(most_bytes, dtype=torch.uint8, device=self.world.device)
-            handle = symmetric_memory.rendezvous(own, self.host_group.group_name)
-            after = (self.host_group.rank() + 1) % self.host_group.size()
+            handle = symmetric_memory.rendezvous(own, self.node_group.group_name)
+            after = (self.node_group.rank() + 1) % self.node_group.size()
             theirs = handle.get_buffer(after, (most_bytes,), torch.uint8)
             made.append((theirs, self._bytes(most_bytes), own, handle))  # these last as long
 

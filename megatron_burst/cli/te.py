@@ -58,7 +58,7 @@ class TransformerEngine:
     @property
     def _rows(self) -> int:
         """Rows of ranks that exchange heads: nodes, or halves of one node."""
-        return max(2, self.world.hosts)
+        return max(2, self.world.nodes)
 
     @cached_property
     def _groups(self) -> dist.ProcessGroup | list[dist.ProcessGroup]:

@@ -15,7 +15,7 @@ from typer import Option
 
 from megatron_burst.errors import BurstError
 
-Hosts = Annotated[int | None, Option(min=1, help="pretend that this machine is N hosts")]
+Nodes = Annotated[int | None, Option(min=1, help="pretend that this machine is N nodes")]
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 

@@ -1,17 +1,17 @@
 """The processes that measure together, and their device."""
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from platform import node
 
 import torch
 import torch.distributed as dist
 
 from megatron_burst.cli.terminal import Progress, shown
-from megatron_burst.comm.hosts import my_home, nvlink_domains
+from megatron_burst.comm.nodes import my_home, nvlink_domains
 from megatron_burst.errors import BurstError
 
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
@@ -24,8 +24,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    hosts: int  # NVLink domains
-    machines: int  # fewer where hosts are pretended
+    nodes: int  # NVLink domains
+    machines: int  # fewer where nodes are pretended
     control: dist.ProcessGroup  # gloo: what ranks tell each other passes by the device's streams
     progress: Progress = field(default_factory=Progress)  # silent unless a command shows it
 
@@ -72,17 +72,17 @@ class World:
 
 
 @contextmanager
-def started(who: str, device: str | None, hosts: int | None = None) -> Iterator[World]:
+def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[World]:
     """The world under torchrun, or of one process alone; ends its process groups.
 
     Args:
         who: refuses.
         device: "cuda", "cpu"; None takes GPUs where there are any.
-        hosts: pretend that this machine is so many hosts of contiguous ranks: NCCL then uses
+        nodes: pretend that this machine is so many nodes of contiguous ranks: NCCL then uses
             sockets between them.
 
     Raises:
-        BurstError: if there are no GPUs though asked for, or the hosts do not divide the ranks.
+        BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -91,10 +91,10 @@ def started(who: str, device: str | None, hosts: int | None = None) -> Iterator[
             "torch can use; pass --device cpu to try it out"
         )
     launched = "RANK" in os.environ  # torchrun and Megatron's launchers set it
-    if hosts is not None:
+    if nodes is not None:
         size = int(os.environ["WORLD_SIZE"]) if launched else 1
-        host = int(os.environ.get("RANK", 0)) // _ranks_of_a_host(who, size, hosts)
-        os.environ["NCCL_HOSTID"] = f"pretended-{host}"  # before NCCL starts
+        node = int(os.environ.get("RANK", 0)) // _ranks_of_a_node(who, size, nodes)
+        os.environ["NCCL_HOSTID"] = f"pretended-{node}"  # before NCCL starts
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -109,31 +109,31 @@ def started(who: str, device: str | None, hosts: int | None = None) -> Iterator[
             dist.destroy_process_group()
 
 
-def _ranks_of_a_host(who: str, size: int, hosts: int) -> int:
-    """Ranks of each pretended host; they are contiguous."""
-    if size % hosts:
+def _ranks_of_a_node(who: str, size: int, nodes: int) -> int:
+    """Ranks of each pretended node; they are contiguous."""
+    if size % nodes:
         divisors = [str(n) for n in range(2, size + 1) if size % n == 0]
         change = "start more ranks with torchrun, or leave it out"
         if divisors:
             change = f"choose {' or '.join(divisors)}, or leave it out"
         raise BurstError(
-            f"{who}: --hosts must divide the ranks of the run, because each pretended host has "
-            f"equally many; got {hosts} hosts and {size} rank{'s' * (size > 1)}; {change}"
+            f"{who}: --nodes must divide the ranks of the run, because each pretended node has "
+            f"equally many; got {nodes} nodes and {size} rank{'s' * (size > 1)}; {change}"
         )
-    return size // hosts
+    return size // nodes
 
 
 def world_of(device: str) -> World:
     """The world of an initialised default process group; all ranks call it together."""
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     homes = [None] * dist.get_world_size()
-    dist.all_gather_object(homes, (my_home(), node()), group=control)
+    dist.all_gather_object(homes, (my_home(), platform.node()), group=control)
     index = torch.cuda.current_device() if device == "cuda" else None
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(device, index),
-        hosts=len(set(nvlink_domains([home for home, _ in homes]))),
+        nodes=len(set(nvlink_domains([home for home, _ in homes]))),
         machines=len({machine for _, machine in homes}),
         control=control,
     )

@@ -1,4 +1,4 @@
-"""The NVLink domain of a GPU, which may span hosts: a rack of GB200 NVL72 is one."""
+"""The NVLink domain of a GPU, which may span nodes: a rack of GB200 NVL72 is one."""
 
 import ctypes
 from collections.abc import Callable
@@ -30,10 +30,10 @@ def load_nvml() -> ctypes.CDLL:
 
 
 def fabric_of(gpu_uuid: str, load: Callable[[], ctypes.CDLL] = load_nvml) -> str | None:
-    """The NVLink domain beyond one host that a GPU belongs to, or None if it belongs to none.
+    """The NVLink domain beyond one node that a GPU belongs to, or None if it belongs to none.
 
     GPUs with the same answer reach each other by NVLink: NCCL goes by the same two numbers
-    (cluster UUID and clique). GPUs of ordinary hosts have a cluster UUID of zeros.
+    (cluster UUID and clique). GPUs of ordinary nodes have a cluster UUID of zeros.
 
     Args:
         gpu_uuid: with or without the prefix "GPU-".

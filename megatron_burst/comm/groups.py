@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.comm.backend import backend_of
-from megatron_burst.comm.hosts import check_devices, find_topology
+from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.pass_log import PassLog
 from megatron_burst.comm.queues import OneQueue, Queues, Streams
 from megatron_burst.comm.slots import Parcels, SentSlots, Slots
@@ -37,7 +37,7 @@ class Communicator:
         topology: the arrangement of its ranks.
         cp_rank: this rank in the group.
         board: where its ranks agree out of band.
-        transfer: how gathered keys move inside a host.
+        transfer: how gathered keys move inside a node.
         overlaps: whether transfers run beside kernels.
     """
 
@@ -113,12 +113,12 @@ class Communicator:
         return self._queues[device]
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> Slots:
-        """Slots for a call, which this rank shares with the others of its host.
+        """Slots for a call, which this rank shares with the others of its node.
 
         Args:
             cargo: what lies in them.
             count: how many are filled in turn.
-            num_bytes: of a slot; the same on all ranks of the host.
+            num_bytes: of a slot; the same on all ranks of the node.
             device: of the buffers.
         """
         pulls = self._pool and self.transfer.value == "pull"
@@ -128,7 +128,7 @@ class Communicator:
     def _pulled_slots(
         self, cargo: Cargo, count: int, num_bytes: int, device: torch.device
     ) -> Slots:
-        """Slots in symmetric memory. Where a rank has no room for them all ranks of its host send
+        """Slots in symmetric memory. Where a rank has no room for them all ranks of its node send
         from now on, unless the user asked for pulling."""
         try:
             return self._pool.slots(cargo, count, num_bytes, device)
@@ -172,18 +172,18 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: of its tuning `hosts` pretends hosts (otherwise ranks tell each other their host's
+        config: of its tuning `nodes` pretends nodes (otherwise ranks tell each other their node's
             name); `transfer`, `nccl_ctas` and `overlap` say how data are carried.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
-        flat: treat all ranks as one row, whatever their hosts.
+        flat: treat all ranks as one row, whatever their nodes.
 
     Raises:
-        BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
+        BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
     """
     state = state_of(group, config.timeout_s)
     made, board = state.communicators, state.board
     tuning = config.tuning
-    carried = (tuning.hosts, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
+    carried = (tuning.nodes, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
     names = tuple(sub_group.group_name for sub_group in hcp_groups or ())
     key = (*carried, flat, names)
     if key not in made:

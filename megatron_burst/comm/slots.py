@@ -1,4 +1,4 @@
-"""Slots in which a rank lays what other ranks of its host are to have, and how they get it.
+"""Slots in which a rank lays what other ranks of its node are to have, and how they get it.
 
 Rows are sent by NCCL or gloo (`SentSlots`), or the ranks who need them pull them through symmetric
 memory with the GPU's copy engines, which takes no multiprocessor from the kernels (`PulledSlots`).

@@ -1,4 +1,4 @@
-"""Slots in torch's symmetric memory: GPUs of one host read each other's, by copy engine."""
+"""Slots in torch's symmetric memory: GPUs of one node read each other's, by copy engine."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ _FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or t
 
 
 class SymmetricError(BurstError):
-    """A rank has no room for memory that others can read; raised on all ranks of its host.
+    """A rank has no room for memory that others can read; raised on all ranks of its node.
 
     Attributes:
         reason: what was got.
@@ -27,7 +27,7 @@ class SymmetricError(BurstError):
     def __init__(self, num_bytes: int, reason: str) -> None:
         self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
         super().__init__(
-            f"{_WHO}: to pull, each rank must have memory that the others of its host can read, "
+            f"{_WHO}: to pull, each rank must have memory that the others of its node can read, "
             f"because they copy out of it; got {self.reason}; free some, or pass --burst-tune "
             "transfer=send or transfer=auto"
         )
@@ -39,10 +39,10 @@ class SymmetricPool:
     They are none of the caching allocator's: `num_bytes` says how much device memory they take.
 
     Args:
-        group: the ranks that read each other's memory; on one host.
+        group: the ranks that read each other's memory; on one node.
         cp_ranks: their cp ranks, by rank in the group.
         cp_rank: this rank.
-        board: where these ranks agree, without those of other hosts: theirs may have slots of
+        board: where these ranks agree, without those of other nodes: theirs may have slots of
             other sizes, so they need not grow when these do.
     """
 
@@ -124,10 +124,10 @@ class SymmetricPool:
             self._slots.clear()
 
     def refusal(self, everyone: Board) -> str | None:
-        """Why ranks cannot read each other's memory on some host, or None; all ranks together.
+        """Why ranks cannot read each other's memory on some node, or None; all ranks together.
 
         Args:
-            everyone: where the ranks of all hosts agree.
+            everyone: where the ranks of all nodes agree.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         own, reason = self._allocate(1, 1 << 12, device)

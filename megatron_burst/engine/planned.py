@@ -26,7 +26,7 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
     What the user asked for stays. Ranks agree if their files say the same.
 
     Args:
-        call: with the group's hosts as rows.
+        call: with the group's nodes as rows.
         config: what the user asked for; unchanged if its `hardware` is None.
 
     Raises:
@@ -74,7 +74,7 @@ def _check_kernel(machine: Hardware, backend: str) -> None:
 
 
 def rates(config: BurstConfig) -> Rates:
-    """What dealing rows out between hosts is weighed with: the named machine's, if one is."""
+    """What dealing rows out between nodes is weighed with: the named machine's, if one is."""
     return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))
 
 

@@ -71,11 +71,11 @@ def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, 
     """The configuration with `inter` decided, and why; the same on all ranks.
 
     Args:
-        way: the call, with the group's hosts as rows.
+        way: the call, with the group's nodes as rows.
         config: what the user asked for.
     """
     choice = way.between_why
-    said = [_named("between hosts", choice)] if way.topology.inter_size > 1 else []
+    said = [_named("between nodes", choice)] if way.topology.inter_size > 1 else []
     return config if config.tuning.flat else replace(config, inter=choice.value), said
 
 
@@ -123,9 +123,9 @@ def _choices(way: AttentionCall, transfer: Choice) -> list[Choice]:
     if way.mode == "ring" or way.arranged.inter_size > 1:
         choices.append(_named("circulate", way.circulate_why))
     if way.mode == "gather":
-        choices += [Choice(f"{way.heads} of {way.shape.heads_kv} key heads a round"), transfer]
+        choices += [Choice(f"{way.heads} of {way.shape.heads_kv} KV heads a round"), transfer]
     elif way.mode == "a2a":
-        choices += [Choice(f"{way.heads} key heads of a rank a round"), transfer]
+        choices += [Choice(f"{way.heads} KV heads of a rank a round"), transfer]
     return choices
 
 

@@ -20,7 +20,7 @@ class Problem:
     dtype: torch.dtype
     dim_qk: int
     dim_v: int
-    grouped: bool = False  # fewer key heads than query heads
+    grouped: bool = False  # fewer KV heads than query heads
     deterministic: bool = False  # gradients must be bitwise the same twice
     arch: int = 0  # major number of the GPU's compute capability
 
@@ -133,7 +133,7 @@ class Backend(Protocol):
     """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
 
     A causal tile is square, or has more keys than queries where `rectangular_causal` says so: then
-    the last query sees every key. Grouped heads are native: query head i uses key head
+    the last query sees every key. Grouped heads are native: query head i uses KV head
     i // (h / h_kv). What is given as `into` is written to and returned.
     """
 

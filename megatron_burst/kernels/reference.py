@@ -69,7 +69,7 @@ def _blocks(num_rows: int) -> list[slice]:
 
 
 def _group(x: Tensor, heads_kv: int) -> Tensor:
-    """[b, n, h, d] -> [b, n, h_kv, g, d]: the query heads of each key head."""
+    """[b, n, h, d] -> [b, n, h_kv, g, d]: the query heads of each KV head."""
     return x.unflatten(2, (heads_kv, -1))
 
 

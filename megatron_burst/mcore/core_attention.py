@@ -212,10 +212,10 @@ def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGr
     """Megatron's hierarchical groups [intra, inter], if they tile the context-parallel group.
 
     They can be stale: `destroy_model_parallel` leaves them behind (core/parallel_state.py:2506).
-    Then, and when hosts are pretended, burst makes its own.
+    Then, and when nodes are pretended, burst makes its own.
     """
     hcp = None if pg_collection is None else pg_collection.hcp
-    if not hcp or len(hcp) != 2 or config.tuning.hosts is not None:
+    if not hcp or len(hcp) != 2 or config.tuning.nodes is not None:
         return None
     members = set(dist.get_process_group_ranks(cp_group_of(pg_collection)))
     ranks = [dist.get_process_group_ranks(group) for group in hcp]

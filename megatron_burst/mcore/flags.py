@@ -17,8 +17,8 @@ LOSS_FLAG = "--burst-fused-loss"
 TUNE_FLAG = "--burst-tune"
 
 _ATTENTION = {
-    "intra": "inside a host: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
-    "inter": "between hosts: a ring around intra, or an exchange of heads over all ranks; auto "
+    "intra": "inside a node: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
+    "inter": "between nodes: a ring around intra, or an exchange of heads over all ranks; auto "
     "takes the one or the other by the bytes there and by what hides them",
     "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
     "backend": "attention kernel",

@@ -22,14 +22,14 @@ from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
-from megatron_burst.recompute.host import host_limit_bytes, host_memory
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident
+from megatron_burst.recompute.offload import host_limit_bytes, host_memory
 from megatron_burst.say import say
 
 _LEAST = 1 << 10  # elements of an input that is worth a copy
 
-# The one cache here: what the ranks of a group have found free on their hosts, as long as it lives.
+# The one cache here: what the ranks of a group have found free on their nodes, as long as it lives.
 _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 

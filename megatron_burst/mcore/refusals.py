@@ -127,13 +127,13 @@ TABLE: tuple[Refusal, ...] = (
         "size",
         lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
         got="--seq-length {value} and --context-parallel-size {o.context_parallel_size}"),
-    Refusal("run", "burst_hosts",
-        lambda hosts, o: hosts is None or (hosts >= 1 and o.context_parallel_size % hosts == 0),
-        "nested rings need equally many ranks on each host, so their number must divide the "
+    Refusal("run", "burst_nodes",
+        lambda nodes, o: nodes is None or (nodes >= 1 and o.context_parallel_size % nodes == 0),
+        "nested rings need equally many ranks on each node, so their number must divide the "
         "context parallel size",
         lambda o: f"choose among the divisors of {o.context_parallel_size}",
         asked="--burst-tune",
-        got="--burst-tune hosts={value} and --context-parallel-size {o.context_parallel_size}"),
+        got="--burst-tune nodes={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "cp_comm_type", lambda kinds, o: kinds in (None, ["p2p"]) or "burst" in kinds,
         "no layer would run burst, which must be among its values",
         "leave it out, or name burst for the layers that shall run it",
@@ -271,6 +271,6 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
-    _on_gpus("optimizer_cpu_offload", "memory beside the host's"),
+    _on_gpus("optimizer_cpu_offload", "memory beside the node's"),
     *_cuda_graphs(),
 )  # fmt: skip

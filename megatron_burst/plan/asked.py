@@ -1,6 +1,6 @@
 """What was asked for that the way in which a call is settled to run does not have.
 
-What holds of itself is not refused: on one host nothing goes between hosts, one rank sends nothing,
+What holds of itself is not refused: on one node nothing goes between nodes, one rank sends nothing,
 and a ring takes all heads at once anyway.
 """
 
@@ -15,7 +15,7 @@ def check_asked(call: AttentionCall) -> None:
     """Refuse an option that the settled way would drop.
 
     Args:
-        call: with the group's hosts as rows.
+        call: with the group's nodes as rows.
 
     Raises:
         BurstError: if there is one, or the call cannot run at all.
@@ -31,7 +31,7 @@ def misses(call: AttentionCall) -> str | None:
     Raises:
         BurstError: if the call cannot run so at all.
     """
-    several = len(set(call.topology.host_of)) > 1
+    several = len(set(call.topology.node_of)) > 1
     return (
         _heads_missing(call)
         or _transfer_missing(call)
@@ -56,7 +56,7 @@ def _heads_missing(call: AttentionCall) -> str | None:
         return None  # heads that are not dealt out evenly are refused with their schedule
     does = "gathers" if call.mode == "gather" else "computes"
     return (
-        f"heads_per_round must not exceed the key heads that a rank {does}, because a round has "
+        f"heads_per_round must not exceed the KV heads that a rank {does}, because a round has "
         f"some of them; got {asked} of {most}; leave it out"
     )
 
@@ -75,7 +75,7 @@ def _circulate_missing(call: AttentionCall) -> str | None:
     if call.circulate == "auto" or call.between != "a2a":
         return None
     return (
-        "circulate must come with a ring between hosts, because nothing circulates where heads are "
+        "circulate must come with a ring between nodes, because nothing circulates where heads are "
         f"exchanged over all ranks; got circulate={call.circulate} and inter=a2a; leave one of "
         "them out"
     )
@@ -93,7 +93,7 @@ def _resend_missing(call: AttentionCall) -> str | None:
     if call.mode == "gather" and call.arranged.inter_size > 1:
         got = f"circulate={call.circulate}"
     return (
-        "resend=never must come with keys that are gathered inside hosts while K and V go round "
-        f"between hosts, because only those can stay until backward; got {got}; leave it out, or "
+        "resend=never must come with keys that are gathered inside nodes while K and V go round "
+        f"between nodes, because only those can stay until backward; got {got}; leave it out, or "
         "pass --burst-intra gather (intra='gather') and no circulate=q"
     )

@@ -23,7 +23,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
-from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.schedule.topology import Topology, pretend_nodes
 
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
@@ -36,14 +36,14 @@ class AttentionCall:
     Attributes:
         shape: sizes on one rank; `grad_bytes` is left to `grad_wire`.
         topology: of the context-parallel group.
-        neighbours: GPUs of a host that belong to other groups beside one rank of this one, plus it:
+        neighbours: GPUs of a node that belong to other groups beside one rank of this one, plus it:
             the tensor-parallel size, where those ranks run their rings at the same time.
-        intra: inside a host.
-        inter: between hosts.
+        intra: inside a node.
+        inter: between nodes.
         heads_per_round: of gathering or exchanging; None: as the engine chooses.
         pieces: whether there may be several rounds.
         circulate: in backward.
-        transfer: of gathered keys inside a host: "send", "pull" by copy engine; "auto" pulls where
+        transfer: of gathered keys inside a node: "send", "pull" by copy engine; "auto" pulls where
             it can.
         overlap: whether transfers are hidden.
         backend: attention kernel, or several joined by commas, the fastest first.
@@ -52,7 +52,7 @@ class AttentionCall:
         device: torch device type.
         multiprocessors: of a GPU: how many heads a round fill it depends on them.
         grad_wire: of gradients between ranks.
-        resend: whether gathered K and V go between hosts again in backward.
+        resend: whether gathered K and V go between nodes again in backward.
         kernel: what programs depend on of it; None: as the backend of that name has it.
         again: whether backward exchanges Q, K and V again: under recomputation with kept results.
     """
@@ -79,7 +79,7 @@ class AttentionCall:
 
     @cached_property
     def between_why(self) -> Choice:
-        """How it goes between hosts, with the reason."""
+        """How it goes between nodes, with the reason."""
         asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         exchange = Exchange(self._rounds_over_all, self.again)
@@ -109,7 +109,7 @@ class AttentionCall:
 
     @cached_property
     def arranged(self) -> Topology:
-        """The topology that programs are made for: one row of all ranks, if hosts do not count."""
+        """The topology that programs are made for: one row of all ranks, if nodes do not count."""
         return self.topology if self.between == "ring" else _flat(self.topology)
 
     @cached_property
@@ -125,13 +125,13 @@ class AttentionCall:
 
     @property
     def can_recall(self) -> bool:
-        """Whether K and V that are gathered come from other hosts and may stay for backward."""
+        """Whether K and V that are gathered come from other nodes and may stay for backward."""
         travels = self.mode == "gather" and self.arranged.inter_size > 1
         return travels and self.circulate != "q"
 
     @cached_property
     def recalls(self) -> bool:
-        """Whether K and V that came from other hosts in forward stay there for backward."""
+        """Whether K and V that came from other nodes in forward stay there for backward."""
         if not self.can_recall or self.again or self.resend == "always":
             return False
         shape, others = self.priced, self.arranged.inter_size - 1
@@ -139,7 +139,7 @@ class AttentionCall:
 
     @property
     def left_bytes(self) -> int:
-        """Memory of keys of other hosts that stay until backward."""
+        """Memory of keys of other nodes that stay until backward."""
         if not self.recalls:
             return 0
         shape = self.shape
@@ -153,7 +153,7 @@ class AttentionCall:
             return Choice(Circulate.KV, "they stay where they came in forward; gradients go home")
         if self.mode == "ring" or self.arranged.inter_size > 1:
             return choose_circulate(self.priced, self.circulate)
-        return Choice(Circulate.KV, "one host")
+        return Choice(Circulate.KV, "one node")
 
     @cached_property
     def priced(self) -> AttentionShape:
@@ -168,18 +168,18 @@ class AttentionCall:
         if self.topology.inter_size == 1:
             return f"{self.mode} on {self.topology}"
         if self.between == "ring":
-            return f"{self.mode} inside hosts, ring between them, on {self.topology}"
+            return f"{self.mode} inside nodes, ring between them, on {self.topology}"
         return f"{self.mode} over all ranks of {self.topology}"
 
     @property
     def by_copy_engine(self) -> bool:
-        """Whether ranks of a host pull what is gathered or exchanged."""
-        together = self.arranged.intra_size > 1 and not self.arranged.spans_hosts
+        """Whether ranks of a node pull what is gathered or exchanged."""
+        together = self.arranged.intra_size > 1 and not self.arranged.spans_nodes
         return self.transfer != "send" and together
 
     @cached_property
     def heads(self) -> int:
-        """Key heads of a round: gathered, or of a rank that exchanges."""
+        """KV heads of a round: gathered, or of a rank that exchanges."""
         choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         return choose(self.shape, self.arranged, *asked)
@@ -198,10 +198,10 @@ class AttentionCall:
             again=self.again and self.mode == "a2a",
         )  # fmt: skip
 
-    def on_hosts(self, count: int) -> "AttentionCall":
-        """A settled call on another number of hosts that nest."""
+    def on_nodes(self, count: int) -> "AttentionCall":
+        """A settled call on another number of nodes that nest."""
         ranks = count * self.arranged.intra_size
-        return replace(self, topology=pretend_hosts(ranks, count), inter="ring")
+        return replace(self, topology=pretend_nodes(ranks, count), inter="ring")
 
     @property
     def left(self) -> bool:

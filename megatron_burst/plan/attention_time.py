@@ -15,7 +15,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link
 
-_MANY_HOSTS = 8, 16  # whose times tell that of more
+_MANY_NODES = 8, 16  # whose times tell that of more
 
 
 @lru_cache(maxsize=64)
@@ -63,7 +63,7 @@ def _no_collection() -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """`attention_time` in training on any number of hosts, without spans."""
+    """`attention_time` in training on any number of nodes, without spans."""
     (base, times), *more = (
         (_duration(part, hardware, direction), times) for part, times in _on_few(call, direction)
     )
@@ -85,45 +85,45 @@ def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
 
 
 def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
-    """The call as it is settled, or on fewer hosts and on still fewer, and how many times the
-    difference has to be added: each further host is one more step of each round."""
+    """The call as it is settled, or on fewer nodes and on still fewer, and how many times the
+    difference has to be added: each further node is one more step of each round."""
     call = call.settled(direction)
-    few, more = _MANY_HOSTS
-    hosts = call.arranged.inter_size
-    if call.between != "ring" or hosts <= more:
+    few, more = _MANY_NODES
+    nodes = call.arranged.inter_size
+    if call.between != "ring" or nodes <= more:
         return [(call, 0.0)]
-    times = (hosts - more) / (more - few)
-    return [(call.on_hosts(more), times), (call.on_hosts(few), 0.0)]
+    times = (nodes - more) / (more - few)
+    return [(call.on_nodes(more), times), (call.on_nodes(few), 0.0)]
 
 
 @lru_cache(maxsize=4096)
 def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """Of a settled call; many calls are alike on few hosts."""
+    """Of a settled call; many calls are alike on few nodes."""
     return attention_time(call, hardware, direction, with_spans=False)
 
 
 def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: the first and the last of a group in which all do alike; on many hosts the
+    """Ranks to simulate: the first and the last of a group in which all do alike; on many nodes the
     last one, for which they wait.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
     queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
-    over all hosts have equal tiles.
+    over all nodes have equal tiles.
     """
     topology = call.arranged
-    nested = topology.inter_size == len(set(topology.host_of)) or call.mode == "a2a"
+    nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
     even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1
     return (
-        range(0, last + 1, last) if topology.inter_size < _MANY_HOSTS[0] else range(last, last + 1)
+        range(0, last + 1, last) if topology.inter_size < _MANY_NODES[0] else range(last, last + 1)
     )
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
-    """Of a network card for a rank: all of a host send at the same time, but in a flat ring one."""
+    """Of a network card for a rank: all of a node send at the same time, but in a flat ring one."""
     topology = call.arranged
-    flat_ring = topology.spans_hosts and call.mode == "ring"
-    together = 1 if flat_ring else max(map(topology.host_of.count, set(topology.host_of)))
+    flat_ring = topology.spans_nodes and call.mode == "ring"
+    together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))
     return hardware.inter_share(together * call.neighbours)

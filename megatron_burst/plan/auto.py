@@ -68,7 +68,7 @@ def choose_call(
 
 
 def _mode(call: AttentionCall) -> str:
-    return f"{call.mode} over all ranks" if call.arranged.spans_hosts else call.mode
+    return f"{call.mode} over all ranks" if call.arranged.spans_nodes else call.mode
 
 
 def check_ways(call: AttentionCall) -> None:
@@ -83,13 +83,13 @@ def ways(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
-    hosts, heads = call.topology.inter_size, call.shape.heads_kv
+    nodes, heads = call.topology.inter_size, call.shape.heads_kv
     if call.inter in ("a2a", "flat"):
         yield from _ways_inside(call)
         return
-    nested = call if hosts == 1 else replace(call, inter="ring")
+    nested = call if nodes == 1 else replace(call, inter="ring")
     yield from _ways_inside(nested)
-    over_all = hosts > 1 and call.inter == call.intra == "auto"
+    over_all = nodes > 1 and call.inter == call.intra == "auto"
     if over_all and call.layout is not Layout.STRIPED and heads % call.topology.cp_size == 0:
         yield from _in_rounds(replace(call, inter="a2a", intra="a2a"))
 
@@ -99,7 +99,7 @@ def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
     topology, heads = call.arranged, call.shape.heads_kv
     intras = [call.mode if call.inter in ("a2a", "flat") else call.intra]
     if intras == ["auto"]:
-        in_order = call.layout is not Layout.STRIPED and not topology.spans_hosts
+        in_order = call.layout is not Layout.STRIPED and not topology.spans_nodes
         in_order = in_order and topology.cp_size > 1
         exchange = in_order and topology.intra_size > 1 and heads % topology.intra_size == 0
         intras = ["ring"] + ["gather"] * in_order + ["a2a"] * exchange

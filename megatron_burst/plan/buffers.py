@@ -16,7 +16,7 @@ from megatron_burst.schedule.program import (
     Ref,
 )
 
-_MOST_HOSTS = 4  # more of them need no more buffers; a test compares
+_MOST_NODES = 4  # more of them need no more buffers; a test compares
 
 
 @lru_cache(maxsize=4096)
@@ -26,8 +26,8 @@ def buffer_bytes(call: AttentionCall) -> int:
     What its group keeps from call to call, and what there is at the fullest moment of backward.
     The forward pass needs less, except for its output in float32 where results are merged.
     """
-    if call.arranged.inter_size > _MOST_HOSTS:
-        return buffer_bytes(call.settled(Direction.BACKWARD).on_hosts(_MOST_HOSTS))
+    if call.arranged.inter_size > _MOST_NODES:
+        return buffer_bytes(call.settled(Direction.BACKWARD).on_nodes(_MOST_NODES))
     programs = [call.program(0, direction) for direction in Direction]
     return kept_bytes(programs) + passing_bytes(programs[-1])
 

@@ -60,17 +60,17 @@ def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
 def choose_intra(
     topology: Topology, layout: Layout, device: str, asked: str, inter: str = "ring"
 ) -> Choice:
-    """How queries and keys come together inside a host: "ring", "gather" or "a2a".
+    """How queries and keys come together inside a node: "ring", "gather" or "a2a".
 
     Args:
         topology: of the group.
         layout: how tokens are dealt out.
         device: torch device type.
         asked: "auto", "ring", "gather" or "a2a".
-        inter: how it goes between hosts; "a2a" and "flat" run the same over all ranks.
+        inter: how it goes between nodes; "a2a" and "flat" run the same over all ranks.
 
     Raises:
-        BurstError: if gathering or exchanging was asked for across hosts or in the striped layout.
+        BurstError: if gathering or exchanging was asked for across nodes or in the striped layout.
     """
     if topology.cp_size == 1:
         return Choice("ring", "one rank")
@@ -79,9 +79,9 @@ def choose_intra(
     if inter == "a2a":
         asked = "a2a"
     cannot = None
-    if topology.spans_hosts and inter != "a2a":
+    if topology.spans_nodes and inter != "a2a":
         cannot = (
-            "a row of ranks must share a host, because keys or heads travel over NVLink; got "
+            "a row of ranks must share a node, because keys or heads travel over NVLink; got "
             f"{topology}"
         )
     elif layout is Layout.STRIPED:
@@ -108,11 +108,11 @@ def choose_inter(
     asked: tuple[str, str],
     exchange: Exchange,
 ) -> Choice:
-    """How queries and keys come together between hosts: "ring", "a2a" (over all ranks) or "flat".
+    """How queries and keys come together between nodes: "ring", "a2a" (over all ranks) or "flat".
 
     Bytes decide, and those that nothing hides count twice: of an exchange in R rounds the first
     round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
-    the host's own shards. It is counted as if K and V went round again in backward, also where they
+    the node's own shards. It is counted as if K and V went round again in backward, also where they
     stay: counting less would change only calls of which simulation says that the exchange is as
     fast or faster.
 
@@ -140,7 +140,7 @@ def choose_inter(
     sent = exchange_bytes(shape, topology, exchange.again)
     bare = sent // exchange.rounds
     figures = (
-        f"between hosts a ring sends {_size(ring)} a rank, an exchange {_size(sent)}, of which "
+        f"between nodes a ring sends {_size(ring)} a rank, an exchange {_size(sent)}, of which "
         f"{_size(bare)} have nothing to hide behind"
     )
     return Choice("a2a" if sent + bare < ring else "ring", figures)
@@ -149,7 +149,7 @@ def choose_inter(
 def choose_transfer(
     topology: Topology, device: str, asked: str, try_out: Callable[[], str | None]
 ) -> Choice:
-    """How gathered keys move inside a host: "send" or "pull".
+    """How gathered keys move inside a node: "send" or "pull".
 
     Args:
         topology: of the group.
@@ -167,13 +167,13 @@ def choose_transfer(
     cannot: str | None
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
-    elif topology.spans_hosts:
+    elif topology.spans_nodes:
         cannot = (
-            "the ranks that gather must share a host, because they read each other's memory; got "
+            "the ranks that gather must share a node, because they read each other's memory; got "
             f"{topology}"
         )
     elif topology.intra_size == 1:
-        cannot = "a rank must share its host with another, because it reads the other's memory"
+        cannot = "a rank must share its node with another, because it reads the other's memory"
     else:
         reason = try_out()
         cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"

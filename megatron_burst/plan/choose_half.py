@@ -19,13 +19,13 @@ _MESSAGE_MIB = 64
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What dealing rows out between hosts is weighed with.
+    """What dealing rows out between nodes is weighed with.
 
     Unless the machine is known: a fast kernel and a slow link, so that dealing does not lose.
 
     Attributes:
         tflops: TFLOP/s of attention's forward on a rank.
-        gbs: GB/s that leave a rank for other hosts while all ranks send.
+        gbs: GB/s that leave a rank for other nodes while all ranks send.
         source: where they are from, in words.
     """
 
@@ -36,7 +36,7 @@ class Rates:
     @classmethod
     def of(cls, machine: Hardware) -> "Rates":
         """Those of a machine that is known."""
-        gbs = machine.links.inter.gbs.at(_MESSAGE_MIB) * machine.inter_share(machine.host.gpus)
+        gbs = machine.links.inter.gbs.at(_MESSAGE_MIB) * machine.inter_share(machine.node.gpus)
         return cls(_KERNEL_SHARE * machine.gpu.peak_tflops, gbs, machine.name)
 
 
@@ -49,7 +49,7 @@ class HalfCall:
         mask: which keys a query may see.
         topology: of the group.
         shape: sizes of the call on one rank.
-        rates: what dealing between hosts is weighed with.
+        rates: what dealing between nodes is weighed with.
         exchanged: whether heads are exchanged over all ranks, each of which has all rows then.
     """
 
@@ -79,14 +79,14 @@ class HalfCall:
 
     @property
     def deal_seconds(self) -> float:
-        """Seconds that rows dealt out anew pass between hosts: Q, K, V of the early ones there, out
+        """Seconds that rows dealt out anew pass between nodes: Q, K, V of the early ones there, out
         and lse home; of the later ones that others keep, out and lse in both passes."""
         shape, half = self.shape, self.half(deal=True)
         heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
         inputs = shape.batch * heads * shape.itemsize
         outputs = shape.batch * shape.heads_q * (shape.dim_v * shape.itemsize + shape.stat_bytes)
-        num_bytes = rows_between_hosts(half.moves, self.topology) * (inputs + outputs)
-        num_bytes += rows_between_hosts(half.kept, self.topology) * 2 * outputs
+        num_bytes = rows_between_nodes(half.moves, self.topology) * (inputs + outputs)
+        num_bytes += rows_between_nodes(half.kept, self.topology) * 2 * outputs
         return num_bytes / (self.rates.gbs * 1e9)
 
 
@@ -106,12 +106,12 @@ def choose_half(call: HalfCall) -> Choice:
     if tokens % 4:
         return Choice(otherwise, f"{loses}: {tokens} rows a rank are no multiple of 4")
     gains = "the early rows are dealt out anew, a quarter of a forward on each rank"
-    if len(set(call.topology.host_of)) == 1:
+    if len(set(call.topology.node_of)) == 1:
         return Choice("dealt", gains)
     spent = call.deal_seconds
     saved = (_share(otherwise, call.topology.cp_size) - 0.25) * call.forward_seconds
     figures = (
-        f"{1e3 * spent:.3g} ms between hosts for {1e3 * saved:.3g} ms of kernels less, at "
+        f"{1e3 * spent:.3g} ms between nodes for {1e3 * saved:.3g} ms of kernels less, at "
         f"{rates.gbs:.3g} GB/s and {rates.tflops:.3g} TFLOP/s a rank, {rates.source}"
     )
     if spent < saved:
@@ -129,12 +129,12 @@ def _share(how: str, cp_size: int) -> float:
     return {"none": 1.0, "dealt": 0.25, "plain": (2 * cp_size - 1) / (4 * cp_size)}[how]
 
 
-def rows_between_hosts(moves: Sequence[Move], topology: Topology) -> int:
-    """Rows that the busiest rank sends to other hosts, or receives from there."""
+def rows_between_nodes(moves: Sequence[Move], topology: Topology) -> int:
+    """Rows that the busiest rank sends to other nodes, or receives from there."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     for move in moves:
-        if topology.host_of[move.source] != topology.host_of[move.dest]:
+        if topology.node_of[move.source] != topology.node_of[move.dest]:
             sent[move.source] += len(move.rows)
             received[move.dest] += len(move.rows)
     return max([*sent.values(), *received.values()], default=0)

@@ -1,4 +1,4 @@
-"""How many key heads a round has: few enough for small buffers, enough to keep the GPU busy."""
+"""How many KV heads a round has: few enough for small buffers, enough to keep the GPU busy."""
 
 from math import ceil
 
@@ -8,13 +8,13 @@ from megatron_burst.schedule.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
-_PIECES = 8  # rounds on several hosts: an eighth of a transfer is all that nothing may hide
+_PIECES = 8  # rounds on several nodes: an eighth of a transfer is all that nothing may hide
 _WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
 _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 
 def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
-    """Key heads that a round can have: all of those that are gathered, or that a rank computes.
+    """KV heads that a round can have: all of those that are gathered, or that a rank computes.
 
     Args:
         shape: sizes of the call on one rank.
@@ -31,14 +31,14 @@ def choose_heads_per_round(
     asked: int | None = None,
     pieces: bool = True,
 ) -> int:
-    """Key heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+    """KV heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
 
     A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last
     wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
     which so takes two heads.
 
-    On several hosts there are eight rounds, if heads and kernels allow: the first piece that comes
-    from another host and the last gradient that goes home are hidden by one step only, and the
+    On several nodes there are eight rounds, if heads and kernels allow: the first piece that comes
+    from another node and the last gradient that goes home are hidden by one step only, and the
     more rounds there are, the smaller they are.
 
     Args:
@@ -75,9 +75,9 @@ def choose_heads_per_exchange(
     asked: int | None = None,
     pieces: bool = True,
 ) -> int:
-    """Key heads that a rank computes in a round: few, as each is a whole sequence's work.
+    """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 
-    On several hosts there are eight rounds, if heads and kernels allow: nothing hides the first one
+    On several nodes there are eight rounds, if heads and kernels allow: nothing hides the first one
     there and the last one back.
 
     Args:
@@ -94,7 +94,7 @@ def choose_heads_per_exchange(
     if not pieces:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
-    if topology.inter_size > 1 or topology.spans_hosts:
+    if topology.inter_size > 1 or topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     to_fill = ceil(_WAVES * multiprocessors / blocks)

@@ -37,19 +37,19 @@ class CpGroup:
 
 
 def cp_groups(
-    hosts: Sequence[Hashable], sizes: Sizes, places: Sequence | None = None
+    nodes: Sequence[Hashable], sizes: Sizes, places: Sequence | None = None
 ) -> list[CpGroup]:
     """All context-parallel groups of a run, in Megatron's default order tp-cp-dp-pp.
 
     Args:
-        hosts: of each global rank.
+        nodes: of each global rank.
         sizes: of the run.
-        places: of each global rank on its host.
+        places: of each global rank on its node.
 
     Raises:
         BurstError: if the sizes do not divide the number of ranks.
     """
-    world, model = len(hosts), sizes.tp * sizes.cp * sizes.pp
+    world, model = len(nodes), sizes.tp * sizes.cp * sizes.pp
     if min(sizes.tp, sizes.cp, sizes.pp) < 1 or world % model:
         raise BurstError(
             "cluster: tensor, context and pipeline parallel sizes must be positive and their "
@@ -62,5 +62,5 @@ def cp_groups(
         for tp_rank in range(sizes.tp):
             ranks = tuple(range(first + tp_rank, first + span, sizes.tp))
             own = None if places is None else [places[rank] for rank in ranks]
-            groups.append(CpGroup(ranks, topology_of([hosts[rank] for rank in ranks], own)))
+            groups.append(CpGroup(ranks, topology_of([nodes[rank] for rank in ranks], own)))
     return groups

@@ -20,7 +20,7 @@ def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
 
 
 def few_come(shape: AttentionShape, others: int) -> bool:
-    """Whether K and V of all other hosts' pieces take no more memory than the queries, and their
+    """Whether K and V of all other nodes' pieces take no more memory than the queries, and their
     gradients' way home is no longer than that of circulating Q."""
     keys = shape.rows_kv * (shape.dim_qk + shape.dim_v)
     sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
@@ -46,9 +46,9 @@ def hop_bytes(
 
 
 def exchange_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
-    """Bytes that a rank sends to other hosts in both passes if all ranks exchange heads.
+    """Bytes that a rank sends to other nodes in both passes if all ranks exchange heads.
 
-    Of all that is exchanged (`exchange_widths`) 1 - 1/N goes to other hosts.
+    Of all that is exchanged (`exchange_widths`) 1 - 1/N goes to other nodes.
     """
     widths = exchange_widths(shape, again).values()
     every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
@@ -56,7 +56,7 @@ def exchange_bytes(shape: AttentionShape, topology: Topology, again: bool = Fals
 
 
 def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate) -> int:
-    """Bytes that a rank sends to other hosts in both passes of a ring between hosts."""
+    """Bytes that a rank sends to other nodes in both passes of a ring between nodes."""
     forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV)
     backward = hop_bytes(shape, Direction.BACKWARD, circulate)
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))

@@ -68,7 +68,7 @@ def _draw_panel(ax: Any, spec: Spec, programs: Sequence[Program], columns: int) 
     ax.set_xlim(-0.55, columns - 0.35)
     ax.set_ylim(-len(order) + 0.45, 0.55)
     ax.set_xticks(steps, [f"step {step}" for step in steps], fontsize=8)
-    names = [f"rank {rank}\nhost {topology.host_of[rank]}" for rank in order]
+    names = [f"rank {rank}\nhost {topology.node_of[rank]}" for rank in order]
     ax.set_yticks([height[rank] for rank in order], names, fontsize=8)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -77,7 +77,7 @@ def _draw_panel(ax: Any, spec: Spec, programs: Sequence[Program], columns: int) 
 def _draw_legend(ax: Any) -> None:
     for (link, cargo), style in _STYLES.items():
         what = "data" if cargo is Cargo.READ else "gradient"
-        where = "inside a host" if link is Link.INTRA else "between hosts"
+        where = "inside a node" if link is Link.INTRA else "between nodes"
         ax.plot([], [], label=f"{what}, {where}", **style)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False)
 

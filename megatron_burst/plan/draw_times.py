@@ -88,13 +88,13 @@ def _draw_panel(ax: Any, panel: Panel, ranks: Sequence[int], topology: Topology)
     every = PolyCollection(corners, facecolors=colours, linewidth=0)
     ax.add_collection(every, autolim=False)
     for before, after in pairwise(ranks):
-        if topology.host_of[before] != topology.host_of[after]:
+        if topology.node_of[before] != topology.node_of[after]:
             ax.axhline(place[before], color="0.3", lw=1, ls=":")
     ax.set(
         title=panel.title, xlabel="ms", xlim=(0, 1e3 * panel.timeline.seconds),
         ylim=(-len(ranks) + 0.95, 1.05),
     )  # fmt: skip
-    names = [f"rank {rank}, host {topology.host_of[rank]}" for rank in ranks]
+    names = [f"rank {rank}, node {topology.node_of[rank]}" for rank in ranks]
     ax.set_yticks([place[rank] + 0.5 for rank in ranks], names, fontsize=8)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)

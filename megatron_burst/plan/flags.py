@@ -34,7 +34,7 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values
     Args:
         job: the job.
         strategy: how it is dealt out.
-        host_bytes: pinned memory of a host, of `Memory.host`.
+        host_bytes: pinned memory of a node, of `Memory.node`.
     """
     flags: Values = {
         "--seq-length": job.seq,
@@ -63,7 +63,7 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values
         flags["--burst-fused-loss"] = True
     flags |= _recompute_flags(job, strategy)
     if host_bytes:
-        gib = host_bytes / job.on_host / (1 << 30)
+        gib = host_bytes / job.on_node / (1 << 30)
         flags["--burst-keep-host-gib"] = ceil(1.1 * gib)
     return flags
 

@@ -1,4 +1,4 @@
-"""What a cluster's GPUs, links and hosts can do, as data: presets and TOML files.
+"""What a cluster's GPUs, links and nodes can do, as data: presets and TOML files.
 
 Speeds are what programs reach, not what data sheets promise, wherever somebody measured; every
 figure of a preset names its source (`sources`).
@@ -85,7 +85,7 @@ class Gpu:
         memory_gbs: GB/s that element-wise kernels reach.
         launch_us: between two dependent kernels.
         nccl_share: of the multiprocessors, while a transfer of NCCL's runs.
-        host_gbs: GB/s to pinned host memory while all GPUs of the host copy.
+        host_gbs: GB/s to pinned host memory while all GPUs of the node copy.
     """
 
     memory_gib: float
@@ -105,13 +105,13 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Node:
     """One NVLink domain: a server, or a rack of those that are one domain.
 
     Attributes:
         gpus: of the domain.
         nics: of the domain, shared evenly by those GPUs that send at the same time.
-        memory_gib: of the host.
+        memory_gib: of the node.
     """
 
     gpus: int
@@ -141,7 +141,7 @@ class Hardware:
     Attributes:
         name: of the preset, or of the machine that was measured.
         gpu: one GPU.
-        host: one NVLink domain.
+        node: one NVLink domain.
         links: between GPUs.
         kernels: attention kernels, the one that `auto` takes first.
         sources: where figures come from, by dotted name, e.g. "gpu.memory_gib".
@@ -149,7 +149,7 @@ class Hardware:
 
     name: str
     gpu: Gpu
-    host: Host
+    node: Node
     links: Links
     kernels: tuple[KernelSpeed, ...]
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Hardware:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.gpu, self.host, self.links, self.kernels))
+        return hash((self.name, self.gpu, self.node, self.links, self.kernels))
 
     def kernel(self, head_dim: float, backend: str = "auto") -> KernelSpeed:
         """The kernel for a head dimension, or for the nearest one that is known.
@@ -175,8 +175,8 @@ class Hardware:
         return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
 
     def inter_share(self, senders: int) -> float:
-        """How much of one network card each of so many senders of a host gets."""
-        return min(1.0, self.host.nics / max(senders, 1))
+        """How much of one network card each of so many senders of a node gets."""
+        return min(1.0, self.node.nics / max(senders, 1))
 
 
 def preset_names() -> tuple[str, ...]:

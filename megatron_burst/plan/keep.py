@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 _KERNEL_TFLOPS = 600.0  # of attention forward on a current GPU
-_HOST_GBS = 20.0  # GB/s of a GPU to pinned host memory while all GPUs of the host copy
+_HOST_GBS = 20.0  # GB/s of a GPU to pinned host memory while all GPUs of the node copy
 _GIB = 1 << 30
 
 

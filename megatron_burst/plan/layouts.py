@@ -13,7 +13,7 @@ SIZES = ("tp", "cp", "pp", "dp", "ep")
 
 def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
     """Every (TP, CP, PP, DP, EP) that divides evenly."""
-    for tp in _divisors(job.on_host, fixed.get("tp")):
+    for tp in _divisors(job.on_node, fixed.get("tp")):
         for pp in _divisors(job.gpus, fixed.get("pp")):
             if pp > job.model.layers or job.gpus % (tp * pp):
                 continue

@@ -14,7 +14,7 @@ _LOSS_BYTES = 1 << 30  # of the fused loss, whatever the number of tokens (docs/
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the first pipeline stage's GPU, which holds most micro-batches; host is a host's.
+    """Bytes of the first pipeline stage's GPU, which holds most micro-batches; node is a node's.
 
     Attributes:
         weights: bf16.
@@ -27,7 +27,7 @@ class Memory:
         head: logits, or the fused loss's tiles, and the gradient of its input; with PP what the
             last stage has of it beyond the micro-batches that it need not hold.
         attention: hop buffers, slots, sums of one attention call; no part of the sum.
-        host: pinned memory of all GPUs of a host.
+        node: pinned memory of all GPUs of a node.
     """
 
     weights: float
@@ -38,7 +38,7 @@ class Memory:
     layer: float
     head: float
     attention: float
-    host: float
+    node: float
 
     @property
     def peak(self) -> float:
@@ -68,18 +68,18 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
         share = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep]
         kept = share * model.heads_q * (2 * model.dim_v + 4) * tokens
     all_kept = kept * (waiting - 1)  # the layer that is computed again has them among its own
-    on_host = 0.0
+    on_node = 0.0
     if strategy.offload:  # the next layer's are on their way
-        on_host, all_kept = on_host + kept * waiting, min(all_kept, kept)
+        on_node, all_kept = on_node + kept * waiting, min(all_kept, kept)
     if strategy.offload_inputs:
-        on_host, saved = on_host + saved, min(saved, 2 * 2 * model.hidden * tokens)
+        on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
     head = _head(job, strategy) + kept  # all layers wait then
     if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
         head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
     return Memory(
         weights, gradients, optimizer, saved, all_kept,
         layer=a_layer.working, head=head, attention=a_layer.buffers,
-        host=on_host * job.on_host,
+        node=on_node * job.on_node,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _first(model: Model, width: float) -> float:
 
 def _qkv_bytes(model: Model, strategy: Strategy, tokens: float) -> float:
     """Of q, k, v; or of their gradients."""
-    heads_kv = max(model.heads_kv, strategy.tp)  # key heads are repeated on surplus TP ranks
+    heads_kv = max(model.heads_kv, strategy.tp)  # KV heads are repeated on surplus TP ranks
     return 2 * tokens * (model.heads_q * model.dim_qk + heads_kv * (model.dim_qk + model.dim_v))
 
 

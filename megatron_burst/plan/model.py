@@ -74,7 +74,7 @@ class Model:
         layers: number of them.
         hidden: width.
         heads_q: query heads.
-        heads_kv: key heads; divides heads_q.
+        heads_kv: KV heads; divides heads_q.
         dim_qk: head dimension of queries and keys.
         dim_v: head dimension of values.
         ffn: width of the dense feed-forward.
@@ -113,8 +113,8 @@ class Model:
         if wrong:
             got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
             raise BurstError(
-                "model: all sizes must be positive and key heads divide query heads, because each "
-                f"key head serves equally many; got {got}; mend {self.name}"
+                "model: all sizes must be positive and KV heads divide query heads, because each "
+                f"KV head serves equally many; got {got}; mend {self.name}"
             )
 
     @property

@@ -23,11 +23,11 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
     best = found[0]
     described = {
         "version": VERSION,
-        "flags": flag_values(job, best.strategy, best.memory.host),
+        "flags": flag_values(job, best.strategy, best.memory.node),
         "model_flags": model_flags(job.model),
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
-            "gpus_per_host": job.gpus_per_host, "batch": job.batch, "hardware": job.hardware.name,
+            "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
         },
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],

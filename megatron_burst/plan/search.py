@@ -75,18 +75,18 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
 
 def _look_at(job: Job, strategy: Strategy) -> Candidate:
     memory = memory_of(job, strategy)
-    over, host_over = _missing_gib(job, memory)
-    time = step_time(job, strategy, memory) if over <= 0 and host_over <= 0 else None
+    over, node_over = _missing_gib(job, memory)
+    time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
     refused = job.model.refused if strategy.cp > 1 else ""
-    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, host_over), refused)
+    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over), refused)
 
 
 def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
-    """Memory that a GPU and a host lack; negative where it fits."""
+    """Memory that a GPU and a node lack; negative where it fits."""
     over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
-    host_gib = job.hardware.host.memory_gib * job.on_host
-    host_gib *= 0.8 / job.hardware.host.gpus  # the rest is for programs and the page cache
-    return over, memory.host / GIB - host_gib
+    host_gib = job.hardware.node.memory_gib * job.on_node
+    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for programs and the page cache
+    return over, memory.node / GIB - host_gib
 
 
 @lru_cache(maxsize=8)
@@ -118,10 +118,10 @@ def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | No
         fixed: as in `search`.
         batch: of a job with so many GPUs.
     """
-    host = job.gpus_per_host if job.gpus > job.gpus_per_host else job.hardware.host.gpus
+    node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
     gpus = 2 * job.gpus
     while gpus <= _MOST_GPUS:
-        more = replace(job, gpus=gpus, gpus_per_host=even_share(gpus, host), batch=batch(gpus))
+        more = replace(job, gpus=gpus, gpus_per_node=even_share(gpus, node), batch=batch(gpus))
         for layout in layouts(more, _given_sizes(fixed)):
             for strategy in _policies(more, layout, fixed):
                 if max(_missing_gib(more, memory_of(more, strategy))) <= 0:
@@ -146,7 +146,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
 
 
 def _rank(one: Candidate) -> tuple:
-    if one.time:  # of equal ones the one without host copies, which are free on paper only
+    if one.time:  # of equal ones the one without node copies, which are free on paper only
         copies = one.strategy.offload + one.strategy.offload_inputs
         return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
     return 2, one.over_gib + one.host_over_gib, 0
@@ -156,11 +156,11 @@ def loses(one: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best, in words."""
     if one.over_gib:
         parts = one.memory.in_gib()
-        names = [n for n in parts if n not in ("attention", "host", "peak")]
+        names = [n for n in parts if n not in ("attention", "node", "peak")]
         most = max(names, key=parts.__getitem__)
         return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
     if one.host_over_gib:
-        return f"out of host memory by {one.host_over_gib:.0f} GiB a host"
+        return f"out of host memory by {one.host_over_gib:.0f} GiB a node"
     if one is best or not one.time or not best.time:
         return "the best"
     theirs, ours = dict(one.time.parts), dict(best.time.parts)

@@ -20,7 +20,7 @@ from megatron_burst.schedule.topology import Link
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
-HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
+NODE, HEAD, BUBBLE = "waiting for node copies", "LM head and loss", "pipeline bubble"
 REPLAY, UPDATE = "computing again", "gradients and optimizer"
 
 
@@ -148,7 +148,7 @@ class _Layer:
         parts[REPLAY] += share * self._elementwise()
         parts[TENSOR] += share * self._tensor_seconds()
         parts[EXPERT] += self._expert_seconds() if share else 0.0
-        parts[HOST] += self._host_seconds(sum(parts.values()))
+        parts[NODE] += self._host_seconds(sum(parts.values()))
         return parts
 
     def _replay(self) -> float:
@@ -161,7 +161,7 @@ class _Layer:
         return replayed_share(half_call(self._job, strategy))
 
     def _deal_seconds(self) -> float:
-        """Time that early rows, dealt out anew in the replay, pass between hosts."""
+        """Time that early rows, dealt out anew in the replay, pass between nodes."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
         call = half_call(self._job, self._strategy)
@@ -192,11 +192,11 @@ class _Layer:
             return 0.0
         moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
         moved *= 1 - 1 / strategy.ep
-        hosts = max(1.0, strategy.ep / self._job.on_host)
+        nodes = max(1.0, strategy.ep / self._job.on_node)
         links, share = self._job.hardware.links, _network_share(self._job.hardware)
-        seconds = links.intra.seconds(moved / hosts)
-        if hosts > 1:
-            seconds = max(seconds, links.inter.seconds(moved * (1 - 1 / hosts), share))
+        seconds = links.intra.seconds(moved / nodes)
+        if nodes > 1:
+            seconds = max(seconds, links.inter.seconds(moved * (1 - 1 / nodes), share))
         return 2 * seconds * model.moe_layers / model.layers
 
     def _host_seconds(self, layer_seconds: float) -> float:
@@ -220,7 +220,7 @@ def half_call(job: Job, strategy: Strategy) -> HalfCall:
 
 
 def _network_share(hardware: Hardware) -> float:
-    return hardware.inter_share(hardware.host.gpus)
+    return hardware.inter_share(hardware.node.gpus)
 
 
 def _head_seconds(job: Job, strategy: Strategy) -> float:
@@ -232,7 +232,7 @@ def _head_seconds(job: Job, strategy: Strategy) -> float:
 def _boundary_seconds(job: Job, strategy: Strategy) -> float:
     """One activation to the next pipeline stage."""
     moved = 2 * job.model.hidden * (job.seq // strategy.cp) / strategy.tp
-    if job.gpus <= job.gpus_per_host:
+    if job.gpus <= job.gpus_per_node:
         return job.hardware.links.intra.seconds(moved)
     return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
 
@@ -240,7 +240,7 @@ def _boundary_seconds(job: Job, strategy: Strategy) -> float:
 def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
     """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
     ranks = strategy.dp * strategy.cp
-    local = max(1, job.on_host // strategy.tp)
+    local = max(1, job.on_node // strategy.tp)
     num_bytes = memory.weights + memory.gradients
     links = job.hardware.links
     moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))

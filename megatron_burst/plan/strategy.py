@@ -9,7 +9,7 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
 from megatron_burst.schedule.call import AttentionShape
-from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.schedule.topology import Topology, pretend_nodes
 from megatron_burst.units import nearest_multiples
 
 Recompute = Literal["none", "selective", "full"]
@@ -25,7 +25,7 @@ class Job:
         model: the model.
         seq: tokens of a sequence.
         gpus: of the job.
-        gpus_per_host: of an NVLink domain; a job on a single one may be smaller.
+        gpus_per_node: of an NVLink domain; a job on a single one may be smaller.
         batch: sequences of a step, all GPUs together; micro-batches hold one.
         hardware: the cluster's.
     """
@@ -33,43 +33,43 @@ class Job:
     model: Model
     seq: int
     gpus: int
-    gpus_per_host: int
+    gpus_per_node: int
     batch: int
     hardware: Hardware
 
     def __post_init__(self) -> None:
-        if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise BurstError(
-                "plan: --gpus must be a multiple of --gpus-per-node, because hosts are used whole; "
-                f"got {self.gpus} and {self.gpus_per_host}; choose "
-                f"{self.gpus // self.gpus_per_host * self.gpus_per_host} or another multiple"
+                "plan: --gpus must be a multiple of --gpus-per-node, because nodes are used whole; "
+                f"got {self.gpus} and {self.gpus_per_node}; choose "
+                f"{self.gpus // self.gpus_per_node * self.gpus_per_node} or another multiple"
             )
 
     @property
-    def on_host(self) -> int:
-        """GPUs of the job on a host."""
-        return min(self.gpus_per_host, self.gpus)
+    def on_node(self) -> int:
+        """GPUs of the job on a node."""
+        return min(self.gpus_per_node, self.gpus)
 
 
-def even_share(gpus: int, gpus_per_host: int) -> int:
-    """GPUs that a job uses of each host: equally many, as most of them as comes out even.
+def even_share(gpus: int, gpus_per_node: int) -> int:
+    """GPUs that a job uses of each node: equally many, as most of them as comes out even.
 
-    Hosts with unequal numbers of ranks cannot have nested rings.
+    Nodes with unequal numbers of ranks cannot have nested rings.
 
     Raises:
-        BurstError: if half of each host or more would be idle.
+        BurstError: if half of each node or more would be idle.
     """
-    if gpus <= gpus_per_host:
+    if gpus <= gpus_per_node:
         return gpus
-    least = ceil(gpus / gpus_per_host)
-    for hosts in range(least, 2 * least):
-        if gpus % hosts == 0:
-            return gpus // hosts
-    near = gpus // gpus_per_host * gpus_per_host
+    least = ceil(gpus / gpus_per_node)
+    for nodes in range(least, 2 * least):
+        if gpus % nodes == 0:
+            return gpus // nodes
+    near = gpus // gpus_per_node * gpus_per_node
     raise BurstError(
-        "plan: --gpus must come out even over the hosts, because rings between them join equally "
-        f"many ranks of each; got {gpus} on hosts of {gpus_per_host}; choose {near} or "
-        f"{near + gpus_per_host}"
+        "plan: --gpus must come out even over the nodes, because rings between them join equally "
+        f"many ranks of each; got {gpus} on nodes of {gpus_per_node}; choose {near} or "
+        f"{near + gpus_per_node}"
     )
 
 
@@ -91,7 +91,7 @@ class Strategy:
         fused_loss: whether the loss is computed without all logits.
         shard_weights: whether weights and gradients are dealt out over data-parallel ranks too
             (ZeRO-3), as BurstEngine has it; not offered by the search.
-        intra: how queries and keys come together inside a host; the search leaves it to burst.
+        intra: how queries and keys come together inside a node; the search leaves it to burst.
     """
 
     tp: int = 1
@@ -122,21 +122,21 @@ class Strategy:
         """What is computed again, in words."""
         if self.recompute != "full":
             return f"recompute {self.recompute}"
-        where = " on host" if self.offload else ""
+        where = " on node" if self.offload else ""
         inputs = ", inputs on host" if self.offload_inputs else ""
         return f"recompute full, keep {self.keep}{where}{inputs}"
 
 
 def misfit(job: Job, strategy: Strategy) -> str | None:
     """Why a strategy cannot be for a job, or None."""
-    ranks = ranks_per_host(job, strategy)
+    ranks = ranks_per_node(job, strategy)
     if strategy.gpus != job.gpus:
         return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"
     for name, check in _OF_ONE_SIZE.items():
         if why := check(job, getattr(strategy, name)):
             return why
     if strategy.cp > ranks and strategy.cp % ranks:
-        return f"CP {strategy.cp} does not fill hosts of {ranks} ranks"
+        return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
@@ -165,8 +165,8 @@ def misfit_of(job: Job, name: str, size: int) -> str | None:
 
 def _tp_misfit(job: Job, tp: int) -> str | None:
     heads_q, heads_kv = job.model.heads_q, job.model.heads_kv
-    if job.on_host % tp:
-        return f"TP {tp} does not divide the {job.on_host} GPUs of a host"
+    if job.on_node % tp:
+        return f"TP {tp} does not divide the {job.on_node} GPUs of a node"
     if heads_q % tp or max(heads_kv, tp) % min(heads_kv, tp):
         return f"TP {tp} does not divide {heads_q}/{heads_kv} heads"
     return None
@@ -208,14 +208,14 @@ def _largest_stage(model: Model, pp: int) -> int:
     return ceil(model.layers / pp)
 
 
-def ranks_per_host(job: Job, strategy: Strategy) -> int:
-    """Ranks of a context-parallel group that one host can hold."""
-    return max(1, job.on_host // strategy.tp)
+def ranks_per_node(job: Job, strategy: Strategy) -> int:
+    """Ranks of a context-parallel group that one node can hold."""
+    return max(1, job.on_node // strategy.tp)
 
 
 def topology_for(job: Job, strategy: Strategy) -> Topology:
-    """The context-parallel group's topology: neighbours at stride TP, hosts filled in order."""
-    return pretend_hosts(strategy.cp, max(1, strategy.cp // ranks_per_host(job, strategy)))
+    """The context-parallel group's topology: neighbours at stride TP, nodes filled in order."""
+    return pretend_nodes(strategy.cp, max(1, strategy.cp // ranks_per_node(job, strategy)))
 
 
 def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> AttentionCall:
@@ -233,7 +233,7 @@ def attention_call(job: Job, strategy: Strategy, backend: str = "auto") -> Atten
         grad_bytes=4,
     )
     topology = topology_for(job, strategy)
-    neighbours = job.on_host // topology.intra_size
+    neighbours = job.on_node // topology.intra_size
     return AttentionCall(
         shape, topology, neighbours, strategy.intra, backend=backend,
         multiprocessors=job.hardware.gpu.multiprocessors,

@@ -19,8 +19,8 @@ from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.half import EarlyHalf, Move
-from megatron_burst.recompute.host import host_memory
 from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident, Tensors
+from megatron_burst.recompute.offload import host_memory
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 

@@ -32,7 +32,7 @@ from megatron_burst.schedule.emitter import (
 )
 from megatron_burst.schedule.inter_node import Visitors, heads_in_rounds, steps, sums
 from megatron_burst.schedule.mask import Span, Tile, cut
-from megatron_burst.schedule.pieces import Visit, host_visits, sides, tiles_between
+from megatron_burst.schedule.pieces import Visit, node_visits, sides, tiles_between
 from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,
@@ -63,8 +63,8 @@ def a2a(spec: Spec) -> Program:
 def _check_heads(heads_kv: int, ranks: int) -> None:
     if heads_kv % ranks:
         raise BurstError(
-            "burst attention: to exchange heads, the ranks must divide the key heads, because "
-            f"each computes equally many; got {heads_kv} key heads on {ranks} ranks; pass "
+            "burst attention: to exchange heads, the ranks must divide the KV heads, because "
+            f"each computes equally many; got {heads_kv} KV heads on {ranks} ranks; pass "
             "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a"
         )
 
@@ -88,7 +88,7 @@ class _AllToAll(Emitter):
         heads_per_round = spec.heads_per_round * len(self.ranks)
         self.rounds = heads_in_rounds(spec.shape.heads_kv, heads_per_round)
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
-        visits = host_visits(topology, row, spec.layout, tokens)
+        visits = node_visits(topology, row, spec.layout, tokens)
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
         alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
         self.tiles = [alike[visits[step.distance]] for step in self.order]

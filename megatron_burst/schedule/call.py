@@ -58,5 +58,5 @@ class AttentionShape:
 
     @property
     def rows_kv(self) -> int:
-        """(token, key head) pairs on a rank."""
+        """(token, KV head) pairs on a rank."""
         return self.batch * self.tokens * self.heads_kv

@@ -10,7 +10,7 @@ from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.gather_tiles import Leaf, Meeting, Tiling
 from megatron_burst.schedule.inter_node import Step, heads_in_rounds, steps
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.pieces import Piece, host_visits
+from megatron_burst.schedule.pieces import Piece, node_visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def gather_steps(spec: Spec) -> GatherSteps:
     rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
     order = steps(topology.inter_size, len(rounds), spec.backward, spec.left)
     row, _ = topology.coord(cp_rank)
-    ranks, visits = topology.grid[row], host_visits(topology, row, spec.layout, spec.shape.tokens)
+    ranks, visits = topology.grid[row], node_visits(topology, row, spec.layout, spec.shape.tokens)
     tiling = Tiling(
         cp_rank, ranks, visits, order, spec.mask, spec.direction, spec.kernel.rectangular_causal,
         circulate,

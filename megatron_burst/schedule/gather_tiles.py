@@ -1,4 +1,4 @@
-"""What ranks of a host that gathers compute in each step, and what one takes and gives for it."""
+"""What ranks of a node that gathers compute in each step, and what one takes and gives for it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """What a rank does in a step, and what that has to do with the others of its host.
+    """What a rank does in a step, and what that has to do with the others of its node.
 
     Attributes:
         keys: the pieces of the gathered keys.
@@ -49,13 +49,13 @@ class Tiling:
 
     Attributes:
         cp_rank: whose they are.
-        ranks: of its host.
-        visits: that the host works with, by how many hosts they have come.
+        ranks: of its node.
+        visits: that the node works with, by how many nodes they have come.
         order: of the steps.
         mask: which keys a query may see.
         direction: forward or backward.
         rectangular_causal: whether the kernel does causal tiles with more keys than queries.
-        circulate: what goes from host to host.
+        circulate: what goes from node to node.
     """
 
     cp_rank: int
@@ -104,7 +104,7 @@ class Tiling:
     def _own_tiles(
         self, queries: Sequence[Piece], alone: bool, first: bool, last: bool
     ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
-        """Tiles of a rank with its own host's keys: before they are there, over and after them."""
+        """Tiles of a rank with its own node's keys: before they are there, over and after them."""
         if self.mask is Mask.FULL or alone:
             every = Span(0, queries[-1].rows.stop), Span(0, self.visits[0].pieces[-1].whole.stop)
             return (), (Tile(*every, self.mask),), ()
@@ -112,7 +112,7 @@ class Tiling:
         before = diagonal if first else ()
         after = diagonal if last and self.direction is Direction.BACKWARD else ()
         if after and (before or len(self.visits) > 1):
-            # half of the tiles hide each way: with other hosts what is left for them sets out first
+            # half of the tiles hide each way: with other nodes what is left for them sets out first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:

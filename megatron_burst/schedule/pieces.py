@@ -19,7 +19,7 @@ class Piece:
     Attributes:
         holder: cp rank that has them while they are worked on.
         rows: in the shard.
-        whole: among all rows of the shards of a host, in the order of the sequence.
+        whole: among all rows of the shards of a node, in the order of the sequence.
     """
 
     holder: int
@@ -29,12 +29,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """The shards of a host in the hands of the ranks of another, or of its own.
+    """The shards of a node in the hands of the ranks of another, or of its own.
 
     Attributes:
         pieces: in the order of the sequence.
-        before: how many of them come before each of the host's own pieces in the sequence.
-        after: how many of the host's own come before each of them.
+        before: how many of them come before each of the node's own pieces in the sequence.
+        after: how many of the node's own come before each of them.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,15 +43,15 @@ class Visit:
 
 
 @lru_cache(maxsize=1024)
-def host_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tuple[Visit, ...]:
-    """What the ranks of a host work with, by how many hosts it has come; first their own shards.
+def node_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tuple[Visit, ...]:
+    """What the ranks of a node work with, by how many nodes it has come; first their own shards.
 
-    Visits that are alike are one object: in zigzag, where hosts have neighbouring ranks, one of all
-    hosts before this one and one of all behind it.
+    Visits that are alike are one object: in zigzag, where nodes have neighbouring ranks, one of all
+    nodes before this one and one of all behind it.
 
     Args:
         topology: of the group.
-        row: of the host.
+        row: of the node.
         layout: how tokens are dealt out.
         tokens: rows on each rank.
 
@@ -100,7 +100,7 @@ def sides(
     """Pieces of queries, each with how many pieces of keys come before it, and those of keys.
 
     Args:
-        here: the host's own shards.
+        here: the node's own shards.
         visit: what they are worked with.
         circulate: what visits.
     """
@@ -112,11 +112,11 @@ def sides(
 def tiles_between(
     queries: Sequence[tuple[Span, int]], keys: Sequence[Piece], mask: Mask
 ) -> tuple[Tile, ...]:
-    """Tiles of query rows over the keys of another host: each sees the keys before it, a prefix.
+    """Tiles of query rows over the keys of another node: each sees the keys before it, a prefix.
 
     Args:
         queries: rows of the query tensor, in order, and how many pieces of keys come before them.
-        keys: of the other host; no query lies among the rows of a piece.
+        keys: of the other node; no query lies among the rows of a piece.
         mask: which keys a query may see.
     """
     found: list[tuple[Span, int]] = []

@@ -3,7 +3,7 @@
 from megatron_burst.schedule.call import Cargo
 
 _LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
-_LONG_ROUND = 256 << 20  # a key head of 512K tokens
+_LONG_ROUND = 256 << 20  # a KV head of 512K tokens
 
 
 def pulled_count(cargo: Cargo, rounds: int, num_bytes: float) -> int:

@@ -1,4 +1,4 @@
-"""Which ranks of a context-parallel group share a host, and how the rings run over them."""
+"""Which ranks of a context-parallel group share a node, and how the rings run over them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +10,8 @@ from megatron_burst.errors import BurstError
 class Link(StrEnum):
     """A physical link, and the ring that is meant for it."""
 
-    INTRA = "intra"  # inside a host (NVLink domain)
-    INTER = "inter"  # between hosts
+    INTRA = "intra"  # inside a node (NVLink domain)
+    INTER = "inter"  # between nodes
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Topology:
     tell is told once.
 
     Attributes:
-        grid: one row of cp ranks per host; each row is an intra ring, each column an inter ring.
-            A flat ring is a grid of one row, even when its ranks live on several hosts.
-        host_of: index of the host of each cp rank; decides which link a hop takes.
+        grid: one row of cp ranks per node; each row is an intra ring, each column an inter ring.
+            A flat ring is a grid of one row, even when its ranks live on several nodes.
+        node_of: index of the node of each cp rank; decides which link a hop takes.
     """
 
     grid: tuple[tuple[int, ...], ...]
-    host_of: tuple[int, ...]
+    node_of: tuple[int, ...]
 
     @property
     def cp_size(self) -> int:
-        return len(self.host_of)
+        return len(self.node_of)
 
     @property
     def inter_size(self) -> int:
@@ -49,7 +49,7 @@ class Topology:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.grid, self.host_of))
+        return hash((self.grid, self.node_of))
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, int]]:
@@ -71,39 +71,39 @@ class Topology:
 
     def link(self, a: int, b: int) -> Link:
         """The link between two ranks."""
-        return Link.INTRA if self.host_of[a] == self.host_of[b] else Link.INTER
+        return Link.INTRA if self.node_of[a] == self.node_of[b] else Link.INTER
 
     @cached_property
-    def spans_hosts(self) -> bool:
-        """Whether an intra ring runs over several hosts: a flat ring may."""
-        return any(len({self.host_of[rank] for rank in row}) > 1 for row in self.grid)
+    def spans_nodes(self) -> bool:
+        """Whether an intra ring runs over several nodes: a flat ring may."""
+        return any(len({self.node_of[rank] for rank in row}) > 1 for row in self.grid)
 
     def flat(self) -> "Topology":
-        """The same ranks and hosts as one flat ring, host by host."""
-        return Topology((tuple(rank for row in self.grid for rank in row),), self.host_of)
+        """The same ranks and nodes as one flat ring, node by node."""
+        return Topology((tuple(rank for row in self.grid for rank in row),), self.node_of)
 
     def __str__(self) -> str:
-        hosts = len(set(self.host_of))
-        if self.inter_size == 1 and hosts > 1:
-            return f"flat ring of {self.cp_size} ranks over {hosts} hosts"
-        return f"{hosts} host{'s' * (hosts > 1)} x {self.intra_size} rank" + "s" * (
+        nodes = len(set(self.node_of))
+        if self.inter_size == 1 and nodes > 1:
+            return f"flat ring of {self.cp_size} ranks over {nodes} nodes"
+        return f"{nodes} node{'s' * (nodes > 1)} x {self.intra_size} rank" + "s" * (
             self.intra_size > 1
         )
 
 
 @lru_cache(maxsize=256)
-def pretend_hosts(cp_size: int, num_hosts: int) -> Topology:
-    """The topology of a group split into `num_hosts` pretended hosts of contiguous ranks.
+def pretend_nodes(cp_size: int, num_nodes: int) -> Topology:
+    """The topology of a group split into `num_nodes` pretended nodes of contiguous ranks.
 
     Raises:
         BurstError: if the ranks do not divide evenly.
     """
-    if num_hosts < 1 or cp_size % num_hosts:
+    if num_nodes < 1 or cp_size % num_nodes:
         raise BurstError(
-            "burst attention: the number of hosts must divide the context-parallel size, because "
-            f"nested rings need equally many ranks on each; got {num_hosts} hosts and context "
-            f"parallel size {cp_size}; choose --burst-tune hosts=N among the divisors of {cp_size}"
+            "burst attention: the number of nodes must divide the context-parallel size, because "
+            f"nested rings need equally many ranks on each; got {num_nodes} nodes and context "
+            f"parallel size {cp_size}; choose --burst-tune nodes=N among the divisors of {cp_size}"
         )
-    row = cp_size // num_hosts
+    row = cp_size // num_nodes
     grid = (tuple(range(first, first + row)) for first in range(0, cp_size, row))
     return Topology(tuple(grid), tuple(rank // row for rank in range(cp_size)))

@@ -23,35 +23,35 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.schedule.topology import Topology, pretend_nodes
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
 MANY = AttentionShape(1, 1 << 15, 32, 32, 128, 128, 2, 4, 4)  # heads are exchanged over all ranks
 UNEVEN = Topology(((0, 1, 2),), (0, 0, 1))
 WAYS = {  # name: topology, options
-    "one rank": (pretend_hosts(1, 1), {}),
-    "gather": (pretend_hosts(4, 1), {"intra": "gather"}),
-    "ring": (pretend_hosts(4, 1), {"intra": "ring"}),
-    "a2a": (pretend_hosts(4, 1), {"intra": "a2a"}),
-    "CPU": (pretend_hosts(4, 1), {"device": "cpu"}),
-    "2 hosts, gather": (pretend_hosts(4, 2), {"intra": "gather"}),
-    "2 hosts, q": (pretend_hosts(4, 2), {"intra": "gather", "circulate": "q"}),
-    "2 hosts, ring": (pretend_hosts(4, 2), {"intra": "ring"}),
-    "2 hosts, a2a": (pretend_hosts(4, 2), {"intra": "a2a"}),
-    "2 hosts, over all": (pretend_hosts(4, 2), {"inter": "a2a"}),
-    "2 hosts, flat": (pretend_hosts(4, 2), {"inter": "flat"}),
-    "2 hosts, CPU": (pretend_hosts(4, 2), {"device": "cpu"}),
-    "uneven hosts": (UNEVEN, {}),
+    "one rank": (pretend_nodes(1, 1), {}),
+    "gather": (pretend_nodes(4, 1), {"intra": "gather"}),
+    "ring": (pretend_nodes(4, 1), {"intra": "ring"}),
+    "a2a": (pretend_nodes(4, 1), {"intra": "a2a"}),
+    "CPU": (pretend_nodes(4, 1), {"device": "cpu"}),
+    "2 nodes, gather": (pretend_nodes(4, 2), {"intra": "gather"}),
+    "2 nodes, q": (pretend_nodes(4, 2), {"intra": "gather", "circulate": "q"}),
+    "2 nodes, ring": (pretend_nodes(4, 2), {"intra": "ring"}),
+    "2 nodes, a2a": (pretend_nodes(4, 2), {"intra": "a2a"}),
+    "2 nodes, over all": (pretend_nodes(4, 2), {"inter": "a2a"}),
+    "2 nodes, flat": (pretend_nodes(4, 2), {"inter": "flat"}),
+    "2 nodes, CPU": (pretend_nodes(4, 2), {"device": "cpu"}),
+    "uneven nodes": (UNEVEN, {}),
 }
-RINGS = {"ring", "CPU", "2 hosts, ring", "2 hosts, flat", "2 hosts, CPU", "uneven hosts"}
+RINGS = {"ring", "CPU", "2 nodes, ring", "2 nodes, flat", "2 nodes, CPU", "uneven nodes"}
 REFUSED = {  # option: the ways that do not have it
-    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 hosts, q", "2 hosts, a2a"},
+    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 nodes, q", "2 nodes, a2a"},
     ("resend", "always"): set(),
     ("heads_per_round", 1): RINGS,
-    ("heads_per_round", 3): RINGS | {"a2a", "2 hosts, over all"},
+    ("heads_per_round", 3): RINGS | {"a2a", "2 nodes, over all"},
     ("heads_per_round", 9): WAYS.keys() - {"one rank"},
-    ("circulate", "kv"): {"2 hosts, over all"},
+    ("circulate", "kv"): {"2 nodes, over all"},
     ("transfer", "pull"): RINGS,
     ("transfer", "send"): set(),
     ("pieces", False): set(),
@@ -71,7 +71,7 @@ def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
 
 
 def test_what_is_kept_for_a_replay_follows_no_forward_directly():
-    call = AttentionCall(SHAPE, pretend_hosts(4, 2), intra="gather", resend="never", again=True)
+    call = AttentionCall(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
     assert misses(call) is None and not call.recalls
 
 
@@ -84,23 +84,23 @@ def test_what_is_kept_for_a_replay_follows_no_forward_directly():
         ({"resend": "never"}, "a2a"),
     ],
 )  # fmt: skip
-def test_auto_between_hosts_has_what_was_asked_for(asked, between):
-    call = AttentionCall(MANY, pretend_hosts(4, 2), **asked)
+def test_auto_between_nodes_has_what_was_asked_for(asked, between):
+    call = AttentionCall(MANY, pretend_nodes(4, 2), **asked)
     assert call.between == between and misses(call) is None
     assert call.heads == asked.get("heads_per_round", call.heads)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
     "asked",
     [{"resend": "never"}, {"heads_per_round": 4}, {"heads_per_round": 9}, {"circulate": "q"}],
     ids=str,
 )
 @pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["GQA", "MHA"])
-def test_simulation_chooses_among_ways_that_have_what_was_asked_for(hosts, asked, shape):
+def test_simulation_chooses_among_ways_that_have_what_was_asked_for(nodes, asked, shape):
     config = BurstConfig.of(hardware="h200", **asked)
     pattern, device = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0), torch.device("cpu")
-    topology = pretend_hosts(4, hosts)
+    topology = pretend_nodes(4, nodes)
     call = way_of(shape, device, topology, pattern, config)
     if asked.get("heads_per_round", 0) > shape.heads_kv:
         with pytest.raises(BurstError, match="heads_per_round must"):
@@ -109,16 +109,16 @@ def test_simulation_chooses_among_ways_that_have_what_was_asked_for(hosts, asked
     settled, _ = planned(call, config)
     way = way_of(shape, device, topology, pattern, settled)
     assert misses(way) is None and {n: getattr(settled.tuning, n) for n in asked} == asked
-    if "resend" in asked and hosts > 1:
+    if "resend" in asked and nodes > 1:
         assert way.recalls or way.between == "a2a"
 
 
-CALLS = {  # hosts, options of a call on the CPU, words of its refusal
-    "never, by default a ring": (2, {"resend": "never"}, "never must.*got ring inside hosts"),
+CALLS = {  # nodes, options of a call on the CPU, words of its refusal
+    "never, by default a ring": (2, {"resend": "never"}, "never must.*got ring inside nodes"),
     "never, Q": (
         2, {"intra": "gather", "circulate": "q", "resend": "never"}, "never must.*got circulate=q;",
     ),
-    "never, a2a": (2, {"intra": "a2a", "resend": "never"}, "never must.*got a2a inside hosts"),
+    "never, a2a": (2, {"intra": "a2a", "resend": "never"}, "never must.*got a2a inside nodes"),
     "never, flat": (2, {"flat": True, "resend": "never"}, "never must.*got ring over all"),
     "a ring's heads": (1, {"heads_per_round": 1}, "heads_per_round must come with.*got heads_per"),
     "heads": (1, {"intra": "gather", "heads_per_round": 9}, "gathers, because.*got 9 of 8; leave"),
@@ -138,9 +138,9 @@ def inputs(dtype=torch.float32):
 
 def sentences(rank):
     found = {}
-    for name, (hosts, options, _) in CALLS.items():
+    for name, (nodes, options, _) in CALLS.items():
         with pytest.raises(BurstError) as refusal:
-            burst_attention(*inputs(), config=BurstConfig.of(hosts=hosts, **options))
+            burst_attention(*inputs(), config=BurstConfig.of(nodes=nodes, **options))
         found[name] = str(refusal.value)
     return found
 
@@ -152,14 +152,14 @@ def test_calls_are_refused_in_the_same_sentence_on_all_ranks():
         assert re.search(words, first[name]), (name, first[name])
 
 
-def both_say_the_hosts(rank):
+def both_say_the_nodes(rank):
     groups = [dist.group.WORLD, [dist.new_group([each]) for each in range(2)][rank]]
-    with pytest.raises(BurstError, match=r"hosts and hcp_groups must not.*=2 and.*\[2, 1\]"):
-        burst_attention(*inputs(), config=BurstConfig.of(hosts=2), hcp_groups=groups)
+    with pytest.raises(BurstError, match=r"nodes and hcp_groups must not.*=2 and.*\[2, 1\]"):
+        burst_attention(*inputs(), config=BurstConfig.of(nodes=2), hcp_groups=groups)
 
 
-def test_hosts_and_groups_that_say_which_they_are_are_refused():
-    run_ranks(both_say_the_hosts, 2)
+def test_nodes_and_groups_that_say_which_they_are_are_refused():
+    run_ranks(both_say_the_nodes, 2)
 
 
 def bytes_of(options, run=None) -> list[int]:
@@ -199,7 +199,7 @@ def test_gradients_of_an_exchange_are_as_wide_as_asked_for():
 
 
 def test_keys_stay_with_resend_never_whatever_is_kept_if_no_replay_comes_between():
-    way = {"hosts": 2, "intra": "gather", "grad_wire": "input"}
+    way = {"nodes": 2, "intra": "gather", "grad_wire": "input"}
     ways = [way | {"resend": "always"}, way | {"resend": "never"}]
     ways.append(way | {"resend": "never", "keep": "all"})
     for again, stay, kept in run_ranks(sent_with, 2, ways):
@@ -213,10 +213,10 @@ def kept_and_replayed(rank):
     def run(attend, *qkv):
         return checkpoint(attend, *qkv, use_reentrant=True)
 
-    way = {"hosts": 2, "intra": "gather", "keep": "all"}
+    way = {"nodes": 2, "intra": "gather", "keep": "all"}
     return [bytes_of(way | {"resend": resend}, run) for resend in ("always", "never")]
 
 
-def test_results_that_are_kept_for_a_replay_keep_no_keys_of_other_hosts():
+def test_results_that_are_kept_for_a_replay_keep_no_keys_of_other_nodes():
     for always, never in run_ranks(kept_and_replayed, 2):
         assert always == never

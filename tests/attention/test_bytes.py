@@ -20,12 +20,12 @@ from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.ranks import run_ranks
 
 PASSES = [
-    (hosts, circulate, grad_wire)
-    for hosts in (1, 2, 4)
+    (nodes, circulate, grad_wire)
+    for nodes in (1, 2, 4)
     for circulate in Circulate
     for grad_wire in ("accumulate", "input")
 ]
@@ -79,9 +79,9 @@ def count_stamps():
 def counted_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
-    for hosts, circulate, grad_wire in PASSES:
-        topology = pretend_hosts(world, hosts)
-        config = BurstConfig.of(hosts=hosts, circulate=circulate.value, grad_wire=grad_wire)
+    for nodes, circulate, grad_wire in PASSES:
+        topology = pretend_nodes(world, nodes)
+        config = BurstConfig.of(nodes=nodes, circulate=circulate.value, grad_wire=grad_wire)
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         burst_attention(q, k, v, config=config).sum().backward()
@@ -105,23 +105,23 @@ def test_bytes_on_each_link_are_exactly_the_plans_and_a_stamp_a_pass(world):
 
 
 GATHERS = [
-    (hosts, heads, wire, circulate, resend)
-    for hosts in (1, 2, 4)
+    (nodes, heads, wire, circulate, resend)
+    for nodes in (1, 2, 4)
     for heads in (1, 2)
     for wire in ("accumulate", "input")
-    for circulate in (Circulate if hosts > 1 else (Circulate.KV,))
+    for circulate in (Circulate if nodes > 1 else (Circulate.KV,))
     for resend in ("always", "never")
-    if hosts == 1 or (resend, circulate) != ("never", Circulate.Q)  # K and V cannot stay
+    if nodes == 1 or (resend, circulate) != ("never", Circulate.Q)  # K and V cannot stay
 ]
 
 
 def gathered_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
-    for hosts, heads, grad_wire, circulate, resend in GATHERS:
-        topology = pretend_hosts(world, hosts)
+    for nodes, heads, grad_wire, circulate, resend in GATHERS:
+        topology = pretend_nodes(world, nodes)
         config = BurstConfig.of(
-            hosts=hosts, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
+            nodes=nodes, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
             circulate=circulate.value, resend=resend,
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
@@ -141,7 +141,7 @@ def gathered_and_planned(rank, world):
 
 
 def test_bytes_of_gathering_are_exactly_the_plans():
-    """Inside hosts and between them; the latter as many as the nested ring's."""
+    """Inside nodes and between them; the latter as many as the nested ring's."""
     for found in run_ranks(gathered_and_planned, 4, 4):
         assert len(found) == len(GATHERS)
         for sent, planned in found:
@@ -149,25 +149,25 @@ def test_bytes_of_gathering_are_exactly_the_plans():
 
 
 EXCHANGES = [
-    (hosts, inter, circulate, keep)
-    for hosts, inter in ((1, "auto"), (2, "ring"), (4, "ring"), (2, "a2a"))
+    (nodes, inter, circulate, keep)
+    for nodes, inter in ((1, "auto"), (2, "ring"), (4, "ring"), (2, "a2a"))
     for circulate in (Circulate if inter == "ring" else (Circulate.KV,))
     for keep in ("plain", "none", "all")
 ]
 
 
 def exchanged_and_planned(rank, world):
-    """By case: bytes sent and planned in each pass, and those that auto expects between hosts.
+    """By case: bytes sent and planned in each pass, and those that auto expects between nodes.
 
     Rows are of 16 bytes and multiples, so nothing is padded.
     """
     restore = dict(vars(dist))
     found = []
     patches.apply("checkpoints")
-    for hosts, inter, circulate, keep in EXCHANGES:
-        topology = pretend_hosts(world, hosts)
+    for nodes, inter, circulate, keep in EXCHANGES:
+        topology = pretend_nodes(world, nodes)
         config = BurstConfig.of(
-            hosts=hosts, intra="a2a", inter=inter, heads_per_round=1,
+            nodes=nodes, intra="a2a", inter=inter, heads_per_round=1,
             circulate=circulate.value if inter == "ring" else "auto",
             keep="all" if keep == "all" else "none",
         )  # fmt: skip

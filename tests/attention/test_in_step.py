@@ -16,9 +16,9 @@ WAYS = {
     "ring": {},
     "gather": {"intra": "gather", "heads_per_round": 1},
     "a2a": {"intra": "a2a"},
-    "two nodes, rings": {"hosts": 2},
-    "two nodes, gather": {"hosts": 2, "intra": "gather"},
-    "two nodes, a2a": {"hosts": 2, "intra": "a2a"},
+    "two nodes, rings": {"nodes": 2},
+    "two nodes, gather": {"nodes": 2, "intra": "gather"},
+    "two nodes, a2a": {"nodes": 2, "intra": "a2a"},
 }
 ODD = 2  # the rank that is out of step
 A = {"shape": (2, 8), "causal": True}

@@ -88,7 +88,7 @@ def other_machine(rank, folder):
     found = {}
     os.chdir(os.path.join(folder, str(rank)))  # one name, another file
     cases = {
-        "hardware": {"hardware": "machine.toml", "hosts": 2},
+        "hardware": {"hardware": "machine.toml", "nodes": 2},
         "multiprocessors": {"intra": "gather"},
         "backend": {},
         "none": {"intra": "gather", "heads_per_round": 1},
@@ -129,7 +129,7 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"scale": 0.25}, {"layout": "striped"},
-    {"qkv_format": "sbhd"}, {"config": BurstConfig.of(hosts=2)},
+    {"qkv_format": "sbhd"}, {"config": BurstConfig.of(nodes=2)},
 ]  # fmt: skip
 
 

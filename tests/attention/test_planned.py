@@ -18,7 +18,7 @@ from megatron_burst.plan.hardware_file import as_toml
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.test_processes import inputs, run, truth_of
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -29,7 +29,7 @@ PATTERN = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
 
 
 def way(config):
-    return way_of(LONG, torch.device("cpu"), pretend_hosts(8, 2), PATTERN, config)
+    return way_of(LONG, torch.device("cpu"), pretend_nodes(8, 2), PATTERN, config)
 
 
 def test_without_hardware_nothing_changes():
@@ -74,7 +74,7 @@ def attend(rank, tomls):
     """Largest error and what rank 0 said; or the sentence of a refusal."""
     tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)
     rows = rows_of(Layout.ZIGZAG, rank, 4, 8)
-    config = BurstConfig.of(hosts=2, hardware=tomls[rank])
+    config = BurstConfig.of(nodes=2, hardware=tomls[rank])
     try:
         with hearing() as said:
             got = run(tensors, rows, config=config)

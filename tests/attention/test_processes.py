@@ -19,8 +19,8 @@ HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 CASES = list(product(Layout, ("kv", "q"), HEADS, (True, False)))
 
 
-def hosts_of(world):
-    return [hosts for hosts in range(1, world + 1) if world % hosts == 0]
+def nodes_of(world):
+    return [nodes for nodes in range(1, world + 1) if world % nodes == 0]
 
 
 def inputs(world, tokens, heads, dims, dtype):
@@ -55,10 +55,10 @@ def errors_in_float64(rank, world):
         tensors = inputs(world, tokens, HEADS[heads], dims, torch.float64)
         rows = rows_of(layout, rank, world, tokens)
         truth = truth_of(tensors, causal, dims[0] ** -0.5)
-        for hosts in hosts_of(world):
-            config = BurstConfig.of(hosts=hosts, circulate=circulate)
+        for nodes in nodes_of(world):
+            config = BurstConfig.of(nodes=nodes, circulate=circulate)
             got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
-            errors[layout, circulate, heads, causal, hosts] = worst(got, truth, rows)
+            errors[layout, circulate, heads, causal, nodes] = worst(got, truth, rows)
         if layout is not Layout.STRIPED:
             for backend in ("reference", "torch-cpu"):  # causal tiles rectangular, and square
                 for intra in ("gather", "a2a") if HEADS[heads][1] % world == 0 else ("gather",):
@@ -81,22 +81,22 @@ def test_float64_error_is_at_most_1e_12(world):
     )
     for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
         gathering = sum(layout is not Layout.STRIPED for layout, *_ in CASES)
-        assert len(errors) == len(CASES) * len(hosts_of(world)) + 2 * (gathering + exchanging)
+        assert len(errors) == len(CASES) * len(nodes_of(world)) + 2 * (gathering + exchanging)
         for case, error in errors.items():
             assert error <= 1e-12, (rank, case, error)
 
 
-WAYS = [  # ways over several hosts
+WAYS = [  # ways over several nodes
     *({"intra": intra, "circulate": c} for intra in ("gather", "a2a") for c in ("kv", "q")),
     {"inter": "a2a"},
     {"flat": True, "circulate": "q"},
     {"intra": "gather", "pieces": False},
     {"intra": "gather", "overlap": False},
 ]
-SHAPES = [(2, 2), (3, 2), (4, 2), (2, 4), (8, 1)]  # hosts x ranks
+SHAPES = [(2, 2), (3, 2), (4, 2), (2, 4), (8, 1)]  # nodes x ranks
 
 
-def errors_over_hosts(rank, hosts, world):
+def errors_over_nodes(rank, nodes, world):
     """The largest error of every way, with grouped heads under a mask and with neither."""
     errors = {}
     for heads, causal in ((1, True), (2, False)):
@@ -106,16 +106,16 @@ def errors_over_hosts(rank, hosts, world):
         for way in WAYS:
             in_rounds = way.get("pieces", True) and "flat" not in way
             several = {"heads_per_round": 1} if in_rounds else {}
-            config = BurstConfig.of(hosts=hosts, **several, **way)
+            config = BurstConfig.of(nodes=nodes, **several, **way)
             got = run(tensors, rows, causal=causal, config=config)
             errors[heads, causal, str(way)] = worst(got, truth, rows)
     return errors
 
 
-@pytest.mark.parametrize("hosts, ranks", SHAPES)
-def test_every_way_over_hosts_is_exact(hosts, ranks):
-    world = hosts * ranks
-    for errors in run_ranks(errors_over_hosts, world, hosts, world):
+@pytest.mark.parametrize("nodes, ranks", SHAPES)
+def test_every_way_over_nodes_is_exact(nodes, ranks):
+    world = nodes * ranks
+    for errors in run_ranks(errors_over_nodes, world, nodes, world):
         assert len(errors) == 2 * len(WAYS)
         for case, error in errors.items():
             assert error <= 1e-12, (case, error)
@@ -130,10 +130,10 @@ def low_precision_errors(rank, world, dtype):
     rows = rows_of(Layout.ZIGZAG, rank, world, tokens)
     truth = truth_of(tensors, True, dims[0] ** -0.5)
     results = {}
-    hosts = 2 if world % 2 == 0 else 1
+    nodes = 2 if world % 2 == 0 else 1
     for name, config in {
-        "kv": BurstConfig.of(hosts=hosts, circulate="kv"),
-        "q": BurstConfig.of(hosts=hosts, circulate="q"),
+        "kv": BurstConfig.of(nodes=nodes, circulate="kv"),
+        "q": BurstConfig.of(nodes=nodes, circulate="q"),
         "gather": BurstConfig.of(intra="gather", heads_per_round=1),
     }.items():
         got = run(tensors, rows, config=config)

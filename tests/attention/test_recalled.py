@@ -21,18 +21,18 @@ from tests.ranks import run_ranks
 WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {
-    "one host": BurstConfig.of(intra="a2a", heads_per_round=1),
-    "nested, kv": BurstConfig.of(intra="a2a", hosts=2, heads_per_round=1, circulate="kv"),
-    "nested, q": BurstConfig.of(intra="a2a", hosts=2, heads_per_round=1, circulate="q"),
-    "over all ranks": BurstConfig.of(inter="a2a", hosts=2, heads_per_round=1),
+    "one node": BurstConfig.of(intra="a2a", heads_per_round=1),
+    "nested, kv": BurstConfig.of(intra="a2a", nodes=2, heads_per_round=1, circulate="kv"),
+    "nested, q": BurstConfig.of(intra="a2a", nodes=2, heads_per_round=1, circulate="q"),
+    "over all ranks": BurstConfig.of(inter="a2a", nodes=2, heads_per_round=1),
 }
 GATHERED = {
-    f"gathered on {hosts} hosts": BurstConfig.of(
-        intra="gather", hosts=hosts, heads_per_round=3, resend="never"
+    f"gathered on {nodes} nodes": BurstConfig.of(
+        intra="gather", nodes=nodes, heads_per_round=3, resend="never"
     )
-    for hosts in (2, 4)
+    for nodes in (2, 4)
 }
-ROUNDS = {"one host": 2, "nested, kv": 4, "nested, q": 4, "over all ranks": 2}
+ROUNDS = {"one node": 2, "nested, kv": 4, "nested, q": 4, "over all ranks": 2}
 OUT = 2 * TOKENS * HEADS[0] * DIMS[1] * 8
 INPUTS = 2 * TOKENS * (HEADS[0] * DIMS[0] + HEADS[1] * sum(DIMS)) * 8
 LSE = 2 * TOKENS * HEADS[0] * 8
@@ -111,11 +111,11 @@ def gathered(rank):
     return found
 
 
-def test_keys_of_other_hosts_stay_and_serve_twice():
+def test_keys_of_other_nodes_stay_and_serve_twice():
     keys = 2 * TOKENS * HEADS[1] * sum(DIMS) * 8
     for found in run_ranks(gathered, WORLD):
-        for hosts, (num_bytes, errors) in zip((2, 4), found, strict=True):
-            assert num_bytes == (hosts - 1) * keys and max(errors) <= 1e-12
+        for nodes, (num_bytes, errors) in zip((2, 4), found, strict=True):
+            assert num_bytes == (nodes - 1) * keys and max(errors) <= 1e-12
 
 
 def without_backward(rank):
@@ -124,9 +124,9 @@ def without_backward(rank):
     leaves = [x[:, rows].detach().clone() for x in tensors[:3]]
     saved = Saved()
     with saved_tensors_hooks(saved.pack, lambda x: x):
-        burst_attention(*leaves, config=WAYS["one host"])
+        burst_attention(*leaves, config=WAYS["one node"])
         with torch.no_grad():
-            burst_attention(*(x.requires_grad_() for x in leaves), config=WAYS["one host"])
+            burst_attention(*(x.requires_grad_() for x in leaves), config=WAYS["one node"])
     return saved.num_bytes
 
 
@@ -173,7 +173,7 @@ def test_recordings_hold_out_and_lse_and_replays_are_exact():
             assert kept == (OUT + LSE if name == "keep" else 0), (way, name, reentrant)
 
 
-def on_the_host(rank):
+def on_the_node(rank):
     """The error where what is saved is packed into other tensors."""
     tensors, truth, rows = shards(rank)
     errors = []
@@ -187,4 +187,4 @@ def on_the_host(rank):
 
 
 def test_hooks_may_put_what_is_saved_elsewhere():
-    assert max(run_ranks(on_the_host, WORLD)) <= 1e-12
+    assert max(run_ranks(on_the_node, WORLD)) <= 1e-12

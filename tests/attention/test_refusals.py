@@ -24,8 +24,8 @@ CASES = {  # what differs from a good call, and words of the sentence
         "multiple of 2.*multiple of 4, such as 4 or 8",
     ),
     "empty shard": ({n: shard(0) for n in "qkv"}, "no axis may be empty"),
-    "heads": ({"q": shard(heads=3)}, "key heads must divide.*--num-query-groups"),
-    "more key heads": ({"k": shard(heads=4), "v": shard(heads=4)}, "key heads must divide"),
+    "heads": ({"q": shard(heads=3)}, "KV heads must divide.*--num-query-groups"),
+    "more KV heads": ({"k": shard(heads=4), "v": shard(heads=4)}, "KV heads must divide"),
     "tokens of q and k": ({"q": shard(6)}, "must agree in batch and tokens"),
     "heads of k and v": ({"v": shard(heads=1)}, "must agree.*k and v in heads"),
     "dims of q and k": ({"k": shard(dim=4)}, "must agree.*head dimension"),
@@ -36,10 +36,10 @@ CASES = {  # what differs from a good call, and words of the sentence
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
     "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
-    "hosts": ({"config": BurstConfig.of(hosts=3)}, "hosts must divide.*got 3 hosts"),
+    "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
         {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},
-        "ranks must divide the key heads.*got 1 key heads on 2 ranks; pass --burst-intra gather",
+        "ranks must divide the KV heads.*got 1 KV heads on 2 ranks; pass --burst-intra gather",
     ),
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }

@@ -41,10 +41,10 @@ def attended(q, k, v, config):
 
 
 def saved_beside_keys_that_came(rank: int) -> list[float]:
-    """The same shares where keys of another host stay."""
+    """The same shares where keys of another node stay."""
     qkv = torch.randn(1, 8, 8 + 2 + 2, 16, requires_grad=True)
     q, k, v = qkv.split((8, 2, 2), dim=2)
-    config = BurstConfig.of(intra="gather", hosts=2, resend="never", heads_per_round=2)
+    config = BurstConfig.of(intra="gather", nodes=2, resend="never", heads_per_round=2)
     return attended(q * 1.0, k * 1.0, v, config)[1]
 
 
@@ -56,6 +56,6 @@ def test_values_do_not_hold_the_projection_that_they_are_a_slice_of(rotated):
     assert max(shares) == (1 if rotated else 6)
 
 
-def test_nor_where_keys_of_other_hosts_stay():
+def test_nor_where_keys_of_other_nodes_stay():
     for shares in run_ranks(saved_beside_keys_that_came, 2):
         assert len(shares) == 6 and max(shares) == 1

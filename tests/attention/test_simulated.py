@@ -17,7 +17,7 @@ from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
@@ -28,7 +28,7 @@ DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
 @st.composite
 def cases(draw):
     layout = draw(st.sampled_from(list(Layout)))
-    hosts, ranks = draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
+    nodes, ranks = draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
     tokens = draw(st.integers(1, 5)) * (2 if layout is Layout.ZIGZAG else 1)
     heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
     way = Way(
@@ -40,8 +40,8 @@ def cases(draw):
         scale=draw(st.sampled_from([0.5, 1.3])),
     )
     seed = draw(st.integers(0, 9))
-    tensors = problem(hosts * ranks, tokens, heads, draw(DIMS), seed)
-    return pretend_hosts(hosts * ranks, hosts), tensors, way, seed
+    tensors = problem(nodes * ranks, tokens, heads, draw(DIMS), seed)
+    return pretend_nodes(nodes * ranks, nodes), tensors, way, seed
 
 
 @settings(deadline=None, max_examples=60)
@@ -50,42 +50,42 @@ def test_any_case_is_exact(case):
     assert_exact(*case)
 
 
-EXCHANGING_HOSTS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (4, 2)]
-GATHERING_HOSTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2), (4, 2), (2, 4)]
+EXCHANGING_NODES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (4, 2)]
+GATHERING_NODES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2), (4, 2), (2, 4)]
 
 
 @st.composite
-def scattered(draw, hosts, ranks):
-    """A topology of so many hosts; their ranks in a row, or anywhere in the group."""
-    names = [host for host in range(hosts) for _ in range(ranks)]
+def scattered(draw, nodes, ranks):
+    """A topology of so many nodes; their ranks in a row, or anywhere in the group."""
+    names = [node for node in range(nodes) for _ in range(ranks)]
     return topology_of(draw(st.one_of(st.just(names), st.permutations(names))))
 
 
 @st.composite
-def pulls(draw, hosts):
-    """How slots are used; on several hosts, whose slots may be of several sizes, they are sent:
+def pulls(draw, nodes):
+    """How slots are used; on several nodes, whose slots may be of several sizes, they are sent:
     barriers are of all ranks here."""
-    return draw(st.sampled_from([False, True, "one slot"])) if hosts == 1 else False
+    return draw(st.sampled_from([False, True, "one slot"])) if nodes == 1 else False
 
 
 @st.composite
 def gather_cases(draw):
-    hosts, ranks = draw(st.sampled_from(GATHERING_HOSTS))
+    nodes, ranks = draw(st.sampled_from(GATHERING_NODES))
     heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 3), (5, 5)]))
     backend, rectangular = draw(
         st.sampled_from([("reference", True), ("reference", False), ("torch-cpu", False)])
     )
     seed = draw(st.integers(0, 9))
-    tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
+    tensors = problem(nodes * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
     circulate, left = draw(
         st.sampled_from([(Circulate.KV, False), (Circulate.KV, True), (Circulate.Q, False)])
     )
     way = Way(
         "gather", circulate, draw(st.integers(1, heads[1])), rectangular, left,
         draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        draw(st.sampled_from(list(Mask))), backend, pulls=draw(pulls(hosts)),
+        draw(st.sampled_from(list(Mask))), backend, pulls=draw(pulls(nodes)),
     )  # fmt: skip
-    return draw(scattered(hosts, ranks)), tensors, way, seed
+    return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
 @settings(deadline=None, max_examples=80)
@@ -97,7 +97,7 @@ def test_any_gathering_case_is_exact(case):
 
 @st.composite
 def a2a_cases(draw):
-    hosts, ranks = draw(st.sampled_from(EXCHANGING_HOSTS))
+    nodes, ranks = draw(st.sampled_from(EXCHANGING_NODES))
     per_rank, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
     heads = (ranks * per_rank * group, ranks * per_rank)
     seed = draw(st.integers(0, 9))
@@ -105,10 +105,10 @@ def a2a_cases(draw):
         "a2a", draw(st.sampled_from(list(Circulate))), draw(st.integers(1, per_rank)),
         left=draw(st.booleans()), layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         mask=draw(st.sampled_from(list(Mask))),
-        backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(hosts)),
+        backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(nodes)),
     )  # fmt: skip
-    tensors = problem(hosts * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
-    return draw(scattered(hosts, ranks)), tensors, way, seed
+    tensors = problem(nodes * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
+    return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
 @settings(deadline=None, max_examples=80)
@@ -119,10 +119,10 @@ def test_any_all_to_all_is_exact(case):
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("hosts, ranks", [(4, 4), (2, 8), (16, 1)])
-def test_sixteen_ranks(hosts, ranks, circulate):
+@pytest.mark.parametrize("nodes, ranks", [(4, 4), (2, 8), (16, 1)])
+def test_sixteen_ranks(nodes, ranks, circulate):
     tensors = problem(16, 4, (4, 2), (4, 4), 1)
-    assert_exact(pretend_hosts(16, hosts), tensors, Way("ring", circulate, backend="torch-cpu"))
+    assert_exact(pretend_nodes(16, nodes), tensors, Way("ring", circulate, backend="torch-cpu"))
 
 
 def test_scores_so_far_apart_that_exp_overflows():
@@ -131,7 +131,7 @@ def test_scores_so_far_apart_that_exp_overflows():
     tensors[1] *= torch.linspace(1, 3000, 16).view(1, -1, 1, 1)
     way = Way("ring", layout=Layout.CONTIGUOUS, mask=Mask.FULL, scale=1.0)
     expected = truth(*tensors, False, 1.0)
-    for rank, results in enumerate(run_engine(pretend_hosts(4, 2), tensors, way)):
+    for rank, results in enumerate(run_engine(pretend_nodes(4, 2), tensors, way)):
         for result, whole in zip(results, expected, strict=True):
             part = whole[:, rank * 4 : rank * 4 + 4]
             assert (result - part).abs().max() <= 1e-9 * whole.abs().max()
@@ -142,7 +142,7 @@ def test_scores_so_far_apart_that_exp_overflows():
 def test_tensors_of_a_call_are_let_go_when_it_is_over(mode, circulate):
     """Catches objects of a call that refer to each other in a ring: what they hold would take
     memory until the garbage collector comes by."""
-    topology, tokens = pretend_hosts(4, 2), 4
+    topology, tokens = pretend_nodes(4, 2), 4
     tensors = problem(4, tokens, (4, 2), (4, 4), 3)
     way = replace(Way(mode), circulate=circulate)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_burst.engine import executor
 from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention import simulated
 from tests.attention.engine import Passes, Way, problem
 from tests.oracle import rows_of
@@ -178,10 +178,10 @@ class PulledInTime:
         return Ordered(self._streams, under_way, done)
 
 
-def races(monkeypatch, hosts, ranks, way):
+def races(monkeypatch, nodes, ranks, way):
     """Uses that are not ordered, in two calls back to back on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
-    topology, tokens = pretend_hosts(hosts * ranks, hosts), 8
+    topology, tokens = pretend_nodes(nodes * ranks, nodes), 8
     tensors = problem(topology.cp_size, tokens, (8, 4), (4, 4), 0)
 
     def one(rank, carrier):

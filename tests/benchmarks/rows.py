@@ -6,7 +6,7 @@ COMMON = {
     "date": "2026-01-02T03:04:05+00:00",
     "versions": "torch 2.11.0",
     "gpu": "NVIDIA H200",
-    "hosts": 1,
+    "nodes": 1,
     "ranks": 4,
     "link": "",
     "batch": 1,

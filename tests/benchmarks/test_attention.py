@@ -59,7 +59,7 @@ def test_one_row_for_each_implementation_and_pass_of_each_problem(results):
     with path.open() as file:
         assert tuple(next(csv.reader(file))) == COLUMNS
     assert ",".join(COLUMNS) == (
-        "date,versions,gpu,hosts,ranks,link,seq,batch,heads_q,heads_kv,head_dim_qk,head_dim_v,"
+        "date,versions,gpu,nodes,ranks,link,seq,batch,heads_q,heads_kv,head_dim_qk,head_dim_v,"
         "mask,dtype,impl,mode,pass,ms,ms_min,ms_max,tflops_per_gpu,peak_gib,status,note"
     )
     rows = read([path])
@@ -67,7 +67,7 @@ def test_one_row_for_each_implementation_and_pass_of_each_problem(results):
     passes = [*(7 * ["fwd_bwd"]), *(7 * ["fwd"]), "fwd_bwd", "fwd"]
     assert [row.pass_ for row in rows] == len(CASES) * passes
     assert {row.mode for row in rows if row.impl == "te"} == {"p2p", "all_gather", "a2a", "a2a+p2p"}
-    assert {(row.hosts, row.ranks, row.gpu) for row in rows} == {(1, 2, "CPU")}
+    assert {(row.nodes, row.ranks, row.gpu) for row in rows} == {(1, 2, "CPU")}
     assert all(f"torch {torch.__version__}" in row.versions and row.link for row in rows)
 
 

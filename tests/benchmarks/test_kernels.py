@@ -59,7 +59,7 @@ def test_the_document_has_the_table_of_the_measured_rows():
 
 
 def test_a_csv_of_another_benchmark_is_refused_in_one_sentence(tmp_path):
-    measured = ROOT / "benchmarks" / "results" / "attention_4xh200_one_host.csv"
+    measured = ROOT / "benchmarks" / "results" / "attention_4xh200_one_node.csv"
     got = {
         tmp_path / "none.csv": "no such file",
         measured: "no column torch and 28 other differences; name",

@@ -42,8 +42,8 @@ def test_a_grid_is_the_product_of_its_lists_short_sequences_first():
 
 def test_presets_hold_what_they_promise():
     lengths = [64 * K, 128 * K, 256 * K, 512 * K]
-    one_host = PRESETS["one-host"]
-    assert sorted({case.seq for case in one_host.cases}) == lengths and len(one_host.cases) == 16
+    one_node = PRESETS["one-node"]
+    assert sorted({case.seq for case in one_node.cases}) == lengths and len(one_node.cases) == 16
     seeds = PRESETS["seeds"]
     assert {case.batch for case in seeds.cases if case.seq == 64 * K} == {1, 2, 4, 8}
     assert {case.seq for case in seeds.cases} == {*lengths, K * K}
@@ -55,7 +55,7 @@ def test_presets_hold_what_they_promise():
     for preset in PRESETS.values():
         assert len(set(preset.cases)) == len(preset.cases)
         assert any(impl.name == "burst" for impl in impls_of(preset.impls))
-    only = one_host.narrowed(Grid(seqs=(64 * K,), heads=((8, 1),)))
+    only = one_node.narrowed(Grid(seqs=(64 * K,), heads=((8, 1),)))
     assert only == (Case(64 * K, 1, 8, 1),)
 
 
@@ -85,7 +85,7 @@ REFUSALS = {
     "narrowed away": (["--preset", "quick", "--seq", "7"], "options beside --preset must leave"),
     "sequence": (["--seq", "64k,x"], "--seq must be a positive whole number.*got 'x'"),
     "zero": (["--batch", "0"], "--batch must be a positive whole number.*got '0'"),
-    "heads": (["--heads", "8/3"], "--heads must list query heads / key heads.*got '8/3'"),
+    "heads": (["--heads", "8/3"], "--heads must list query heads / KV heads.*got '8/3'"),
     "head dim": (["--head-dim", "8/8/8"], "--head-dim must be one width, or two"),
     "mask": (["--mask", "causal,window"], "--mask must list causal or full.*window"),
     "zigzag": (
@@ -93,9 +93,9 @@ REFUSALS = {
         "--seq must be a multiple of twice the ranks.*got 63 on 1 ranks; .* of 2, such as 62 or 64",
     ),
     "device": (["--device", "cuda"], "--device cuda must find a GPU"),
-    "hosts": (
-        ["--hosts", "2"],
-        "attention: --hosts must divide the ranks.*got 2 hosts and 1 rank; start more ranks",
+    "nodes": (
+        ["--nodes", "2"],
+        "attention: --nodes must divide the ranks.*got 2 nodes and 1 rank; start more ranks",
     ),
     "folder": (
         ["--device", "cpu", "--seq", "64", "--out", "nowhere/a.csv"],
@@ -131,7 +131,7 @@ OTHER_COMMANDS = {
     ),
     "two pairs": (["recompute", "--heads", "8/2,4/2"], "recompute: --heads must be one pair"),
     "mode": (["recompute", "--mode", "foo"], "benchmarks.recompute: --mode must name .*got 'foo'"),
-    "hosts": (["recompute", "--hosts", "3"], "benchmarks.recompute: --hosts must divide .*1 rank;"),
+    "nodes": (["recompute", "--nodes", "3"], "benchmarks.recompute: --nodes must divide .*1 rank;"),
     "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv; make"),
 }
 
@@ -150,9 +150,9 @@ def test_other_commands_refuse_under_their_own_name(options, monkeypatch, tmp_pa
 
 BELOW = [
     *(["recompute", option, "-32"] for option in ("--hidden", "--ffn", "--head-dim", "--batch")),
-    *(["recompute", option, "0"] for option in ("--layers", "--reps", "--hosts")),
+    *(["recompute", option, "0"] for option in ("--layers", "--reps", "--nodes")),
     *([name, "--budget-s", "-1"] for name in ("attention", "recompute", "loss")),
-    ["attention", "--hosts", "0"],
+    ["attention", "--nodes", "0"],
 ]
 
 

@@ -20,9 +20,9 @@ from tests.oracle import full_attention
 CASE = Case(64, 2, 4, 2, 8, 8, "causal", "float32")
 
 
-def world(size, rank=0, hosts=1, device="cpu"):
+def world(size, rank=0, nodes=1, device="cpu"):
     return SimpleNamespace(
-        rank=rank, size=size, hosts=hosts, device=torch.device(device), group="the group"
+        rank=rank, size=size, nodes=nodes, device=torch.device(device), group="the group"
     )
 
 
@@ -147,7 +147,7 @@ def test_rows_tell_the_commit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("size", "hosts", "reason"),
+    ("size", "nodes", "reason"),
     [
         (4, 1, None),
         (8, 4, None),
@@ -157,8 +157,8 @@ def test_rows_tell_the_commit(monkeypatch):
         (3, 3, "3 rows"),
     ],
 )
-def test_two_level_exchange_needs_a_grid_of_ranks(engine, size, hosts, reason):
-    peer = TransformerEngine(Impl("te", "a2a+p2p"), world(size, 0, hosts, "cuda"))
+def test_two_level_exchange_needs_a_grid_of_ranks(engine, size, nodes, reason):
+    peer = TransformerEngine(Impl("te", "a2a+p2p"), world(size, 0, nodes, "cuda"))
     refusal = peer.refusal(CASE)
     assert refusal is None if reason is None else reason in refusal
 

@@ -22,25 +22,25 @@ from megatron_burst.schedule.call import Direction
 
 H200 = preset("h200")
 ROW = Row(
-    date="2026-01-02T00:00:00+00:00", versions="x", gpu="NVIDIA H200; 1830 MHz, 60 C", hosts=1,
-    ranks=4, link="ring 302, all-to-all 304 GB/s on one host", seq=1 << 16, batch=1, heads_q=32,
+    date="2026-01-02T00:00:00+00:00", versions="x", gpu="NVIDIA H200; 1830 MHz, 60 C", nodes=1,
+    ranks=4, link="ring 302, all-to-all 304 GB/s on one node", seq=1 << 16, batch=1, heads_q=32,
     heads_kv=8, head_dim_qk=128, head_dim_v=128, mask="causal", dtype="bfloat16", impl="burst",
     mode="auto", pass_="fwd_bwd",
 )  # fmt: skip
-TWO = replace(ROW, hosts=2, pass_="fwd", heads_kv=32)
+TWO = replace(ROW, nodes=2, pass_="fwd", heads_kv=32)
 LAYERS = replace(ROW, note="4 layers, hidden 4096, ffn 14336; model FLOPs; 5 repetitions")
 
 
 def link(ring, exchange):
-    return f"ring {ring}, all-to-all {exchange} GB/s between 2 hosts"
+    return f"ring {ring}, all-to-all {exchange} GB/s between 2 nodes"
 
 
 def ms(row):
     return predict(row).ms
 
 
-def test_a_ring_between_hosts_takes_as_long_as_the_rows_link():
-    keys = 2 * (1 << 14) * 32 * 128 * 2  # a rank's K and V go to the other host once
+def test_a_ring_between_nodes_takes_as_long_as_the_rows_link():
+    keys = 2 * (1 << 14) * 32 * 128 * 2  # a rank's K and V go to the other node once
     slow = ms(replace(TWO, mode="inter=ring", link=link(0.5, 100)))
     assert 1e3 * keys / 0.5e9 < slow < 1.2e3 * keys / 0.5e9
     faster = ms(replace(TWO, mode="inter=ring", link=link("1e+03", 100)))
@@ -118,8 +118,8 @@ def test_memory_of_runs_with_other_buffers_is_not_predicted():
     assert gib("heads_per_round=4", "13:00") is None  # two rounds
     assert gib("intra=ring", "12:00") > 0
     assert gib("auto", "14:00", date="") > 0
-    hosts = {"hosts": 2, "link": link(1, 1)}
-    assert gib("auto", "19:00", **hosts) < gib("auto", "20:00", **hosts)  # keys come again
+    nodes = {"nodes": 2, "link": link(1, 1)}
+    assert gib("auto", "19:00", **nodes) < gib("auto", "20:00", **nodes)  # keys come again
 
 
 def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():
@@ -130,8 +130,8 @@ def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():
     assert all(predict(replace(ROW, **change)) is None for change in wrong)
     unlike = {"mode": "new"}, {"batch": 2}, {"impl": "te"}
     assert all(predict(replace(LAYERS, **change)) is None for change in unlike)
-    hosts = replace(LAYERS, mode="none", hosts=2, link=link(1, 1))
-    assert ms(hosts) > ms(replace(hosts, link=link(50, 50)))
+    nodes = replace(LAYERS, mode="none", nodes=2, link=link(1, 1))
+    assert ms(nodes) > ms(replace(nodes, link=link(50, 50)))
 
 
 @pytest.mark.parametrize(

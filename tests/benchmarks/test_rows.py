@@ -87,7 +87,7 @@ def test_without_auto_the_fastest_variant_counts_and_the_newest_row_wins():
 
 
 def test_problems_and_passes_are_kept_apart():
-    rows = one_problem() + one_problem(131072) + one_problem(pass_="fwd") + one_problem(hosts=2)
+    rows = one_problem() + one_problem(131072) + one_problem(pass_="fwd") + one_problem(nodes=2)
     assert len(compare(rows)) == 4
 
 
@@ -103,7 +103,7 @@ def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
     assert done.exit_code == 0
     caption, _, head, _, *lines = done.output.splitlines()
     assert caption == (
-        "TFLOP/s per GPU; hosts 1, ranks 4, batch 1, head dim 128, mask causal, dtype bfloat16, "
+        "TFLOP/s per GPU; nodes 1, ranks 4, batch 1, head dim 128, mask causal, dtype bfloat16, "
         "pass fwd+bwd."
     )
     assert head == (

@@ -86,11 +86,11 @@ def h200(**changes: str) -> str:
     return text_of(sections | changes)
 
 
-def addresses(host: int) -> str:
-    """What ip -o -4 addr prints on a host of a cluster."""
+def addresses(node: int) -> str:
+    """What ip -o -4 addr prints on a node of a cluster."""
     devices = {
-        "lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "ens9": f"192.168.{host}.2/24",
-        "bond0": f"10.1.0.{host}/16",
+        "lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "ens9": f"192.168.{node}.2/24",
+        "bond0": f"10.1.0.{node}/16",
     }  # fmt: skip
     return "\n".join(
         ADDRESS.format(i, name, address, name) for i, (name, address) in enumerate(devices.items())

@@ -84,7 +84,7 @@ def test_the_speed_is_the_operations_over_the_time():
         (["--seq", "x"], "bench: --seq must .*got 'x'"),
         (["--heads", "8/3"], "bench: --heads must .*got '8/3'"),
         (["--seq", "63", "--device", "cpu"], "--seq must .*got 63 on 1 ranks; .*such as 62 or 64"),
-        (["--hosts", "3"], "bench: --hosts must divide .*1 rank;"),
+        (["--nodes", "3"], "bench: --nodes must divide .*1 rank;"),
         (["--device", "cuda"], "bench: --device cuda must find a GPU"),
     ],
 )

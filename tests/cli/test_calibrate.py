@@ -30,14 +30,14 @@ def kinds(found):
 
 
 @pytest.mark.parametrize(
-    "hosts, links",
+    "nodes, links",
     [
-        ("aa", {"intra", "all_to_all", "all_gather", "host"}),
-        ("ab", {"inter", "host"}),
+        ("aa", {"intra", "all_to_all", "all_gather", "node"}),
+        ("ab", {"inter", "node"}),
     ],
 )
-def test_two_ranks_measure_what_they_have(hosts, links):
-    (found, said), (other, nothing) = run_ranks(on_hosts, 2, hosts)
+def test_two_ranks_measure_what_they_have(nodes, links):
+    (found, said), (other, nothing) = run_ranks(on_nodes, 2, nodes)
     assert found == other and said and not nothing
     assert kinds(found) == links and found.name == "mine"
     rows = [(k.direction, k.head_dim, k.seq) for k in found.kernels]
@@ -47,10 +47,10 @@ def test_two_ranks_measure_what_they_have(hosts, links):
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)
 
 
-def on_hosts(rank, hosts):
+def on_nodes(rank, nodes):
     import os
 
-    os.environ["NCCL_HOSTID"] = hosts[rank]
+    os.environ["NCCL_HOSTID"] = nodes[rank]
     return calibrated(rank, 100.0)
 
 
@@ -60,7 +60,7 @@ def test_nothing_new_is_started_when_time_is_up():
     assert re.match("time was up; not measured: link intra, .*head dimension 128$", said[-1])
 
 
-def test_rings_of_even_and_uneven_hosts():
+def test_rings_of_even_and_uneven_nodes():
     even = rings(topology_of("abab"))
     assert even == {Link.INTRA: [(0, 2), (1, 3)], Link.INTER: [(0, 1), (2, 3)]}
     with pytest.warns(UserWarning):
@@ -70,7 +70,7 @@ def test_rings_of_even_and_uneven_hosts():
 
 
 def moved(rank):
-    """What arrives: the shift from the rank before in the ring, the parts of the host's ranks."""
+    """What arrives: the shift from the rank before in the ring, the parts of the node's ranks."""
     mover = Mover.of(world_of("cpu"), topology_of("abab"))
     sent = []
     whole = dist.batch_isend_irecv
@@ -84,14 +84,14 @@ def moved(rank):
         mover.shift(link, 8)()
     mover.all_to_all(8)()
     mover.all_gather(8)()
-    return sent, dist.get_process_group_ranks(mover.host_group)
+    return sent, dist.get_process_group_ranks(mover.node_group)
 
 
 def test_each_rank_sends_to_the_next_of_its_ring():
-    for rank, (sent, host) in enumerate(run_ranks(moved, 4)):
+    for rank, (sent, node) in enumerate(run_ranks(moved, 4)):
         inside, across = (rank + 2) % 4, rank ^ 1
         assert sent == [[("isend", peer), ("irecv", peer)] for peer in (inside, across)]
-        assert host == [rank % 2, rank % 2 + 2]
+        assert node == [rank % 2, rank % 2 + 2]
 
 
 def test_the_command_writes_what_is_read(tmp_path):
@@ -100,7 +100,7 @@ def test_the_command_writes_what_is_read(tmp_path):
     assert done.exit_code == 0, done.output
     found = from_toml(out.read_text(), str(out))
     assert "measuring kernels and links" in done.stderr and done.stdout == out.read_text()
-    assert found.gpu == "CPU" and kinds(found) == {"host"} and len(found.kernels) == 8
+    assert found.gpu == "CPU" and kinds(found) == {"node"} and len(found.kernels) == 8
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
@@ -119,7 +119,7 @@ def test_a_folder_as_out_is_refused_before_anything_is_measured(tmp_path):
     assert "error: calibrate: --out must name a file in a folder that is there" in done.output
 
 
-def test_pretended_hosts_that_do_not_divide_the_ranks_are_refused():
-    done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--hosts", "3"])
+def test_pretended_nodes_that_do_not_divide_the_ranks_are_refused():
+    done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--nodes", "3"])
     assert done.exit_code == 2
-    assert "error: calibrate: --hosts must divide the ranks of the run" in done.output
+    assert "error: calibrate: --nodes must divide the ranks of the run" in done.output

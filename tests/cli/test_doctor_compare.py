@@ -15,20 +15,20 @@ from megatron_burst.cli.doctor.compare import (
     check_seats,
     link_rates,
 )
-from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
-from megatron_burst.cli.doctor.launched import Launch, expand_hosts, launch_of
+from megatron_burst.cli.doctor.launched import Launch, expand_nodes, launch_of
+from megatron_burst.cli.doctor.nodes import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.report import Status
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.cluster import Sizes, cp_groups
 from megatron_burst.schedule.topology import Link
 
 
-def facts(host="a", gpu="H200", gpu_id="", **changes):
+def facts(node="a", gpu="H200", gpu_id="", **changes):
     values = {
         "gpus": 8, "clock_mhz": 1980.0, "driver": "570", "local_rank": 0, "local_size": 8,
         "versions": {"torch": "2.11.0"}, "variables": {"NCCL_DEBUG": "WARN"},
     }  # fmt: skip
-    return Facts(host=host, gpu=gpu, gpu_id=gpu_id, **{**values, **changes})
+    return Facts(node=node, gpu=gpu, gpu_id=gpu_id, **{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def facts(host="a", gpu="H200", gpu_id="", **changes):
         ({"variables": {}}, Status.WARN, "NCCL_DEBUG differs: d has unset; the others WARN"),
     ],
 )  # fmt: skip
-def test_the_odd_host_is_named(changes, status, what):
+def test_the_odd_node_is_named(changes, status, what):
     (found,) = check_alike([facts(h) for h in "abc"] + [facts("d", **changes)])
     assert (found.status, found.what, found.where) == (status, what, "d")
     assert found.change
 
 
-def test_equal_hosts_and_names_of_hosts_are_no_difference():
+def test_equal_nodes_and_names_of_nodes_are_no_difference():
     own = [facts(h, variables={"NCCL_HOSTID": h, "NCCL_IB_HCA": h}) for h in "ab"]
     assert [check.status for check in check_alike(own)] == [Status.OK]
 
@@ -72,8 +72,8 @@ def test_a_slow_link_is_found_although_both_its_ends_are_late(size, data):
     place = data.draw(st.integers(0, size - 1))
     ends = ring[place], ring[(place + 1) % size]
     ms = {rank: 50.0 if rank in ends else 1.0 for rank in ring}
-    hosts = {rank: f"h{rank}" for rank in ring}
-    links = link_rates(Link.INTER, [ring], ms, 10**6, hosts)
+    nodes = {rank: f"h{rank}" for rank in ring}
+    links = link_rates(Link.INTER, [ring], ms, 10**6, nodes)
     assert [(link.source, link.dest) for link in links if link.ratio < 0.7] == [ends]
     found = check_links(Link.INTER, links)
     assert found.status is Status.WARN and "have in common" not in found.change
@@ -107,14 +107,14 @@ def test_slow_compute_is_named():
 
 def test_groups_that_are_flat_are_named():
     fine = cp_groups("aabb", Sizes(cp=4))
-    assert check_groups({"g": fine[0].topology}).what == "1 x 2 hosts x 2 ranks"
+    assert check_groups({"g": fine[0].topology}).what == "1 x 2 nodes x 2 ranks"
     with pytest.warns(UserWarning):
         uneven = cp_groups("aaab", Sizes(cp=4))
     found = check_groups({"ranks [0, 1, 2, 3]": uneven[0].topology})
     assert found.status is Status.WARN and "flat: ranks [0, 1, 2, 3]" in found.what
 
 
-def test_hosts_knock_at_each_others_doors():
+def test_nodes_knock_at_each_others_doors():
     door = open_door("127.0.0.1")
     closed = open_door("127.0.0.1")
     shut = closed.getsockname()[:2]
@@ -124,7 +124,7 @@ def test_hosts_knock_at_each_others_doors():
     assert list(unreached) == ["c"] and f"127.0.0.1:{shut[1]}" in unreached["c"]
     found = check_pairs({"a": unreached, "b": {}, "c": {}})
     assert found.status is Status.FAIL and found.where == "c"
-    assert "1 of 6 ways between hosts are closed: a -> c (127.0.0.1:" in found.what
+    assert "1 of 6 ways between nodes are closed: a -> c (127.0.0.1:" in found.what
     assert check_pairs({"a": {}, "b": {}}).status is Status.OK
     assert check_pairs({"a": {}}).status is Status.SKIP
 
@@ -173,5 +173,5 @@ def test_launches_that_are_none_are_refused(broken):
         ("", []),
     ],
 )
-def test_slurms_lists_of_hosts(text, names):
-    assert list(expand_hosts(text)) == names
+def test_slurms_lists_of_nodes(text, names):
+    assert list(expand_nodes(text)) == names

@@ -1,4 +1,4 @@
-"""The doctor inside a job, on CPU processes: hosts that are missing, ranks that are slow, odd or
+"""The doctor inside a job, on CPU processes: nodes that are missing, ranks that are slow, odd or
 stuck. Catches a doctor that hangs with its patient, or sees no harm."""
 
 import json
@@ -19,12 +19,12 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def torchrun(rank, world, port, host, local_size=2):
-    """What torchrun would set, on a host of that name."""
+def torchrun(rank, world, port, node, local_size=2):
+    """What torchrun would set, on a node of that name."""
     return {
         "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local_size,
         "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "NCCL_HOSTID": host,
+        "NCCL_HOSTID": node,
     }  # fmt: skip
 
 
@@ -108,9 +108,9 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     assert [out[rank] for rank in (1, 2, 3)] == ["", "", ""]
     found = checks_of(out[0])
     assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
-    assert found["reachable", "ok"]["what"] == "all 2 hosts reach each other by TCP"
-    assert found["groups", "ok"]["what"] == "2 x 2 hosts x 1 rank"
-    assert found["seams", "ok"]["where"] == "all 2 hosts"
+    assert found["reachable", "ok"]["what"] == "all 2 nodes reach each other by TCP"
+    assert found["groups", "ok"]["what"] == "2 x 2 nodes x 1 rank"
+    assert found["seams", "ok"]["where"] == "all 2 nodes"
     links = {(x["kind"], x["source"], x["dest"]): x for x in json.loads(out[0])["links"]}
     assert set(links) == {
         ("intra", 0, 1), ("intra", 1, 0), ("intra", 2, 3), ("intra", 3, 2),
@@ -118,11 +118,11 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     }  # fmt: skip
     for kind in ("intra", "inter"):
         assert "rank 3 on b" in found[f"{kind} links", "warn"]["what"]
-    assert links["intra", 2, 3]["hosts"] == ["b", "b"]
+    assert links["intra", 2, 3]["nodes"] == ["b", "b"]
     assert links["intra", 2, 3]["gb_per_s"] < 2**20 / 0.4 / 1e9
 
 
-def test_a_missing_host_is_named_and_the_others_are_measured(tmp_path):
+def test_a_missing_node_is_named_and_the_others_are_measured(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 6, port, "ab"[rank // 2]) for rank in (0, 1, 2, 3)}
     codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "15", "--cp", "6")
@@ -147,14 +147,14 @@ def test_a_stuck_rank_is_named_instead_of_waited_for(tmp_path):
     assert late["where"] in ("ranks [0, 1, 2]", "ranks [1]", "ranks [0, 1]", "ranks [1, 2]")
 
 
-def test_a_host_with_another_torch_breaks_a_run(tmp_path):
+def test_a_node_with_another_torch_breaks_a_run(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 3, port, "abc"[rank], local_size=1) for rank in range(3)}
     codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "20", tamper={2: odd})
     assert set(codes.values()) == {1}, err
     alike = checks_of(out[0])["alike", "fail"]
     assert alike["what"].startswith("torch differs: c has 2.10.0; the others ")
-    assert alike["where"] == "c" and alike["change"] == "install the same torch on all hosts"
+    assert alike["where"] == "c" and alike["change"] == "install the same torch on all nodes"
 
 
 def test_under_srun_ranks_find_each_other_by_slurms_variables(tmp_path):

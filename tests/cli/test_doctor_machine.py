@@ -170,7 +170,7 @@ def test_memory_that_rdma_cannot_reach_is_said():
     assert found.status is Status.WARN and "nvidia_peermem" in found.what
 
 
-def test_interfaces_of_containers_are_no_way_to_other_hosts():
+def test_interfaces_of_containers_are_no_way_to_other_nodes():
     assert list(interfaces_of(survey())) == ["bond0", "ens9"]  # the default route's first
 
 
@@ -306,7 +306,7 @@ def test_equal_findings_are_merged_and_printed_worst_first(capsys):
     merged.add("a", [fine, bad])
     merged.add("b", [fine])
     checks = merged.checks()
-    assert [check.where for check in checks] == ["all 2 hosts", "a"]
+    assert [check.where for check in checks] == ["all 2 nodes", "a"]
     report = Report(tuple(checks), environment=("export A=[b]",))
     assert report.breaks and report.as_dict()["checks"][1]["status"] == "fail"
     print_report(report, as_json=False)

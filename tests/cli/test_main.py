@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.sweep import clock, sweep
 from megatron_burst.cli.main import app
 from megatron_burst.cli.terminal import shown
-from megatron_burst.cli.world import _ranks_of_a_host
+from megatron_burst.cli.world import _ranks_of_a_node
 from megatron_burst.errors import BurstError
 from megatron_burst.version import __version__
 
@@ -37,11 +37,11 @@ def test_a_shell_completes_commands():
     assert done.stdout.split() == ["bench"]
 
 
-def test_the_ranks_of_a_pretended_host_are_told():
-    assert _ranks_of_a_host("bench", 12, 3) == 4 and _ranks_of_a_host("bench", 1, 1) == 1
-    match = "calibrate: --hosts must .*got 4 hosts and 6 ranks; choose 2 or 3 or 6, or leave it out"
+def test_the_ranks_of_a_pretended_node_are_told():
+    assert _ranks_of_a_node("bench", 12, 3) == 4 and _ranks_of_a_node("bench", 1, 1) == 1
+    match = "calibrate: --nodes must .*got 4 nodes and 6 ranks; choose 2 or 3 or 6, or leave it out"
     with pytest.raises(BurstError, match=match):
-        _ranks_of_a_host("calibrate", 6, 4)
+        _ranks_of_a_node("calibrate", 6, 4)
 
 
 def modules_after(statement):

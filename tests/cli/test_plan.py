@@ -65,7 +65,7 @@ def test_a_part_of_racks_is_planned(gpus, words):
     assert ("warning" in text) == (words is not None) and (words or "") in flat
     if gpus == "128":
         assert "over nodes of 72 and 56 would be a flat ring" in flat
-        assert "sends 254 MiB between hosts" in flat and "nested rings 2 MiB" in flat
+        assert "sends 254 MiB between nodes" in flat and "nested rings 2 MiB" in flat
     assert "flat ring of" not in text and "strategies, of which" in text
 
 
@@ -98,7 +98,7 @@ def test_a_written_plan_has_what_was_asked(tmp_path):
     assert plan["job"]["gpus"] == 16
 
 
-def test_gathering_inside_hosts_is_shown_with_both_links():
+def test_gathering_inside_nodes_is_shown_with_both_links():
     text = run(
         "--model",
         "llama3-8b",
@@ -111,13 +111,13 @@ def test_gathering_inside_hosts_is_shown_with_both_links():
         "--keep",
         "all",
     )
-    assert "gather inside hosts, ring between them, on 2 hosts x 8 ranks" in text
+    assert "gather inside nodes, ring between them, on 2 nodes x 8 ranks" in text
     assert "backward circulates kv" in text
     lines = [line for line in text.splitlines() if "GiB sent" in line]
     assert len(lines) == 2 and all("NVLink" in line and "network" in line for line in lines)
 
 
-def test_keeping_half_says_whether_rows_are_dealt_out_between_hosts():
+def test_keeping_half_says_whether_rows_are_dealt_out_between_nodes():
     options = "--model llama3-8b --gpus 16 --cp 16 --keep half --seq-length".split()
     said = {length: " ".join(run(*options, length).split()) for length in ("64k", "256k", "2M")}
     assert "keep half: plain (not dealt out anew: " in said["64k"]
@@ -135,7 +135,7 @@ def test_a_way_that_a_strategy_fixes_is_among_its_flags():
 def test_json_of_a_search_has_all_that_was_asked():
     found = search(JOB)
     written = json.loads(as_json(JOB, found))
-    flags = megatron_flags(JOB, found[0].strategy, found[0].memory.host)
+    flags = megatron_flags(JOB, found[0].strategy, found[0].memory.node)
     assert as_words(written["flags"]) == flags
     assert as_words(written["model_flags"]) == as_words(model_flags(JOB.model))
     assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
@@ -182,8 +182,8 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--hardware", "h300"], "did you mean"),
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),
         (["--gpus", "73", "--hardware", "gb200-nvl72"], "must come out even.*choose 72 or 144"),
-        (["--tp", "3"], "--tp must fit .*: TP 3 does not divide the 8 GPUs of a host; change or"),
-        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a host; change or leave out --tp"),
+        (["--tp", "3"], "--tp must fit .*: TP 3 does not divide the 8 GPUs of a node; change or"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a node; change or leave out --tp"),
         (["--cp", "6"], "CP 6 does not divide the 16 GPUs of the job; change or leave out --cp"),
         (["--pp", "32"], "PP 32 does not divide the 16 GPUs of the job; change or leave out --pp"),
         (["--dp", "32"], "DP 32 does not divide the batch of 16; change or leave out --dp"),
@@ -195,7 +195,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         ),
         (
             ["--tp", "16", "--cp", "1", "--pp", "1", "--dp", "1"],
-            "got: TP 16 does not divide the 8 GPUs of a host; change or leave out --tp",
+            "got: TP 16 does not divide the 8 GPUs of a node; change or leave out --tp",
         ),
         (
             ["--tp", "2", "--cp", "4", "--pp", "1", "--dp", "1"],

@@ -23,8 +23,8 @@ from tests.ranks import run_ranks
 
 WORLD = 4
 RUNS = (  # of one group after the other: options of the calls
-    {"hosts": 2},
-    {"hosts": 4, "circulate": "q"},
+    {"nodes": 2},
+    {"nodes": 4, "circulate": "q"},
     {"intra": "gather", "heads_per_round": 1},
 )
 
@@ -89,7 +89,7 @@ def several_groups(rank, kind, folder):
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_each_group_agrees_anew_and_leaves_nothing(kind, tmp_path):
-    expected = ["2 hosts x 2 ranks", "4 hosts x 1 rank", "1 host x 4 ranks"]
+    expected = ["2 nodes x 2 ranks", "4 nodes x 1 rank", "1 node x 4 ranks"]
     for found in run_ranks(several_groups, WORLD, kind, str(tmp_path)):
         for (error, topology, *_), words in zip(found, expected, strict=True):
             assert error <= 1e-12 and words in topology, (topology, words)

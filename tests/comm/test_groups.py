@@ -19,10 +19,10 @@ from tests.ranks import run_ranks
 
 
 def sub_groups(rank):
-    """Ranks of each communicator of a 2 x 2 group, pretended and from the hosts' own names."""
-    nested = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
+    """Ranks of each communicator of a 2 x 2 group, pretended and from the nodes' own names."""
+    nested = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
     flat = communicator_of(dist.group.WORLD, BurstConfig())
-    again = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
+    again = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
     groups = {key: dist.get_process_group_ranks(group) for key, group in nested._groups.items()}
     distinct = len({group.group_name for group in nested._groups.values()})
     return groups, distinct, sorted(flat._groups), flat.topology.grid, nested is again
@@ -35,7 +35,7 @@ def test_read_and_gradients_intra_and_inter_have_a_communicator_each():
             assert groups[Link.INTRA, cargo] == [2 * row, 2 * row + 1]
             assert groups[Link.INTER, cargo] == [column, column + 2]
         assert distinct == 4 and same
-        assert grid == ((0, 1, 2, 3),)  # all on this host
+        assert grid == ((0, 1, 2, 3),)  # all on this node
         assert flat == sorted((Link.INTRA, cargo) for cargo in Cargo)
 
 
@@ -91,28 +91,28 @@ def test_ranks_with_different_numbers_of_groups_find_each_other():
     assert run_ranks(groups_before, 3) == [True] * 3
 
 
-def named_hosts(rank):
-    """Hosts by NCCL's own override: uneven ones are flattened, with a warning."""
+def named_nodes(rank):
+    """Nodes by NCCL's own override: uneven ones are flattened, with a warning."""
     import os
 
     os.environ["NCCL_HOSTID"] = "a" if rank < 3 else "b"
-    with pytest.warns(UserWarning, match=r"got \[3, 1\] ranks on 2 hosts"):
+    with pytest.warns(UserWarning, match=r"got \[3, 1\] ranks on 2 nodes"):
         communicator = communicator_of(dist.group.WORLD, BurstConfig())
     out = burst_attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)))
     return str(communicator.topology), bool(out.isfinite().all())
 
 
-def test_uneven_hosts_run_one_flat_ring():
-    assert run_ranks(named_hosts, 4) == [("flat ring of 4 ranks over 2 hosts", True)] * 4
+def test_uneven_nodes_run_one_flat_ring():
+    assert run_ranks(named_nodes, 4) == [("flat ring of 4 ranks over 2 nodes", True)] * 4
 
 
 def addresses(rank):
     """Where hop buffers lie after each of several calls, and how often one was allocated."""
-    communicator = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2))
+    communicator = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
     seen = []
     for tokens in (4, 8, 8, 4, 8):
         q, k, v = (torch.randn(1, tokens, 2, 8).requires_grad_() for _ in range(3))
-        burst_attention(q, k, v, config=BurstConfig.of(hosts=2)).sum().backward()
+        burst_attention(q, k, v, config=BurstConfig.of(nodes=2)).sum().backward()
         buffers = [buffer for pool in communicator._buffers.values() for buffer in pool]
         seen.append(sorted(buffer.data_ptr() for buffer in buffers))
     return seen
@@ -127,8 +127,8 @@ def test_hop_buffers_are_allocated_once_and_only_ever_grow():
 def shared_groups(rank):
     """Sub-groups of many configurations, and how many process groups there are in all."""
     alike = [
-        BurstConfig.of(hosts=2), BurstConfig.of(hosts=2, overlap=False),
-        BurstConfig.of(hosts=2, transfer="send"),
+        BurstConfig.of(nodes=2), BurstConfig.of(nodes=2, overlap=False),
+        BurstConfig.of(nodes=2, transfer="send"),
     ]  # fmt: skip
     world = dist.group.WORLD
     first = communicator_of(world, alike[0])
@@ -136,13 +136,13 @@ def shared_groups(rank):
     others = [communicator_of(world, config) for config in alike[1:]]
     same = all(made._groups == first._groups and made is not first for made in others)
     more = len(distributed_c10d._world.pg_map) - count
-    flat = communicator_of(world, BurstConfig.of(hosts=2), flat=True)._groups
-    whole = communicator_of(world, BurstConfig.of(hosts=1))._groups
-    apart = communicator_of(world, BurstConfig.of(hosts=4))._groups  # a column of all ranks
-    bounded = communicator_of(world, BurstConfig.of(hosts=2, nccl_ctas=4))._groups
+    flat = communicator_of(world, BurstConfig.of(nodes=2), flat=True)._groups
+    whole = communicator_of(world, BurstConfig.of(nodes=1))._groups
+    apart = communicator_of(world, BurstConfig.of(nodes=4))._groups  # a column of all ranks
+    bounded = communicator_of(world, BurstConfig.of(nodes=2, nccl_ctas=4))._groups
     own = all(bounded[key] is not group for key, group in first._groups.items())
     column = {(Link.INTRA, cargo): apart[Link.INTER, cargo] for cargo in Cargo}
-    calls = [run_all(config) for config in (*alike, BurstConfig.of(hosts=4))]
+    calls = [run_all(config) for config in (*alike, BurstConfig.of(nodes=4))]
     return same, more, flat == whole == column, own, max(calls)
 
 
@@ -150,7 +150,7 @@ def run_all(config):
     """Largest difference of a call from one that goes round a flat ring."""
     torch.manual_seed(dist.get_rank())
     q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64) for _ in range(3))
-    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig.of(hosts=1)))
+    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig.of(nodes=1)))
     return float((out - flat).abs().max())
 
 

@@ -53,18 +53,18 @@ def room(num_bytes, dtype, device):
 
 
 def sizes_of_slots(rank):
-    """Slots grow on the second host only: in zigzag its shares are smaller than the first one's."""
+    """Slots grow on the second node only: in zigzag its shares are smaller than the first one's."""
     pretend(room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=20))
-    host, found = rank // 2, []
-    for num_bytes in ((2048, 1536)[host], 2048, 4096):
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=20))
+    node, found = rank // 2, []
+    for num_bytes in ((2048, 1536)[node], 2048, 4096):
         slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, torch.device("cpu"))
         found.append(slots.slot_bytes)
     carrier.board.share("the end", "test")
     return found
 
 
-def test_slots_grow_where_they_must_and_nobody_waits_for_other_hosts():
+def test_slots_grow_where_they_must_and_nobody_waits_for_other_nodes():
     found = run_ranks(sizes_of_slots, 4)
     assert found == [[2048, 2048, 4096]] * 2 + [[1536, 2048, 4096]] * 2
 
@@ -80,7 +80,7 @@ def without_room(rank, asked):
         return room(num_bytes, dtype, device)
 
     pretend(room_once)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=30))
     carrier.transfer, carrier._asked = Choice("pull"), asked
     device, begin = torch.device("cpu"), time.monotonic()
     carrier.slots(Cargo.READ, 2, 1024, device)
@@ -92,7 +92,7 @@ def without_room(rank, asked):
     return type(slots).__name__, str(carrier.transfer), time.monotonic() - begin, len(lines)
 
 
-def test_a_rank_without_room_is_told_to_all_of_its_host_before_they_meet():
+def test_a_rank_without_room_is_told_to_all_of_its_node_before_they_meet():
     (one, *_), (other, *_), *far = run_ranks(without_room, 4, "pull")
     assert (
         one == other and "cp rank 1: out of memory;" in one and "--burst-tune transfer=send" in one
@@ -108,13 +108,13 @@ def test_ranks_that_chose_to_pull_by_themselves_send_where_one_has_no_room():
 
 
 def tried(rank, fails):
-    """Why ranks cannot pull, where one of another host has no symmetric memory."""
+    """Why ranks cannot pull, where one of another node has no symmetric memory."""
 
     def none_at_all(num_bytes, dtype, device):
         raise RuntimeError("no such driver")
 
     pretend(none_at_all if fails and rank == 3 else room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(hosts=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=30))
     begin = time.monotonic()
     return carrier._pool.refusal(carrier.board), time.monotonic() - begin < 20
 

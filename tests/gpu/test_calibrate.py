@@ -7,7 +7,7 @@ import torch
 from megatron_burst.cli.calibrate import calibrate
 from megatron_burst.cli.speeds import Mover
 from megatron_burst.cli.world import world_of
-from megatron_burst.comm.hosts import my_home, topology_of_homes
+from megatron_burst.comm.nodes import my_home, topology_of_homes
 from tests.ranks import preload, run_ranks
 
 GPUS = torch.cuda.device_count()
@@ -34,11 +34,11 @@ def pulled(rank):
     return numbers, calibrate(world, None, 120.0, lambda text: None)
 
 
-def test_two_gpus_measure_all_links_inside_a_host():
+def test_two_gpus_measure_all_links_inside_a_node():
     (first, found), (second, other) = run_ranks(pulled, 2, backend="nccl", timeout_s=280)
     assert first[:3] == [2, 2, 1] and second[:3] == [1, 1, 1]  # 1024 bytes of the next rank's
     assert found == other
     kinds = {link.kind for link in found.links}
-    assert kinds == {"intra", "all_to_all", "all_gather", "copy_engine", "host"}
+    assert kinds == {"intra", "all_to_all", "all_gather", "copy_engine", "node"}
     assert len(found.kernels) == 2 * 2 * 4  # directions, head dimensions, lengths
     print(found)

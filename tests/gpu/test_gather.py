@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
 ]
-SHAPES = {  # query heads, key heads, head dimension
+SHAPES = {  # query heads, KV heads, head dimension
     "MHA": (8, 8, 64), "GQA": (8, 2, 128), "MQA": (8, 1, 64), "narrow": (8, 2, 16),
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def kernels():
 
 
 def problem_for(shape):
-    """What a backend is asked to do for (query heads, key heads, head dimension)."""
+    """What a backend is asked to do for (query heads, KV heads, head dimension)."""
     return Problem(
         "cuda", torch.bfloat16, shape[2], shape[2], grouped=shape[0] != shape[1],
         arch=torch.cuda.get_device_capability()[0],

@@ -25,7 +25,7 @@ WAYS = {
     "send": {"intra": "gather", "transfer": "send"},
     "pull": {"intra": "gather", "transfer": "pull"},
     "a2a": {"intra": "a2a"},
-    "two nodes": {"hosts": 2},
+    "two nodes": {"nodes": 2},
 }
 
 

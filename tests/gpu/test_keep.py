@@ -19,22 +19,22 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.engine import planned
 from megatron_burst.mcore import patches
 from megatron_burst.plan.choose_half import Rates
-from megatron_burst.recompute.host import host_memory
+from megatron_burst.recompute.offload import host_memory
 from tests.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
 LAYERS, TOKENS, HEADS, DIM = 4, 4096, (8, 2), 64
-HOST_GIB = 1.0
+NODE_GIB = 1.0
 SIZES = [HEADS[0] * DIM, HEADS[1] * DIM, HEADS[1] * DIM]  # of q, k and v
 MODES = {
     "none": BurstConfig(deterministic=True),
     "all": BurstConfig(deterministic=True, keep="all"),
     "offload": BurstConfig(
-        deterministic=True, keep="all", keep_offload=True, keep_host_gib=HOST_GIB
+        deterministic=True, keep="all", keep_offload=True, keep_host_gib=NODE_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
-    "none, hosts": BurstConfig.of(deterministic=True, hosts=2),
-    "half, hosts": BurstConfig.of(deterministic=True, keep="half", hosts=2),
+    "none, nodes": BurstConfig.of(deterministic=True, nodes=2),
+    "half, nodes": BurstConfig.of(deterministic=True, keep="half", nodes=2),
 }
 
 
@@ -54,7 +54,7 @@ class Live(TorchDispatchMode):
     def bytes(self) -> int:
         gc.collect()
         alive = {id(x): x.nbytes() for ref in self._storages if (x := ref()) is not None}
-        return sum(alive.values()) - host_memory(torch.device("cpu"), HOST_GIB).taken_bytes
+        return sum(alive.values()) - host_memory(torch.device("cpu"), NODE_GIB).taken_bytes
 
 
 def layer(x, weight, config):
@@ -90,7 +90,7 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     relative error in the norm, and bytes between forward and backward.
 
     The truth is the same in the next larger dtype, without keeping."""
-    planned.rates = lambda config: Rates(gbs=1e9)  # deals between hosts, whatever the links
+    planned.rates = lambda config: Rates(gbs=1e9)  # deals between nodes, whatever the links
     patches.apply("checkpoints")
     found, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))
@@ -117,12 +117,12 @@ def check(results, kept_bytes: int, slack: int) -> None:
     added = dict(none=0, all=kept_bytes, offload=0, half=kept_bytes / 2)
     for found in results:
         assert found["all"][0] and found["offload"][0]
-        for name in ("half", "half, hosts"):
+        for name in ("half", "half, nodes"):
             assert 0 < found[name][1] <= 2 * found["none"][1], (name, found)
         for name in MODES:
-            hosts = ", hosts" if name.endswith(", hosts") else ""  # have hop buffers of their own
-            extra = found[name][-1] - found[f"none{hosts}"][-1]
-            assert abs(extra - added[name.removesuffix(hosts)]) <= slack, name
+            nodes = ", nodes" if name.endswith(", nodes") else ""  # have hop buffers of their own
+            extra = found[name][-1] - found[f"none{nodes}"][-1]
+            assert abs(extra - added[name.removesuffix(nodes)]) <= slack, name
 
 
 @pytest.mark.gpu

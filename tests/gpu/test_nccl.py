@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def errors(rank, world, dtype, heads, tokens):
-    """Relative errors of (out, dq, dk, dv) over the whole sequence for every hosts x circulate."""
+    """Relative errors of (out, dq, dk, dv) over the whole sequence for every nodes x circulate."""
     generator = torch.Generator("cuda").manual_seed(7)
     sizes = [(heads[0], 64), (heads[1], 64), (heads[1], 64), (heads[0], 64)]
     tensors = [
@@ -41,11 +41,11 @@ def errors(rank, world, dtype, heads, tokens):
         return [out, *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
 
     found = {"alone": alone(run, truth, BurstConfig())}
-    for hosts in (h for h in (1, 2, 4) if world % h == 0):
+    for nodes in (h for h in (1, 2, 4) if world % h == 0):
         for circulate in ("kv", "q"):
-            config = BurstConfig.of(hosts=hosts, circulate=circulate)
+            config = BurstConfig.of(nodes=nodes, circulate=circulate)
             for _ in range(3):  # buffers are used again; a race shows as a difference
-                key, got = (hosts, circulate), run(rows, config)
+                key, got = (nodes, circulate), run(rows, config)
                 found[key] = max(found.get(key, (0,)), relative(got, truth, rows))
     return found
 
@@ -89,10 +89,10 @@ def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
     world = max(w for w in (2, 4) if w <= GPUS)
     found = run_ranks(errors, world, world, dtype, heads, tokens, **settings)[0]
     single = found.pop("alone")
-    for (hosts, circulate), several in found.items():
-        print(f"{dtype} heads {heads} ranks {world} hosts {hosts} {circulate}: {several}")
+    for (nodes, circulate), several in found.items():
+        print(f"{dtype} heads {heads} ranks {world} nodes {nodes} {circulate}: {several}")
         for error, bar in zip(several, single, strict=True):
-            assert error <= 2 * bar, (world, hosts, circulate, several, single)
+            assert error <= 2 * bar, (world, nodes, circulate, several, single)
 
 
 def many_calls_without_a_sync(rank, world, options):
@@ -117,7 +117,7 @@ def many_calls_without_a_sync(rank, world, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"hosts": 2 if GPUS % 2 == 0 else 1, "circulate": "q"},
+        {"nodes": 2 if GPUS % 2 == 0 else 1, "circulate": "q"},
         {"intra": "gather", "heads_per_round": 3, "transfer": "pull"},
         {"intra": "gather", "heads_per_round": 8, "transfer": "pull"},
         {"intra": "gather", "heads_per_round": 3, "transfer": "send"},

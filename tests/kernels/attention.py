@@ -15,7 +15,7 @@ from megatron_burst.kernels.reference import Reference
 
 @dataclass(frozen=True)
 class Tile:
-    """What is computed; fewer key heads than heads are grouped."""
+    """What is computed; fewer KV heads than heads are grouped."""
 
     rows: int
     keys: int

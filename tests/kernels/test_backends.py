@@ -17,7 +17,7 @@ from megatron_burst.plan.attention import _RECTANGULAR
 from tests.oracle import full_attention
 
 ON_CPU = ["reference", "torch-cpu"]
-SHAPES = [  # batch, query rows, key rows, heads, key heads, d_qk, d_v, causal
+SHAPES = [  # batch, query rows, key rows, heads, KV heads, d_qk, d_v, causal
     (2, 7, 7, 4, 2, 8, 8, True),
     (1, 1, 1, 1, 1, 1, 1, True),
     (1, 5, 9, 4, 4, 6, 3, False),

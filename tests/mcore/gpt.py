@@ -27,7 +27,7 @@ class Model:
     """What a model is made of; the same for a run and the run that it is compared with.
 
     Attributes:
-        groups: of query heads, that is key heads.
+        groups: of query heads, that is KV heads.
         tied: whether embedding and output layer share their weights.
         recompute: whether backward runs each layer's forward again.
         latent: multi-head latent attention (MLA) instead of grouped queries.

@@ -53,7 +53,7 @@ def start(rank: str = "0", patched: bool = True) -> None:
 
 def values_of_flags(rank):
     start()
-    every = "--burst-tune hosts=2,circulate=q --burst-backend reference --burst-deterministic"
+    every = "--burst-tune nodes=2,circulate=q --burst-backend reference --burst-deterministic"
     every += " --burst-intra gather --burst-tune heads_per_round=3,nccl_ctas=8"
     every += " --burst-inter ring"
     every += " --burst-tune transfer=send,grad_wire=input --burst-timeout-s 12.5"
@@ -83,7 +83,7 @@ def test_flags_have_the_legal_values_and_become_a_config():
         circulate="q",
         backend="reference",
         deterministic=True,
-        hosts=2,
+        nodes=2,
         grad_wire="input",
         transfer="send",
         resend="never",
@@ -151,7 +151,7 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
 
 REFUSED = {  # and what was got
     "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
-    "--burst-tune hosts=3": "--burst-tune hosts=3 and --context-parallel-size 4",
+    "--burst-tune nodes=3": "--burst-tune nodes=3 and --context-parallel-size 4",
     "--cp-comm-type a2a": "--cp-comm-type a2a",
     "--cp-comm-type p2p p2p": "--cp-comm-type p2p p2p",
     "--attention-dropout 0.1": "attention_dropout=0.1",
@@ -200,7 +200,7 @@ def test_every_flag_that_is_refused_has_a_case():
     of_layers = {"attention_type", "attn_mask_type"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
     names = {r.argument for r in TABLE if {"run", "attention"} & {*r.features.split()}} - of_layers
-    names = names - {"burst_hosts"} | {"burst_tune"}
+    names = names - {"burst_nodes"} | {"burst_tune"}
     assert {f"--{name.replace('_', '-')}" for name in names} == {
         flags.split()[0] for flags in REFUSED
     }

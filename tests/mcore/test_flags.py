@@ -58,12 +58,12 @@ def test_numbers_are_whole_where_they_count_something():
 
 
 def test_tunings_of_all_flags_come_together_and_stay_text_for_checkpoints():
-    given = parsed("--burst-tune circulate=q,hosts=2 --burst-tune overlap=false")
-    assert given.burst_tune == ["circulate=q,hosts=2", "overlap=false"]
-    tuning = Tuning(circulate="q", hosts=2, overlap=False)
+    given = parsed("--burst-tune circulate=q,nodes=2 --burst-tune overlap=false")
+    assert given.burst_tune == ["circulate=q,nodes=2", "overlap=false"]
+    tuning = Tuning(circulate="q", nodes=2, overlap=False)
     assert BurstConfig.from_args(given) == BurstConfig(tuning=tuning)
-    with pytest.raises(BurstError, match="given once.*got 'hosts=4'"):
-        config("--burst-tune hosts=2 --burst-tune hosts=4")
+    with pytest.raises(BurstError, match="given once.*got 'nodes=4'"):
+        config("--burst-tune nodes=2 --burst-tune nodes=4")
 
 
 def test_a_bad_tuning_is_refused_in_the_sentence_that_lists_all(capsys):

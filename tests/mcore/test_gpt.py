@@ -41,29 +41,29 @@ class Case:
 
 CASES = {
     "flat": Case(),
-    "two hosts": Case(burst=BurstConfig.of(hosts=2)),
+    "two nodes": Case(burst=BurstConfig.of(nodes=2)),
     "Megatron's hierarchical groups": Case(parallel=NESTED),
-    "kv circulates": Case(burst=BurstConfig.of(hosts=2, circulate="kv")),
-    "q circulates": Case(burst=BurstConfig.of(hosts=2, circulate="q")),
+    "kv circulates": Case(burst=BurstConfig.of(nodes=2, circulate="kv")),
+    "q circulates": Case(burst=BurstConfig.of(nodes=2, circulate="q")),
     "MHA, kv": Case(Model(groups=4), NESTED, BurstConfig.of(circulate="kv")),
     "MHA, q": Case(Model(groups=4), NESTED, BurstConfig.of(circulate="q")),
-    "MQA, kv": Case(Model(groups=1), burst=BurstConfig.of(hosts=2, circulate="kv")),
-    "MQA, q": Case(Model(groups=1), burst=BurstConfig.of(hosts=2, circulate="q")),
+    "MQA, kv": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="kv")),
+    "MQA, q": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="q")),
     "full recompute": Case(Model(recompute=True)),
     "full recompute, kv": Case(Model(recompute=True), NESTED, BurstConfig.of(circulate="kv")),
     "full recompute, q": Case(Model(recompute=True), NESTED, BurstConfig.of(circulate="q")),
-    "tied embeddings": Case(Model(tied=True), burst=BurstConfig.of(hosts=2)),
+    "tied embeddings": Case(Model(tied=True), burst=BurstConfig.of(nodes=2)),
     "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
     "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig.of(circulate="q")),
     "tensor parallel, full recompute": Case(
-        Model(recompute=True), TP_AND_CP, BurstConfig.of(hosts=2)
+        Model(recompute=True), TP_AND_CP, BurstConfig.of(nodes=2)
     ),
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
     "one rank, half kept": Case(Model(recompute=True), ALONE, BurstConfig(keep="half")),
     "MLA, kv": Case(Model(latent=True), NESTED, BurstConfig.of(circulate="kv")),
-    "MLA, q": Case(Model(latent=True), burst=BurstConfig.of(hosts=2, circulate="q")),
+    "MLA, q": Case(Model(latent=True), burst=BurstConfig.of(nodes=2, circulate="q")),
 }
 
 
@@ -121,9 +121,9 @@ def test_loss_and_every_gradient_equal_those_without_context_parallelism():
 
 def rings_of(case: Case) -> set[Link]:
     """Along which rings the case must send."""
-    hosts = case.burst.tuning.hosts or (2 if case.parallel.hierarchical else 1)
-    inter = {Link.INTER} if hosts > 1 else set()
-    return inter | ({Link.INTRA} if case.parallel.cp > hosts else set())
+    nodes = case.burst.tuning.nodes or (2 if case.parallel.hierarchical else 1)
+    inter = {Link.INTER} if nodes > 1 else set()
+    return inter | ({Link.INTRA} if case.parallel.cp > nodes else set())
 
 
 def left_behind(rank: int) -> list[tuple]:

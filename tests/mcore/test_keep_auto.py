@@ -67,10 +67,10 @@ def free_memory_differs(rank: int) -> tuple:
     from megatron_burst.comm.watch import Board
     from megatron_burst.mcore.recompute import settled
     from megatron_burst.plan import keep
-    from megatron_burst.recompute import host
+    from megatron_burst.recompute import offload
 
     keep.hides_copy = lambda tokens: True
-    host.available_host_bytes = lambda: (rank % 2 == 0) << 30
+    offload.available_host_bytes = lambda: (rank % 2 == 0) << 30
     pipeline.start(TWO)
     plain = run_step(TWO, build(TWO, config_for(TWO)))
     layer_gib = SEQ // 2 * HEADS * (16 + 1) * 8 / 2**30
@@ -80,7 +80,7 @@ def free_memory_differs(rank: int) -> tuple:
 
     start(Parallel(cp=2, tp=2))
     config = config_of(Parallel(cp=2, tp=2), num_layers=4, **FULL_RECOMPUTE)
-    host.available_host_bytes, kept, asked = lambda: (rank + 1) << 30, [], []
+    offload.available_host_bytes, kept, asked = lambda: (rank + 1) << 30, [], []
     share = Board.share
     Board.share = lambda *args: asked.append(1) or share(*args)
     for tokens in (1 << 8, 1 << 22, 1 << 23):  # 5 KiB, 80 and 160 MiB a layer of out and lse

@@ -1,6 +1,6 @@
 """What keeping leaves behind under Megatron's schedules, and when it comes back from the host.
 
-Catches recordings and host buffers that outlive their step, and fetches that come too late.
+Catches recordings and node buffers that outlive their step, and fetches that come too late.
 """
 
 import torch
@@ -54,7 +54,7 @@ def fail_often(rank: int) -> tuple:
             errors.append(relative_error(got, truth))
         if number % 40 == 39:
             left.append(kept_recordings())
-    from megatron_burst.recompute.host import host_memory
+    from megatron_burst.recompute.offload import host_memory
 
     memory = host_memory(torch.device("cpu"), 0.01)
     free = sum(buffer.numel() for free in memory._free.values() for buffer in free)
@@ -66,20 +66,24 @@ def test_nothing_is_left_after_200_steps_that_fail_anywhere():
         assert failures == 200 - good and good == 23
         assert error == 0
         assert left == [0] * 5
-        assert 0 < taken == free  # every host buffer came back, and no more were made
+        assert 0 < taken == free  # every node buffer came back, and no more were made
 
 
 def fetches(rank: int) -> tuple:
     """What backward fetches from the host, in order, and how many bytes wait there before it."""
     from megatron_burst.mcore import patches
-    from megatron_burst.recompute import host
+    from megatron_burst.recompute import offload
 
     setting, names, log = Setting(micro_batches=1), {}, []
     pipeline.start(setting)
     burst = BurstConfig(keep="all", keep_offload=True, keep_offload_inputs=True, keep_host_gib=0.25)
     patches.switch_on_keep(burst)
     chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
-    pack, prefetch, get = host.HostMemory.pack, host.HostParcel.prefetch, host.HostParcel.get
+    pack, prefetch, get = (
+        offload.HostMemory.pack,
+        offload.HostParcel.prefetch,
+        offload.HostParcel.get,
+    )
 
     def packing(self, tensors, input_of=None):
         parcel = pack(self, tensors, input_of)
@@ -96,16 +100,16 @@ def fetches(rank: int) -> tuple:
         log.append(f"get {names[self]}")
         return get(self)
 
-    host.HostMemory.pack, host.HostParcel.prefetch, host.HostParcel.get = (
+    offload.HostMemory.pack, offload.HostParcel.prefetch, offload.HostParcel.get = (
         packing,
         prefetching,
         getting,
     )
     run_step(setting, chunks)
-    return log, host.host_memory(torch.device("cpu"), 0.25).taken_bytes
+    return log, offload.host_memory(torch.device("cpu"), 0.25).taken_bytes
 
 
-def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
+def test_inputs_and_results_wait_on_the_node_and_come_one_layer_ahead():
     ((log, taken),) = run_ranks(fetches, 1)
     own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention keeps probabilities
     assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)

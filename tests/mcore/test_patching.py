@@ -317,7 +317,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
 
 
 def import_the_patch_module(rank):
-    sys.argv = ["own_script.py", "--context-parallel-impl", "burst", "--burst-tune", "hosts=2"]
+    sys.argv = ["own_script.py", "--context-parallel-impl", "burst", "--burst-tune", "nodes=2"]
     importlib.import_module("megatron_burst.patch")
     from megatron.training import arguments
 
@@ -326,7 +326,7 @@ def import_the_patch_module(rank):
 
 
 def test_importing_the_patch_module_adds_the_flags():
-    assert run_ranks(import_the_patch_module, 1) == [("burst", ["hosts=2"])]
+    assert run_ranks(import_the_patch_module, 1) == [("burst", ["nodes=2"])]
 
 
 def make_is_run(rank, folder):

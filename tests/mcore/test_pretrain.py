@@ -45,7 +45,7 @@ TORCHRUN = {  # what two ranks start, their flags
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),
-    "flag": (4, f"{FLAG_DOOR} 4 --burst-tune hosts=2 --burst-fused-loss {KEEP}"),
+    "flag": (4, f"{FLAG_DOOR} 4 --burst-tune nodes=2 --burst-fused-loss {KEEP}"),
     "spec": (4, SPEC_DOOR),
 }
 
@@ -103,8 +103,8 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
     "name, said",
     [
         ("launcher", "ring (on CPU nothing is gained by fewer kernel calls)"),
-        ("flag", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
-        ("spec", "2 hosts x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
+        ("flag", "2 nodes x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
+        ("spec", "2 nodes x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
         ("import", "gained by fewer kernel calls); circulate q (asked for"),
         ("diff", "gained by fewer kernel calls); circulate kv (asked for"),
     ],

@@ -26,7 +26,7 @@ SELECTIVE = dict(recompute_granularity="selective")
 CASES = {
     "run": {
         "seq_length": ([60, 62], [64, None, dict(seq_length=63, context_parallel_size=1)]),
-        "burst_hosts": ([3, 0, -2], [1, 2, 4]),
+        "burst_nodes": ([3, 0, -2], [1, 2, 4]),
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
     },
@@ -183,8 +183,8 @@ def test_what_is_fine_is_not_refused(feature):
     [
         (dict(seq_length=60), "--seq-length 60 and --context-parallel-size 4; .* 56 or 64$"),
         (
-            dict(burst_hosts=3),
-            "--burst-tune hosts=3 and --.*-size 4; .* divisors of 4$",
+            dict(burst_nodes=3),
+            "--burst-tune nodes=3 and --.*-size 4; .* divisors of 4$",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def arguments(**changes) -> Namespace:
 @pytest.mark.parametrize(
     "ask, changes, who",
     [
-        (check_args, dict(burst_tune=["hosts=3"]), "--context-parallel-impl burst"),
+        (check_args, dict(burst_tune=["nodes=3"]), "--context-parallel-impl burst"),
         (check_args, dict(sft=True), "--context-parallel-impl burst"),
         (check_args, dict(window_size=(8, 0)), "--context-parallel-impl burst"),
         (check_keep_args, dict(recompute_granularity=None), "--burst-keep"),
@@ -223,7 +223,7 @@ def test_windows_are_left_to_layers_where_they_differ():
     check_args(arguments(window_size=(8, 0), cp_comm_type=["burst", "p2p"]))
 
 
-def test_inputs_alone_may_wait_on_the_host_whatever_attention_is():
+def test_inputs_alone_may_wait_on_the_node_whatever_attention_is():
     check_keep_args(arguments(burst_keep=None, attention_dropout=0.1, cp_comm_type=None))
 
 

@@ -61,5 +61,5 @@ def test_keeping_works_with_megatrons_own_attention_too():
 def test_they_are_refused_when_arguments_are_validated():
     with pytest.raises(BurstError, match="^--burst-intra --burst-tune: must come"):
         validate_flags(lambda args, defaults: args)(
-            parsed("--burst-intra ring --burst-tune hosts=2")
+            parsed("--burst-intra ring --burst-tune nodes=2")
         )

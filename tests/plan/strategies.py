@@ -13,6 +13,6 @@ masks = st.sampled_from(list(Mask))
 
 @st.composite
 def topologies(draw, max_side: int = 5) -> Topology:
-    """Any hosts x ranks, the ranks of a host anywhere in the group."""
-    hosts, ranks = draw(st.integers(1, max_side)), draw(st.integers(1, max_side))
-    return topology_of(draw(st.permutations([host for host in range(hosts) for _ in range(ranks)])))
+    """Any nodes x ranks, the ranks of a node anywhere in the group."""
+    nodes, ranks = draw(st.integers(1, max_side)), draw(st.integers(1, max_side))
+    return topology_of(draw(st.permutations([node for node in range(nodes) for _ in range(ranks)])))

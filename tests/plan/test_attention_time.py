@@ -17,7 +17,7 @@ from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Transfer
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import H200, with_links
 
 SLACK = 1e-9  # of sums in another order
@@ -27,7 +27,7 @@ INSTANT = with_links(LinkSpeed(0.0, Curve(((1.0, float("inf")),))), nccl_share=0
 @st.composite
 def calls(draw) -> AttentionCall:
     """Calls of every mode that their topology allows."""
-    hosts, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    nodes, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     heads_kv = draw(st.sampled_from([4, 12, 16]))
     shape = AttentionShape(
         draw(st.integers(1, 2)), draw(st.sampled_from([256, 4096, 16384])),
@@ -35,10 +35,10 @@ def calls(draw) -> AttentionCall:
     )  # fmt: skip
     modes = [("ring", "ring"), ("ring", "gather"), ("flat", "ring")]
     modes += [("ring", "a2a")] if heads_kv % ranks == 0 else []
-    modes += [("a2a", "a2a")] if heads_kv % (hosts * ranks) == 0 else []
+    modes += [("a2a", "a2a")] if heads_kv % (nodes * ranks) == 0 else []
     inter, intra = draw(st.sampled_from(modes))
     return AttentionCall(
-        shape, pretend_hosts(hosts * ranks, hosts), intra=intra, inter=inter,
+        shape, pretend_nodes(nodes * ranks, nodes), intra=intra, inter=inter,
         heads_per_round=draw(st.sampled_from([None, 1, 3])),
         circulate=draw(st.sampled_from(["auto", "kv", "q"])),
         transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(list(Mask))),
@@ -123,7 +123,7 @@ def test_slower_links_are_not_faster(call, direction):
 
 def test_one_rank_takes_the_time_of_its_kernel():
     shape = AttentionShape(1, 1 << 19, 8, 2, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_hosts(1, 1))
+    call = AttentionCall(shape, pretend_nodes(1, 1))
     rows = Span(0, 1 << 19)
     alone = Timer(H200).tile(Tile(rows, rows, Mask.CAUSAL), shape, Direction.FORWARD)
     # merging and packing grow with the length, work with its square
@@ -152,10 +152,10 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
 
 @pytest.mark.parametrize("intra", ["ring", "gather", "a2a"])
 @pytest.mark.parametrize("circulate", ["kv", "q"])
-def test_bytes_of_many_hosts_follow_from_those_of_fewer(intra, circulate):
+def test_bytes_of_many_nodes_follow_from_those_of_fewer(intra, circulate):
     shape = AttentionShape(1, 1024, 8, 8, 128, 128, 2, 4, 4)
     call = AttentionCall(
-        shape, pretend_hosts(60, 30), intra=intra, inter="ring", circulate=circulate
+        shape, pretend_nodes(60, 30), intra=intra, inter="ring", circulate=circulate
     )
     for direction in Direction:
         told = sent_bytes(call, direction)
@@ -167,7 +167,7 @@ def test_bytes_of_many_hosts_follow_from_those_of_fewer(intra, circulate):
 )
 def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
     shape = AttentionShape(1, 8192, 32, 32, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_hosts(32, 4), inter=inter, intra=intra)
+    call = AttentionCall(shape, pretend_nodes(32, 4), inter=inter, intra=intra)
     for direction in Direction:
         some = attention_time(call, preset("a800"), direction)
         everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
@@ -178,11 +178,11 @@ def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
 @pytest.mark.parametrize("machine", ["h200", "a800"])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)])
 @pytest.mark.parametrize(("intra", "circulate"), [("gather", "kv"), ("gather", "q"), ("a2a", "kv")])
-def test_the_time_of_many_hosts_follows_from_that_of_fewer(machine, heads, intra, circulate):
+def test_the_time_of_many_nodes_follows_from_that_of_fewer(machine, heads, intra, circulate):
     for tokens in (1024, 8192):
         shape = AttentionShape(1, tokens, *heads, 128, 128, 2, 4, 4)
         call = AttentionCall(
-            shape, pretend_hosts(64, 32), intra=intra, inter="ring", circulate=circulate
+            shape, pretend_nodes(64, 32), intra=intra, inter="ring", circulate=circulate
         )
         for direction in Direction:
             told = pass_time(call, preset(machine), direction)
@@ -193,10 +193,10 @@ def test_the_time_of_many_hosts_follows_from_that_of_fewer(machine, heads, intra
                 assert waits[0] == pytest.approx(waits[1], abs=0.05 * simulated.seconds)
 
 
-def test_a_flat_ring_over_hosts_is_slower_than_a_nested_one():
+def test_a_flat_ring_over_nodes_is_slower_than_a_nested_one():
     """Every step of it waits for one network card while the others idle."""
     shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
-    nested = AttentionCall(shape, pretend_hosts(16, 2), intra="ring", inter="ring")
+    nested = AttentionCall(shape, pretend_nodes(16, 2), intra="ring", inter="ring")
     flat = replace(nested, inter="flat")
     assert flat.program(0, Direction.FORWARD).topology == nested.topology.flat()
     machine = preset("a800")

@@ -21,7 +21,7 @@ from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 ROOT = Path(__file__).parents[2]
 H200 = preset("h200")
@@ -30,13 +30,13 @@ H200 = preset("h200")
 @st.composite
 def open_calls(draw) -> AttentionCall:
     """Calls that leave everything open."""
-    hosts, ranks = draw(st.integers(1, 2)), draw(st.sampled_from([2, 4]))
+    nodes, ranks = draw(st.integers(1, 2)), draw(st.sampled_from([2, 4]))
     heads = draw(st.sampled_from([4, 8]))
     tokens = draw(st.sampled_from([1024, 8192, 65536]))
     shape = AttentionShape(
         1, tokens, heads * draw(st.sampled_from([1, 4])), heads, 128, 128, 2, 4, 4
     )
-    return AttentionCall(shape, pretend_hosts(hosts * ranks, hosts))
+    return AttentionCall(shape, pretend_nodes(nodes * ranks, nodes))
 
 
 def seconds(call: AttentionCall) -> float:
@@ -81,44 +81,44 @@ def test_a_settled_call_passes_as_the_call_does(call, data):
 @pytest.mark.parametrize("intra", ["gather", "a2a"])
 @pytest.mark.parametrize("circulate", ["kv", "q"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_more_hosts_need_no_more_buffers(intra, circulate, heads, monkeypatch):
+def test_more_nodes_need_no_more_buffers(intra, circulate, heads, monkeypatch):
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    monkeypatch.setattr(buffers, "_MOST_HOSTS", 100)
+    monkeypatch.setattr(buffers, "_MOST_NODES", 100)
     sizes = {
         buffer_bytes.__wrapped__(
             AttentionCall(
-                shape, pretend_hosts(2 * hosts, hosts), intra=intra, inter="ring",
+                shape, pretend_nodes(2 * nodes, nodes), intra=intra, inter="ring",
                 circulate=circulate, heads_per_round=heads,
             )
         )
-        for hosts in (4, 5, 9, 13)
+        for nodes in (4, 5, 9, 13)
     }  # fmt: skip
     assert len(sizes) == 1
 
 
 def test_what_was_asked_for_stays():
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_hosts(4, 1), intra="gather", heads_per_round=4)
+    call = AttentionCall(shape, pretend_nodes(4, 1), intra="gather", heads_per_round=4)
     assert choose_call(call, H200).call == call
-    open_ = AttentionCall(shape, pretend_hosts(4, 2), circulate="q")
+    open_ = AttentionCall(shape, pretend_nodes(4, 2), circulate="q")
     assert {way.circulate for way in ways(open_)} == {"q"}
-    over_all = AttentionCall(shape, pretend_hosts(4, 2), inter="a2a", heads_per_round=2)
+    over_all = AttentionCall(shape, pretend_nodes(4, 2), inter="a2a", heads_per_round=2)
     assert {(way.inter, way.mode, way.heads) for way in ways(over_all)} == {("a2a", "a2a", 2)}
     ring = replace(open_, intra="ring")
     assert {(way.inter, way.intra) for way in ways(ring)} == {("ring", "ring")}
 
 
-def test_ways_on_several_hosts():
-    """Each way inside a host under the ring, circulating either; and over all ranks."""
+def test_ways_on_several_nodes():
+    """Each way inside a node under the ring, circulating either; and over all ranks."""
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    found = list(ways(AttentionCall(shape, pretend_hosts(8, 2))))
+    found = list(ways(AttentionCall(shape, pretend_nodes(8, 2))))
     assert len(set(found)) == len(found)
     assert {(way.inter, way.intra, way.circulate) for way in found} == {
         *(("ring", intra, c) for intra in ("ring", "gather", "a2a") for c in ("kv", "q")),
         ("a2a", "a2a", "auto"),
     }
-    few_heads = replace(shape, heads_kv=2)  # 4 ranks of a host do not divide them
-    intras = {way.intra for way in ways(AttentionCall(few_heads, pretend_hosts(8, 2)))}
+    few_heads = replace(shape, heads_kv=2)  # 4 ranks of a node do not divide them
+    intras = {way.intra for way in ways(AttentionCall(few_heads, pretend_nodes(8, 2)))}
     assert intras == {"ring", "gather"}
 
 
@@ -128,16 +128,16 @@ def with_network(gbs: float):
 
 
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 18])
-@pytest.mark.parametrize(("hosts", "row", "heads"), [(2, 4, (32, 32)), (4, 1, (32, 8))])
+@pytest.mark.parametrize(("nodes", "row", "heads"), [(2, 4, (32, 32)), (4, 1, (32, 8))])
 def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
-    tokens, hosts, row, heads
+    tokens, nodes, row, heads
 ):
-    """The rule between hosts counts a ring's K and V twice, though they stay here."""
-    shape = AttentionShape(1, tokens // (hosts * row), *heads, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_hosts(hosts * row, hosts), resend="never")
+    """The rule between nodes counts a ring's K and V twice, though they stay here."""
+    shape = AttentionShape(1, tokens // (nodes * row), *heads, 128, 128, 2, 4, 4)
+    call = AttentionCall(shape, pretend_nodes(nodes * row, nodes), resend="never")
     ring = replace(call, inter="ring")
     assert ring.recalls
-    stays = (hosts - 1) * shape.rows_kv * 256 * (2 + ring.priced.grad_bytes)
+    stays = (nodes - 1) * shape.rows_kv * 256 * (2 + ring.priced.grad_bytes)
     sent = exchange_bytes(shape, call.topology)
     assert stays < sent + sent // call._rounds_over_all
     assert call.between == "a2a"
@@ -150,7 +150,7 @@ def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
 def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(grouped, pretend_hosts(16, 2), intra="gather", resend="always")
+    call = AttentionCall(grouped, pretend_nodes(16, 2), intra="gather", resend="always")
     # smaller pieces are hidden sooner and come home sooner
     loses = []
     for network in (slow, fast):
@@ -160,15 +160,15 @@ def test_a_slow_network_changes_the_choice():
         )
         loses.append(whole / pieces - 1)
     assert loses[0] > 0.05 > 0.02 > loses[1]
-    call = AttentionCall(grouped, pretend_hosts(8, 4))
-    # few key heads are less to pass on than all queries are to exchange
+    call = AttentionCall(grouped, pretend_nodes(8, 4))
+    # few KV heads are less to pass on than all queries are to exchange
     assert choose_call(call, slow).call.between == "ring"
     assert choose_call(call, fast).call.between == "a2a"
-    many = AttentionCall(replace(grouped, heads_kv=32), pretend_hosts(16, 2), inter="ring")
+    many = AttentionCall(replace(grouped, heads_kv=32), pretend_nodes(16, 2), inter="ring")
     assert choose_call(many, slow).call.circulate == "q"
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
     "options",
     [
@@ -178,14 +178,14 @@ def test_a_slow_network_changes_the_choice():
         {"inter": "ring", "intra": "gather", "circulate": "q"},
     ],
 )  # fmt: skip
-def test_programs_are_the_engines_own(options, hosts):
+def test_programs_are_the_engines_own(options, nodes):
     """What is simulated is what `engine/setup.py` makes for the same options."""
     import torch
 
     from megatron_burst.config import BurstConfig
     from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 
-    topology = pretend_hosts(4, hosts)
+    topology = pretend_nodes(4, nodes)
     shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
     call = AttentionCall(shape, topology, backend="reference", mask=Mask.CAUSAL, **options)
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
@@ -215,7 +215,7 @@ def test_predictions_of_lengths_that_were_not_fitted_are_near():
     from benchmarks import validate_plan as validate
 
     names = ("attention", "ablation")
-    rows = validate.read([ROOT / f"benchmarks/results/{n}_4xh200_one_host.csv" for n in names])
+    rows = validate.read([ROOT / f"benchmarks/results/{n}_4xh200_one_node.csv" for n in names])
     found = validate.compare(rows)
     others = [one for one in found if one.kind == validate.KINDS[1]]
     assert len(others) > 10

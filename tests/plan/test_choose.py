@@ -1,4 +1,4 @@
-"""What `auto` chooses inside a host, how many heads make a round, and what is refused."""
+"""What `auto` chooses inside a node, how many heads make a round, and what is refused."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from megatron_burst.plan.choose import choose_intra, choose_transfer
 from megatron_burst.plan.choose_heads import choose_heads_per_round
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 
 def test_auto_gathers_on_gpus():
-    one, two, alone = pretend_hosts(4, 1), pretend_hosts(4, 2), pretend_hosts(1, 1)
+    one, two, alone = pretend_nodes(4, 1), pretend_nodes(4, 2), pretend_nodes(1, 1)
 
     def auto(topology, layout=Layout.ZIGZAG, device="cuda"):
         return choose_intra(topology, layout, device, "auto").value
@@ -27,11 +27,11 @@ def test_auto_gathers_on_gpus():
     "topology, layout, words",
     [
         (
-            pretend_hosts(4, 2).flat(),
+            pretend_nodes(4, 2).flat(),
             Layout.ZIGZAG,
-            "must share a host.*got flat ring of 4 ranks over 2 hosts; pass --burst-intra ring",
+            "must share a node.*got flat ring of 4 ranks over 2 nodes; pass --burst-intra ring",
         ),
-        (pretend_hosts(4, 1), Layout.STRIPED, "must not be striped.*got striped; pass"),
+        (pretend_nodes(4, 1), Layout.STRIPED, "must not be striped.*got striped; pass"),
     ],
 )
 def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
@@ -42,7 +42,7 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
     def heads(tokens, heads_q, heads_kv, asked=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
-        return choose_heads_per_round(shape, pretend_hosts(4, 1), 132, asked)
+        return choose_heads_per_round(shape, pretend_nodes(4, 1), 132, asked)
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
@@ -51,7 +51,7 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
     # 256 MiB each, but shorter tiles
-    assert choose_heads_per_round(wide, pretend_hosts(16, 1), 132) == 16
+    assert choose_heads_per_round(wide, pretend_nodes(16, 1), 132) == 16
     assert heads(16384, 32, 8, asked=5) == 5
 
 
@@ -66,11 +66,11 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
 def test_a_round_fills_the_waves_of_any_gpu(multiprocessors, expected):
     for tokens, heads in expected.items():
         shape = AttentionShape(1, tokens, 32, 32, 128, 128, 2, 4, 4)
-        assert choose_heads_per_round(shape, pretend_hosts(16, 4), multiprocessors) == heads
+        assert choose_heads_per_round(shape, pretend_nodes(16, 4), multiprocessors) == heads
 
 
-def test_several_hosts_have_several_rounds_or_one_if_asked():
-    two = pretend_hosts(4, 2)
+def test_several_nodes_have_several_rounds_or_one_if_asked():
+    two = pretend_nodes(4, 2)
 
     def heads(heads_q, heads_kv, tokens=65536, **options):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 64, 64, 2, 4, 4)
@@ -82,7 +82,7 @@ def test_several_hosts_have_several_rounds_or_one_if_asked():
 
 
 @pytest.mark.parametrize(
-    "hosts, device, asked, trouble, value",
+    "nodes, device, asked, trouble, value",
     [
         (1, "cuda", "auto", None, "pull"),
         (1, "cuda", "pull", None, "pull"),
@@ -93,20 +93,20 @@ def test_several_hosts_have_several_rounds_or_one_if_asked():
         (1, "cpu", "auto", None, "send"),
     ],
 )
-def test_ranks_pull_where_they_can(hosts, device, asked, trouble, value):
-    choice = choose_transfer(pretend_hosts(4, hosts), device, asked, lambda: trouble)
+def test_ranks_pull_where_they_can(nodes, device, asked, trouble, value):
+    choice = choose_transfer(pretend_nodes(4, nodes), device, asked, lambda: trouble)
     assert choice.value == value
     assert (trouble or "") in choice.reason
 
 
 @pytest.mark.parametrize(
-    "hosts, device, trouble, why",
+    "nodes, device, trouble, why",
     [
-        (4, "cuda", None, "a rank must share its host with another"),
+        (4, "cuda", None, "a rank must share its node with another"),
         (1, "cpu", None, "the ranks must use GPUs"),
         (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
     ],
 )
-def test_pulling_that_cannot_be_done_is_refused(hosts, device, trouble, why):
+def test_pulling_that_cannot_be_done_is_refused(nodes, device, trouble, why):
     with pytest.raises(BurstError, match=why):
-        choose_transfer(pretend_hosts(4, hosts), device, "pull", lambda: trouble)
+        choose_transfer(pretend_nodes(4, nodes), device, "pull", lambda: trouble)

@@ -1,4 +1,4 @@
-"""Whether rows are dealt out anew in a replay: layouts, masks, hosts and their links.
+"""Whether rows are dealt out anew in a replay: layouts, masks, nodes and their links.
 
 Catches a deal that costs more than it saves, and shares that are not what ranks compute.
 """
@@ -14,14 +14,14 @@ from megatron_burst.plan.choose_half import (
     Rates,
     choose_half,
     replayed_share,
-    rows_between_hosts,
+    rows_between_nodes,
 )
 from megatron_burst.plan.half import early_half
 from megatron_burst.plan.hardware_file import hardware
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 FAST, SLOW = Rates(700, 1e6, "fast"), Rates(700, 1e-6, "slow")
 
@@ -34,7 +34,7 @@ def shape_of(tokens):
 CHOICES = [
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 8, SLOW), "dealt (the early rows are dealt out anew"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, FAST), "dealt (the early rows are dealt out anew"),
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not dealt out anew: .* ms between hosts"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not dealt out anew: .* ms between nodes"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not dealt out anew: 6 rows a rank are"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 1, 1, 8, FAST), "plain (the early rows are spread evenly"),
     ((Layout.STRIPED, Mask.CAUSAL, 4, 2, 7, SLOW), "plain (the early rows are spread evenly"),
@@ -50,15 +50,15 @@ CHOICES = [
 
 @pytest.mark.parametrize("arguments, words", CHOICES)
 def test_what_keeping_half_comes_to(arguments, words):
-    layout, mask, size, hosts, tokens, rates = arguments
-    call = HalfCall(layout, mask, pretend_hosts(size, hosts), shape_of(tokens), rates)
+    layout, mask, size, nodes, tokens, rates = arguments
+    call = HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(tokens), rates)
     choice = str(choose_half(call))
     start, _, rest = words.partition(".* ")
     assert choice.startswith(start) and rest in choice
 
 
-def share(layout, size, hosts, rates, mask=Mask.CAUSAL):
-    return replayed_share(HalfCall(layout, mask, pretend_hosts(size, hosts), shape_of(4096), rates))
+def share(layout, size, nodes, rates, mask=Mask.CAUSAL):
+    return replayed_share(HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(4096), rates))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -73,22 +73,22 @@ def test_the_share_that_is_computed_again(size):
 
 def test_exchanged_heads_are_even_where_their_rows_are():
     """Every rank has all rows of some heads; contiguous shards, all early or none, are dealt."""
-    for hosts in (1, 2):
-        where = Mask.CAUSAL, pretend_hosts(4, hosts), shape_of(4096), FAST
+    for nodes in (1, 2):
+        where = Mask.CAUSAL, pretend_nodes(4, nodes), shape_of(4096), FAST
         zigzag = HalfCall(Layout.ZIGZAG, *where, exchanged=True)
         assert choose_half(zigzag).value == "plain"
         assert replayed_share(zigzag) == 0.25
         assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == "dealt"
 
 
-def test_bytes_and_seconds_between_two_hosts_of_two():
+def test_bytes_and_seconds_between_two_nodes_of_two():
     """Sub-chunks 0 to 7 of 4 rows lie by twos; in zigzag rank 0 gets 0 and 7, 1: 1 and 6, 2: 2 and
     5, 3: 3 and 4. Rank 0 gives 1 to its neighbour, rank 1 gives 2 and 3 away, rank 2 gives 4 to its
     neighbour and keeps 5, rank 3 gives 6 and 7."""
-    topology, shape = pretend_hosts(4, 2), shape_of(16)
+    topology, shape = pretend_nodes(4, 2), shape_of(16)
     half = early_half(Layout.ZIGZAG, 4, 16, deal=True)
-    assert rows_between_hosts(half.moves, topology) == 8
-    assert rows_between_hosts(half.moves, pretend_hosts(4, 1)) == 0
+    assert rows_between_nodes(half.moves, topology) == 8
+    assert rows_between_nodes(half.moves, pretend_nodes(4, 1)) == 0
     row = 2 * (32 + 16 + 32) * 128 + 4 * 32
     call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, Rates(tflops=1, gbs=1))
     assert call.deal_seconds == pytest.approx(8 * row * 1e-9)
@@ -97,20 +97,20 @@ def test_bytes_and_seconds_between_two_hosts_of_two():
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(6, 16), st.sampled_from([0.1, 5, 50]))
-def test_dealing_takes_less_than_it_saves(hosts, per_host, power, gbs):
-    size = hosts * per_host
-    topology, shape, rates = pretend_hosts(size, hosts), shape_of(1 << power), Rates(gbs=gbs)
+def test_dealing_takes_less_than_it_saves(nodes, per_node, power, gbs):
+    size = nodes * per_node
+    topology, shape, rates = pretend_nodes(size, nodes), shape_of(1 << power), Rates(gbs=gbs)
     call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
     if size > 1:
         saved = ((2 * size - 1) / (4 * size) - 0.25) * call.forward_seconds
-        gains = hosts == 1 or call.deal_seconds < saved
+        gains = nodes == 1 or call.deal_seconds < saved
         assert (choose_half(call).value == "dealt") == gains
 
 
 def test_a_machine_that_is_known_has_its_own_links():
     known = Rates.of(hardware("h200"))
     assert known.source == "h200" and known.gbs > 5 and 600 < known.tflops < 750
-    topology, shape = pretend_hosts(16, 2), shape_of(8192)
+    topology, shape = pretend_nodes(16, 2), shape_of(8192)
     how = [
         choose_half(HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates))
         for rates in (Rates(), known, replace(known, gbs=0.5))

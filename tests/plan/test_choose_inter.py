@@ -9,7 +9,7 @@ from megatron_burst.plan.choose import Exchange, choose_inter
 from megatron_burst.plan.cost import exchange_bytes, nested_bytes
 from megatron_burst.schedule.call import AttentionShape, Circulate
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 
 def shape_of(heads_q, heads_kv, grad_bytes=4):
@@ -20,9 +20,9 @@ EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
 
 
 @pytest.mark.parametrize(
-    "shape, hosts, device, asked, exchange, value",
+    "shape, nodes, device, asked, exchange, value",
     [
-        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few key heads: K, V are small
+        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few KV heads: K, V are small
         (shape_of(32, 32), 2, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", AGAIN, "ring"),
@@ -35,15 +35,15 @@ EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
         (shape_of(32, 8), 2, "cuda", "flat", EIGHT, "flat"),
     ],
 )
-def test_between_hosts_bytes_decide(shape, hosts, device, asked, exchange, value):
-    topology = pretend_hosts(8, hosts)
+def test_between_nodes_bytes_decide(shape, nodes, device, asked, exchange, value):
+    topology = pretend_nodes(8, nodes)
     choice = choose_inter(shape, topology, Layout.ZIGZAG, device, (asked, ""), exchange)
     assert choice.value == value
 
 
 def test_what_nothing_hides_counts_twice():
-    """MHA at two hosts, gradients in bf16: 4 units of bytes in eight rounds against 5."""
-    shape, topology = shape_of(32, 32, 2), pretend_hosts(4, 2)
+    """MHA at two nodes, gradients in bf16: 4 units of bytes in eight rounds against 5."""
+    shape, topology = shape_of(32, 32, 2), pretend_nodes(4, 2)
     unit = 16384 * 32 * 128 * 2
     statistics = 16384 * 32 * 4  # of one of lse, delta
     assert exchange_bytes(shape, topology) == 4 * unit + statistics
@@ -52,17 +52,17 @@ def test_what_nothing_hides_counts_twice():
     found = AttentionCall(shape, topology)
     assert found.between == found.mode == "a2a" and found.heads == 1
     assert found.between_why.reason == (
-        "between hosts a ring sends 644 MiB a rank, an exchange 514 MiB, of which 64.2 MiB have "
+        "between nodes a ring sends 644 MiB a rank, an exchange 514 MiB, of which 64.2 MiB have "
         "nothing to hide behind"
     )
     for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
         assert replace(found, **other).between == "ring"
 
 
-def test_what_was_asked_for_inside_a_host_stays():
+def test_what_was_asked_for_inside_a_node_stays():
     choice = choose_inter(
         shape_of(32, 32),
-        pretend_hosts(8, 4),
+        pretend_nodes(8, 4),
         Layout.ZIGZAG,
         "cuda",
         ("auto", "intra=gather"),
@@ -75,7 +75,7 @@ def test_what_was_asked_for_inside_a_host_stays():
 def test_exchanged_bytes_are_the_formulas(again):
     """n(4h_q + 4h_kv)(1 - 1/N) elements and the statistics, in bf16; n(5h_q + 6h_kv) with kept
     results."""
-    shape, topology = shape_of(32, 8), pretend_hosts(4, 2)
+    shape, topology = shape_of(32, 8), pretend_nodes(4, 2)
     width = 16384 * 128 * 2
     tensors = 5 * 32 + 6 * 8 if again else 4 * 32 + 4 * 8
     statistics = 16384 * 32 * 4 * (3 if again else 2)

@@ -1,6 +1,6 @@
 """Simulated clusters: the topology of every context-parallel group of a run.
 
-Catches rings that leave a host needlessly, rails that cross, groups that lose a rank, and a warning
+Catches rings that leave a node needlessly, rails that cross, groups that lose a rank, and a warning
 whose figures are not those of the programs.
 """
 
@@ -30,49 +30,49 @@ def inter_bytes(topology, cp_rank):
 
 @st.composite
 def even_clusters(draw):
-    """Hosts and places of global ranks, and sizes with TP inside a host; ranks may be shuffled by
-    whole TP groups, as launchers do that fill hosts in turns."""
+    """Nodes and places of global ranks, and sizes with TP inside a node; ranks may be shuffled by
+    whole TP groups, as launchers do that fill nodes in turns."""
     tp, intra, inter = (draw(st.integers(1, n)) for n in (3, 3, 4))
     copies = draw(st.integers(1, 3))  # other CP groups: data or pipeline parallel
     gpus = tp * intra
-    seats = [(host, slot) for host in range(inter) for slot in range(intra)]
+    seats = [(node, slot) for node in range(inter) for slot in range(intra)]
     blocks = []
     for copy in range(copies):
-        blocks += [((copy, host), slot) for host, slot in draw(st.permutations(seats))]
-    hosts = [host for host, _ in blocks for _ in range(tp)]
+        blocks += [((copy, node), slot) for node, slot in draw(st.permutations(seats))]
+    nodes = [node for node, _ in blocks for _ in range(tp)]
     places = [slot * tp + place for _, slot in blocks for place in range(tp)]
     pp = copies if draw(st.booleans()) else 1
-    return hosts, places, Sizes(tp, intra * inter, pp), (inter, intra, gpus)
+    return nodes, places, Sizes(tp, intra * inter, pp), (inter, intra, gpus)
 
 
 @given(even_clusters())
-def test_every_group_of_an_even_cluster_nests_on_its_hosts_and_rails(cluster):
-    hosts, places, sizes, (inter, intra, _) = cluster
-    groups = cp_groups(hosts, sizes, places)
-    assert sorted(rank for group in groups for rank in group.ranks) == list(range(len(hosts)))
+def test_every_group_of_an_even_cluster_nests_on_its_nodes_and_rails(cluster):
+    nodes, places, sizes, (inter, intra, _) = cluster
+    groups = cp_groups(nodes, sizes, places)
+    assert sorted(rank for group in groups for rank in group.ranks) == list(range(len(nodes)))
     for group in groups:
         strides = {b - a for a, b in zip(group.ranks, group.ranks[1:], strict=False)}
         assert strides <= {sizes.tp}
         topology = group.topology
         assert (topology.inter_size, topology.intra_size) == (inter, intra)
         for row in topology.grid:
-            assert len({hosts[group.ranks[rank]] for rank in row}) == 1
+            assert len({nodes[group.ranks[rank]] for rank in row}) == 1
         for column in zip(*topology.grid, strict=True):  # one rail of the network
             assert len({places[group.ranks[rank]] for rank in column}) == 1
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_any_placement_makes_rings_that_cross_hosts_as_seldom_as_can_be(hosts):
+def test_any_placement_makes_rings_that_cross_nodes_as_seldom_as_can_be(nodes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        topology = topology_of(hosts)
-    assert sorted(rank for row in topology.grid for rank in row) == list(range(len(hosts)))
-    counts = Counter(hosts)
+        topology = topology_of(nodes)
+    assert sorted(rank for row in topology.grid for rank in row) == list(range(len(nodes)))
+    counts = Counter(nodes)
     even = len(set(counts.values())) == 1
     assert topology.inter_size == (len(counts) if even else 1)
     if not even:
         row = topology.grid[0]
-        crossings = sum(hosts[a] != hosts[b] for a, b in zip(row, (*row[1:], row[0]), strict=True))
+        crossings = sum(nodes[a] != nodes[b] for a, b in zip(row, (*row[1:], row[0]), strict=True))
         assert crossings == len(counts)
 
 
@@ -80,17 +80,17 @@ def test_any_placement_makes_rings_that_cross_hosts_as_seldom_as_can_be(hosts):
     st.lists(st.integers(1, 4), min_size=2, max_size=4).filter(lambda sizes: len(set(sizes)) > 1)
 )
 def test_the_cost_of_a_flat_ring_is_that_of_its_busiest_rank(sizes):
-    hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
-    with pytest.warns(UserWarning, match=r"its busiest rank sends .* MiB between hosts"):
-        topology = topology_of(hosts)
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    with pytest.warns(UserWarning, match=r"its busiest rank sends .* MiB between nodes"):
+        topology = topology_of(nodes)
     cost = flat_cost(topology)
-    assert cost.flat == max(inter_bytes(topology, rank) for rank in range(len(hosts)))
+    assert cost.flat == max(inter_bytes(topology, rank) for rank in range(len(nodes)))
     # by hand: each hop is K and V (bf16) and dK and dV (fp32) of 1024 tokens: P - 1 of each and a
     # forward pass, against N - 1
     hop = 1024 * 256 * (2 + 2 + 4)
-    assert cost.flat == (len(hosts) - 1) * hop
+    assert cost.flat == (len(nodes) - 1) * hop
     assert cost.nested == (len(sizes) - 1) * hop
-    assert f"{cost.flat / 2**20:.3g} MiB between hosts" in str(cost)
+    assert f"{cost.flat / 2**20:.3g} MiB between nodes" in str(cost)
 
 
 def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
@@ -98,10 +98,10 @@ def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
     assert [group.ranks for group in groups] == [
         (0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15),
     ]  # fmt: skip
-    assert {str(group.topology) for group in groups} == {"2 hosts x 2 ranks"}
+    assert {str(group.topology) for group in groups} == {"2 nodes x 2 ranks"}
 
 
-def test_tensor_parallelism_that_fills_a_host_leaves_one_rank_a_host():
+def test_tensor_parallelism_that_fills_a_node_leaves_one_rank_a_node():
     (group, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3))
     assert group.topology.grid == ((0,), (1,), (2,))
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.cost import nested_bytes
 from megatron_burst.schedule.call import AttentionShape, Circulate
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 
 MHA = AttentionShape(
     batch=1, tokens=8, heads_q=32, heads_kv=32, dim_qk=128, dim_v=128,
@@ -16,14 +16,14 @@ MHA = AttentionShape(
 GQA = replace(MHA, heads_kv=8)
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_hosts(hosts, ranks):
+def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_nodes(nodes, ranks):
     """MHA, d 128, bf16: 512 B a hop and token-head forward; 1024 backward with KV, 776 with Q. The
-    original's extra inter hop of dQ eats all of it at two hosts."""
-    topology = pretend_hosts(hosts * ranks, hosts)
+    original's extra inter hop of dQ eats all of it at two nodes."""
+    topology = pretend_nodes(nodes * ranks, nodes)
     for circulate, width in ((Circulate.KV, 512 + 1024), (Circulate.Q, 512 + 776)):
-        assert nested_bytes(MHA, topology, circulate) == (hosts - 1) * 8 * 32 * width
+        assert nested_bytes(MHA, topology, circulate) == (nodes - 1) * 8 * 32 * width
     assert pytest.approx(0.2422, abs=1e-4) == 1 - 776 / 1024
 
 

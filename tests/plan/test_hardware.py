@@ -29,7 +29,7 @@ def test_every_figure_of_a_preset_has_a_source_and_no_source_is_of_nothing(name)
     machine = preset(name)
     assert machine.name == name
     figures = {
-        f"{part}.{f.name}" for part in ("gpu", "host") for f in fields(getattr(machine, part))
+        f"{part}.{f.name}" for part in ("gpu", "node") for f in fields(getattr(machine, part))
     }
     figures |= {f"links.{f.name}" for f in fields(machine.links)}
     figures |= {f"kernels.{index}" for index in range(len(machine.kernels))}
@@ -71,9 +71,9 @@ def test_time_of_a_message():
     ("old", "new", "match"),
     [
         ("memory_gib = 139.8", "memory_gb = 139.8", r"line 4.*'gpu.memory_gb', did you mean 'mem"),
-        ("nics = 8\n", "", r"line \d+.*host must hold gpus, nics, memory_gib.*no 'host.nics'"),
-        ("nics = 8", "nics = 8.5", r"line \d+.*host.nics must be a positive whole.*got 8.5"),
-        ("nics = 8", "nics = true", "host.nics must be a positive whole number"),
+        ("nics = 8\n", "", r"line \d+.*node must hold gpus, nics, memory_gib.*no 'node.nics'"),
+        ("nics = 8", "nics = 8.5", r"line \d+.*node.nics must be a positive whole.*got 8.5"),
+        ("nics = 8", "nics = true", "node.nics must be a positive whole number"),
         ("nccl_share = 0.2", "nccl_share = 1.0", "share from 0 to below 1"),
         ("peak_tflops = 989.5", "peak_tflops = -1", r"line 7.*positive number.*got -1"),
         ("peak_tflops = 989.5", "peak_tflops = 'many'", "positive number"),
@@ -82,7 +82,7 @@ def test_time_of_a_message():
         ("[[1.0, 20.0], [16.0, 40.0]", "[[0.0, 20.0], [16.0, 40.0]", "of positive numbers"),
         ('name = "h200"', "name = 200", r"line 1.*name must be a text"),
         ("[links.inter]", "[links.outer]", "unknown key 'links.outer', did you mean 'inter'"),
-        ("[host]", "[host", r"must be TOML.*line \d+"),
+        ("[node]", "[node", r"must be TOML.*line \d+"),
         ("[sources]", "[source]", "unknown key 'source', did you mean 'sources'"),
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_the_kernel_of_the_nearest_head_dimension_is_taken():
 
 def test_network_cards_are_shared_by_those_who_send():
     machine = preset("a800")
-    assert machine.host.nics == 4
+    assert machine.node.nics == 4
     assert [machine.inter_share(senders) for senders in (1, 4, 8)] == [1, 1, 0.5]
 
 
@@ -161,7 +161,7 @@ message_bytes = 1000000000
 gb_per_s = 10.0
 latency_us = 0.0
 [[links]]
-kind = "host"
+kind = "node"
 message_bytes = 1000000000
 gb_per_s = 25.0
 latency_us = 10.0
@@ -182,7 +182,7 @@ def test_what_calibrate_measured_replaces_the_presets_figures():
 def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
     text = CALIBRATION.replace("NVIDIA H200", "NVIDIA A800-SXM4-80GB")
     machine = parse_hardware(text, "c.toml")
-    assert machine.host.nics == 4
+    assert machine.node.nics == 4
     assert machine.links.inter.seconds(1e9, machine.inter_share(8)) == pytest.approx(0.1)
     assert machine.links.inter.seconds(1e9, machine.inter_share(1)) == pytest.approx(0.05)
 

@@ -33,12 +33,12 @@ def replayed(problem, choice):
 
 
 @given(problems, budgets, budgets)
-def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
-    choice = choose_keep(problem, budget, host)
+def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, node):
+    choice = choose_keep(problem, budget, node)
     assert on_device(problem, choice) <= budget * (1 + 1e-9)
     whole = problem.layer_bytes * problem.in_flight
     if choice.offload:
-        assert whole * problem.layers <= host and hides_copy(problem.tokens)
+        assert whole * problem.layers <= node and hides_copy(problem.tokens)
         return
     for saves, size in ((1, whole), (problem.half_saves, whole / 2)):
         layers = min(problem.layers, int(budget // size))
@@ -46,7 +46,7 @@ def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
 
 
 @pytest.mark.parametrize(
-    "budget, host, tokens, expected",
+    "budget, node, tokens, expected",
     [
         (32, 0, 1 << 20, "keep all of 32 layers (32.00 GiB in all, 32.00 GiB given)"),
         (31, 99, 1 << 20, "keep all of 32 layers on the host (32.00 GiB in all, 31.00 GiB gi"),
@@ -57,9 +57,9 @@ def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, host):
         (0.4, 0, 1 << 20, "keep none of 0 layers (32.00 GiB in all"),
     ],
 )  # fmt: skip
-def test_what_fits_in_words(budget, host, tokens, expected):
+def test_what_fits_in_words(budget, node, tokens, expected):
     problem = KeepProblem(layers=32, in_flight=1, layer_bytes=GIB, tokens=tokens)
-    assert str(choose_keep(problem, budget * GIB, host * GIB)).startswith(expected)
+    assert str(choose_keep(problem, budget * GIB, node * GIB)).startswith(expected)
 
 
 def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():

@@ -119,7 +119,7 @@ def test_latent_attention_and_experts_of_megatron():
         ("config.json", "[1]", "must hold an object.*got list"),
         ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
         ("config.json", '{"num_attention_head": 4}', "heads'.*did you mean 'num_att"),
-        ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "key heads divide query"),
+        ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "KV heads divide query"),
         ("config.json", json.dumps({**LLAMA, "vocab_size": 0}), "got vocab 0; mend .*config.json$"),
         ("run.sh", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),
         ("run.sh", SHELL.replace("--vocab-size 128256", ""), "'vocab_size'.*got nothing"),

@@ -23,7 +23,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import with_links
 
 GB = 10**9  # one field of one byte a row, so rows are bytes; links and memory move 1 GB/s
@@ -32,7 +32,7 @@ FULL = (Field("q", 1, 1), Field("k", 1, 1), Field("v", 1, 1))
 READ, GRAD = Cargo.READ, Cargo.GRAD
 
 
-def program(*ops, rank=0, ranks=2, hosts=1) -> Program:
+def program(*ops, rank=0, ranks=2, nodes=1) -> Program:
     """Of operations on buffers of 1 GB of bytes each; kernels have buffers of 1024 rows."""
     names = {ref.buffer for op in ops for ref in (*op.reads, *op.writes)}
     buffers = {
@@ -40,7 +40,7 @@ def program(*ops, rank=0, ranks=2, hosts=1) -> Program:
         else Buffer(name, Home.CALL, int(float(name.split()[-1]) * GB), (Field("x", 1, 1),))
         for name in names
     }  # fmt: skip
-    topology = pretend_hosts(ranks, hosts)
+    topology = pretend_nodes(ranks, nodes)
     return Program(topology, rank, Direction.FORWARD, 1, WIDTHS, buffers, ops)
 
 
@@ -90,7 +90,7 @@ def test_transfers_share_a_link_but_not_two_links():
     a, b = hop("a", 2), hop("b", 2, cargo=GRAD)
     assert run({0: program(a, b, use(a, b))}).seconds == pytest.approx(4.0)
     ring = [hop("c", 2, peer=2, link=Link.INTER), hop("d", 2)]
-    one = program(*ring, use(*ring), ranks=4, hosts=2)
+    one = program(*ring, use(*ring), ranks=4, nodes=2)
     assert run({0: one}).seconds == pytest.approx(2.0)
 
 
@@ -118,7 +118,7 @@ def test_a_transfer_waits_for_the_rank_that_is_late():
     assert alone.seconds == pytest.approx(2.0)
 
 
-def test_ranks_of_one_host_do_not_wait_for_another_host():
+def test_ranks_of_one_node_do_not_wait_for_another_node():
     """Who pulls waits for all ranks of the row."""
     programs = {}
     for rank, late in ((0, 1), (1, 2), (2, 9)):
@@ -126,7 +126,7 @@ def test_ranks_of_one_host_do_not_wait_for_another_host():
             hop("a", 1, peer=rank ^ 1, pulled=True), gives=(Give(rank ^ 1, Ref("kernel out")),)
         )
         ops = *[kernel()] * late, pulled, use(pulled)
-        programs[rank] = program(*ops, rank=rank, ranks=4, hosts=2)
+        programs[rank] = program(*ops, rank=rank, ranks=4, nodes=2)
     done = {span.rank: span.stop for span in run(programs).spans if span.lane == "intra"}
     assert done == pytest.approx({0: 3.0, 1: 3.0, 2: 10.0})
 
@@ -135,9 +135,9 @@ def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
     first = hop("a", 2, peer=2, link=Link.INTER)
     second = replace(hop("b", 1), gives=(Give(1, first.takes[0].rows),))
     ops = first, second, *[kernel()] * 5, use(second)
-    found = run({0: program(*ops, ranks=4, hosts=2)})
+    found = run({0: program(*ops, ranks=4, nodes=2)})
     assert found.seconds == pytest.approx(5.0)
-    found = run({0: program(*ops[:3], use(second), ranks=4, hosts=2)})
+    found = run({0: program(*ops[:3], use(second), ranks=4, nodes=2)})
     assert found.seconds == pytest.approx(3.0)
     # the kernels need the second only, which came late because of the first
     assert found.exposed(Link.INTER) == found.exposed(Link.INTRA) == pytest.approx(1.0)

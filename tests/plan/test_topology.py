@@ -1,4 +1,4 @@
-"""Which ranks share a host. Catches rings that leave a host by mistake or lose a rank."""
+"""Which ranks share a node. Catches rings that leave a node by mistake or lose a rank."""
 
 import pytest
 from hypothesis import given
@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.strategies import topologies
 
 
 @given(topologies())
-def test_the_grid_holds_every_rank_once_and_its_rows_are_hosts(topology):
+def test_the_grid_holds_every_rank_once_and_its_rows_are_nodes(topology):
     ranks = [rank for row in topology.grid for rank in row]
     assert sorted(ranks) == list(range(topology.cp_size))
     for row, members in enumerate(topology.grid):
-        assert len({topology.host_of[rank] for rank in members}) == 1
+        assert len({topology.node_of[rank] for rank in members}) == 1
         for column, rank in enumerate(members):
             assert topology.coord(rank) == (row, column)
             assert topology.rank_at(row, column) == rank
@@ -23,40 +23,40 @@ def test_the_grid_holds_every_rank_once_and_its_rows_are_hosts(topology):
 
 
 @given(topologies(), st.data())
-def test_links_follow_hosts(topology, data):
+def test_links_follow_nodes(topology, data):
     ranks = st.integers(0, topology.cp_size - 1)
     a, b = data.draw(ranks), data.draw(ranks)
     same = topology.coord(a)[0] == topology.coord(b)[0]
     assert topology.link(a, b) is (Link.INTRA if same else Link.INTER)
 
 
-def test_ranks_of_a_host_need_not_be_contiguous():
+def test_ranks_of_a_node_need_not_be_contiguous():
     assert topology_of(["x", "y", "x", "y"]).grid == ((0, 2), (1, 3))
 
 
-def test_uneven_hosts_become_one_flat_ring_with_a_warning():
-    with pytest.warns(UserWarning, match=r"got \[3, 1\] ranks on 2 hosts, so one flat ring"):
+def test_uneven_nodes_become_one_flat_ring_with_a_warning():
+    with pytest.warns(UserWarning, match=r"got \[3, 1\] ranks on 2 nodes, so one flat ring"):
         topology = topology_of(["x", "x", "y", "x"])
     assert topology.grid == ((0, 1, 3, 2),)
     assert topology.link(0, 1) is Link.INTRA and topology.link(3, 2) is Link.INTER
 
 
 @given(topologies())
-def test_flat_keeps_ranks_and_hosts(topology):
+def test_flat_keeps_ranks_and_nodes(topology):
     flat = topology.flat()
-    assert flat.inter_size == 1 and flat.host_of == topology.host_of
+    assert flat.inter_size == 1 and flat.node_of == topology.node_of
     assert sorted(flat.grid[0]) == list(range(topology.cp_size))
 
 
-def test_pretended_hosts_are_contiguous():
-    assert pretend_hosts(6, 2).grid == ((0, 1, 2), (3, 4, 5))
-    assert pretend_hosts(4, 4).grid == ((0,), (1,), (2,), (3,))
+def test_pretended_nodes_are_contiguous():
+    assert pretend_nodes(6, 2).grid == ((0, 1, 2), (3, 4, 5))
+    assert pretend_nodes(4, 4).grid == ((0,), (1,), (2,), (3,))
 
 
-@pytest.mark.parametrize("hosts", [0, -1, 3, 8])
-def test_hosts_that_do_not_divide_are_refused(hosts):
-    with pytest.raises(BurstError, match="must divide the context-parallel size.*--burst-tune h"):
-        pretend_hosts(4, hosts)
+@pytest.mark.parametrize("nodes", [0, -1, 3, 8])
+def test_nodes_that_do_not_divide_are_refused(nodes):
+    with pytest.raises(BurstError, match="must divide the context-parallel size.*--burst-tune n"):
+        pretend_nodes(4, nodes)
 
 
 def test_an_empty_group_and_a_foreign_rank_are_refused():
@@ -67,10 +67,10 @@ def test_an_empty_group_and_a_foreign_rank_are_refused():
 
 
 @pytest.mark.parametrize(
-    "hosts, text",
-    [("xx", "1 host x 2 ranks"), ("xy", "2 hosts x 1 rank"), ("xxyy", "2 hosts x 2 ranks")],
+    "nodes, text",
+    [("xx", "1 node x 2 ranks"), ("xy", "2 nodes x 1 rank"), ("xxyy", "2 nodes x 2 ranks")],
 )
-def test_a_topology_says_what_it_is(hosts, text):
-    assert str(topology_of(hosts)) == text
+def test_a_topology_says_what_it_is(nodes, text):
+    assert str(topology_of(nodes)) == text
     flat = topology_of("xxyy").flat()
-    assert str(flat) == "flat ring of 4 ranks over 2 hosts"
+    assert str(flat) == "flat ring of 4 ranks over 2 nodes"

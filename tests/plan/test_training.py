@@ -119,7 +119,7 @@ def test_thrift_costs_time_and_saves_memory(strategy):
     offloaded = memory_of(job, replace(order[2], offload=True))
     assert offloaded.peak <= memories[2].peak
     if job.model.layers / strategy.pp > 2:
-        assert offloaded.host > 0 == memories[2].host
+        assert offloaded.node > 0 == memories[2].node
 
 
 def test_parts_of_a_step_add_up_and_give_mfu():
@@ -176,13 +176,13 @@ def test_sixteen_thousand_gpus():
     assert found[0].fits and found[0].strategy.gpus == 16384
 
 
-def test_a_rack_is_one_host():
+def test_a_rack_is_one_node():
     rack = Job(PRESETS["llama3-8b"], M, 64, 72, 4, preset("gb200-nvl72"))
     time = dict(candidate(rack, Strategy(cp=16, dp=4)).time.parts)
     assert time["waiting for the network"] == 0
-    hosts = replace(rack, gpus_per_host=8)
+    nodes = replace(rack, gpus_per_node=8)
     assert (
-        dict(candidate(hosts, Strategy(cp=16, dp=4, intra="ring")).time.parts)[
+        dict(candidate(nodes, Strategy(cp=16, dp=4, intra="ring")).time.parts)[
             "waiting for the network"
         ]
         > 0
@@ -248,9 +248,9 @@ def test_flags_of_a_strategy():
         "--burst-keep all --burst-keep-offload",
     ):  # fmt: skip
         assert wanted in flags
-    hosts = memory_of(EIGHT, strategy).host
-    assert megatron_flags(EIGHT, strategy, hosts)[-1] == (
-        f"--burst-keep-host-gib {-(-hosts * 1.1 // (8 * GIB)):.0f}"
+    nodes = memory_of(EIGHT, strategy).node
+    assert megatron_flags(EIGHT, strategy, nodes)[-1] == (
+        f"--burst-keep-host-gib {-(-nodes * 1.1 // (8 * GIB)):.0f}"
     )
     alone = " ".join(megatron_flags(EIGHT, Strategy(dp=16, recompute="selective")))
     assert "burst-keep" not in alone and "--context-parallel-impl" not in alone

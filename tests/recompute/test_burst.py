@@ -34,17 +34,17 @@ CASES = {
     "half": (BurstConfig(keep="half"), {}),
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
-    "half, two hosts": (BurstConfig.of(keep="half", hosts=2), {}),
-    "half, fast links": (BurstConfig.of(keep="half", hosts=2, transfer="send"), {}),
-    "half, fast links, a2a": (BurstConfig.of(keep="half", hosts=2, inter="a2a"), {}),
+    "half, two nodes": (BurstConfig.of(keep="half", nodes=2), {}),
+    "half, fast links": (BurstConfig.of(keep="half", nodes=2, transfer="send"), {}),
+    "half, fast links, a2a": (BurstConfig.of(keep="half", nodes=2, inter="a2a"), {}),
     "half, fast links, contiguous": (
-        BurstConfig.of(keep="half", hosts=2, transfer="send"),
+        BurstConfig.of(keep="half", nodes=2, transfer="send"),
         dict(layout="contiguous"),
     ),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
     "half, slow links, contiguous": (
-        BurstConfig.of(keep="half", hosts=2),
+        BurstConfig.of(keep="half", nodes=2),
         dict(layout="contiguous"),
     ),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
@@ -52,7 +52,7 @@ CASES = {
 }
 SAID = {
     "half": "keep half: dealt (the early rows are dealt out anew",
-    "half, two hosts": "assumed: --burst-hardware tells more)",
+    "half, two nodes": "assumed: --burst-hardware tells more)",
     "half, fast links": "keep half: dealt (the early rows are dealt out anew",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",

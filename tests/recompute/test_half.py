@@ -14,20 +14,20 @@ from megatron_burst.plan.half import early_half
 from megatron_burst.recompute.half import LaterHalf
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.program import Dtype
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
-CASES = [  # layout, hosts, ranks, rows of a rank, whether they are dealt out anew
-    (layout, hosts, size, tokens, deal)
+CASES = [  # layout, nodes, ranks, rows of a rank, whether they are dealt out anew
+    (layout, nodes, size, tokens, deal)
     for layout, deal in (
         (Layout.ZIGZAG, False),
         (Layout.ZIGZAG, True),
         (Layout.STRIPED, False),
         (Layout.CONTIGUOUS, True),
     )
-    for hosts, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 6), (1, 7))
+    for nodes, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 6), (1, 7))
     for tokens in (8, 6)
     if tokens % 4 == 0 or not deal
 ]
@@ -41,9 +41,9 @@ def call_of(topology, layout, shard, carrier):
     return Call.of(way, backends()["reference"], carrier, 0.3, dtypes)
 
 
-@pytest.mark.parametrize("layout, hosts, size, tokens, deal", CASES)
-def test_the_whole_is_restored_from_its_later_half(layout, hosts, size, tokens, deal):
-    topology, plan = pretend_hosts(size, hosts), early_half(layout, size, tokens, deal)
+@pytest.mark.parametrize("layout, nodes, size, tokens, deal", CASES)
+def test_the_whole_is_restored_from_its_later_half(layout, nodes, size, tokens, deal):
+    topology, plan = pretend_nodes(size, nodes), early_half(layout, size, tokens, deal)
     tensors = problem(size, tokens, (4, 2), (6, 3), seed=0)[:3]
 
     def one(rank, carrier):

@@ -14,9 +14,9 @@ from megatron_burst import BurstConfig, burst_attention, keep
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.recompute.frames import Frame
-from megatron_burst.recompute.host import HostMemory
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Keeping, Resident, Watch
+from megatron_burst.recompute.offload import HostMemory
 from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain
 
@@ -39,7 +39,7 @@ class Split:
         return tuple(x.clone() for x in kept)
 
 
-def host(tensors):
+def node(tensors):
     return HostMemory(torch.device("cpu"), 1 << 20).pack(tensors)
 
 
@@ -68,7 +68,7 @@ def scale_a_view(out, heads):
 @REENTRANT
 @pytest.mark.parametrize("write", [add, scale_a_view])
 @pytest.mark.parametrize("attention", [flash, plain])
-@pytest.mark.parametrize("pack", [Resident, host])
+@pytest.mark.parametrize("pack", [Resident, node])
 def test_a_write_to_what_is_kept_is_refused(reentrant, write, attention, pack):
     def attend(*heads):
         return run_kept(attention, heads, Keeping(pack=pack))
@@ -156,7 +156,7 @@ def test_a_watch_holds_no_memory():
     assert storage() is None
 
 
-def test_a_parcel_on_a_host_that_is_full_watches_too():
+def test_a_parcel_on_a_node_that_is_full_watches_too():
     x, memory = torch.ones(SHAPE), HostMemory(torch.device("cpu"), 0)
     with Frame():
         parcel = memory.pack((x,))

@@ -14,7 +14,7 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.slots import pulled_count
-from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.schedule.topology import Topology, pretend_nodes
 
 
 def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:
@@ -105,4 +105,4 @@ def _gathers(case: Case) -> Iterator[Case]:
 
 
 def grid(nodes: int, ranks: int) -> Topology:
-    return pretend_hosts(nodes * ranks, nodes)
+    return pretend_nodes(nodes * ranks, nodes)

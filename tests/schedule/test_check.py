@@ -27,7 +27,7 @@ from megatron_burst.schedule.program import (
     Take,
     Transfer,
 )
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.schedule.cases import Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 
@@ -37,7 +37,7 @@ LARGEST = [(4, 8), (7, 4), (8, 8)]
 UNLIKE = {  # nodes with ranks that are no neighbours; rows that span nodes
     "interleaved": topology_of("abab"),
     "backwards": topology_of("abc" * 2, places=(1, 1, 1, 0, 0, 0)),
-    "flat": pretend_hosts(4, 2).flat(),
+    "flat": pretend_nodes(4, 2).flat(),
 }
 
 

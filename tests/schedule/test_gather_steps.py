@@ -12,7 +12,7 @@ from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_hosts
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.plan.strategies import topologies
 from tests.schedule.cases import shape_of
 
@@ -65,8 +65,8 @@ def test_each_query_meets_each_visible_key_once_for_each_head(spec):
             there = (row - leg.distance) % topology.inter_size
             visitor = positions_in(layout, [topology.grid[there][column]], size, tokens)
             by_queries = spec.circulate is Circulate.Q
-            queries, host = (visitor, row) if by_queries else (mine, there)
-            keys = sorted(positions_in(layout, topology.grid[host], size, tokens))
+            queries, node = (visitor, row) if by_queries else (mine, there)
+            keys = sorted(positions_in(layout, topology.grid[node], size, tokens))
             for head in range(step.heads.start, step.heads.stop):
                 for tile in (*step.before, *step.after):
                     met.update((head, *pair) for pair in pairs_of(tile, mine, mine))
@@ -133,7 +133,7 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
 @pytest.mark.parametrize("heads_per_round", [1, 2, 4])
 def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads_per_round):
     gathers = gather_steps(
-        Spec(pretend_hosts(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
+        Spec(pretend_nodes(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
              heads_per_round=heads_per_round)
     )  # fmt: skip
     assert gathers.steps[0].before
@@ -142,17 +142,17 @@ def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads
         assert not step.before and not step.after
 
 
-@pytest.mark.parametrize("hosts, ranks", [(1, 2), (1, 8), (2, 2), (4, 2), (2, 4), (8, 1)])
-def test_work_is_balanced_in_zigzag(hosts, ranks):
+@pytest.mark.parametrize("nodes, ranks", [(1, 2), (1, 8), (2, 2), (4, 2), (2, 4), (8, 1)])
+def test_work_is_balanced_in_zigzag(nodes, ranks):
     """Steps too: nobody waits for a rank whose tiles see more keys."""
-    size = hosts * ranks
+    size = nodes * ranks
     every = steps_of(
-        Spec(pretend_hosts(size, hosts), 0, Direction.FORWARD, shape_of(64, (2, 2)), Layout.ZIGZAG,
+        Spec(pretend_nodes(size, nodes), 0, Direction.FORWARD, shape_of(64, (2, 2)), Layout.ZIGZAG,
              Mask.CAUSAL)
     )  # fmt: skip
-    for index in range(2 * hosts):
+    for index in range(2 * nodes):
         work = {sum(tile.pairs for tile in s.steps[index].tiles) for s in every}
         assert len(work) == 1
     total = 64 * size
-    pairs = sum(t.pairs for s in every for step in s.steps[hosts:] for t in step.tiles)
+    pairs = sum(t.pairs for s in every for step in s.steps[nodes:] for t in step.tiles)
     assert pairs == total * (total + 1) // 2

@@ -12,7 +12,7 @@ from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
-from megatron_burst.schedule.topology import Link, pretend_hosts
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.schedule.cases import Case, grid
 
 FORWARD, BACKWARD = Direction
@@ -140,7 +140,7 @@ def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, dir
 
 def test_a_flat_ring_crosses_between_nodes_in_every_step():
     """Only ranks at a border send between nodes, but they send everything there."""
-    flat = Case("ring", pretend_hosts(8, 2).flat(), Layout.ZIGZAG, Mask.CAUSAL, rounds=1)
+    flat = Case("ring", pretend_nodes(8, 2).flat(), Layout.ZIGZAG, Mask.CAUSAL, rounds=1)
     sent = [program.sent_bytes() for program in flat.programs(FORWARD)]
     hop = keys(flat.shape, flat.shape.itemsize)
     assert [of_links[Link.INTER] // hop for of_links in sent] == [0, 0, 0, 7, 0, 0, 0, 7]

@@ -1,7 +1,7 @@
 """`megatron-burst doctor`: options in, checks out. Nothing here changes anything on a node.
 
 `survey` asks a machine what it has, here or over ssh, by one read-only script; `gpus`, `network`,
-`system` and `software` judge that; `job` checks a whole job from inside; `hosts` does so before one
+`system` and `software` judge that; `job` checks a whole job from inside; `nodes` does so before one
 is started; `report` prints. Heavy imports wait for a run.
 """
 
@@ -19,17 +19,17 @@ Size = Annotated[int | None, Option(min=1, help="in a job: parallel size to be u
 
 
 def doctor(
-    hosts: Annotated[
-        str | None, Option(help="before a job: ask these hosts over ssh, a,b,c")
+    nodes: Annotated[
+        str | None, Option(help="before a job: ask these nodes over ssh, a,b,c")
     ] = None,
-    ssh: Annotated[str, Option(help="how a host is reached; host and command follow")] = "",
+    ssh: Annotated[str, Option(help="how a node is reached; node and command follow")] = "",
     timeout_s: Annotated[float, Option(min=0.1, help="how long to wait, in each step")] = 60.0,
     tp: Size = None,
     cp: Size = None,
     pp: Size = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check this machine; under torchrun or srun the whole job; with --hosts before any job.
+    """Check this machine; under torchrun or srun the whole job; with --nodes before any job.
 
     Exits with 1 if something would break a run, with 2 for options that are refused. Never stops,
     starts or changes anything.
@@ -38,9 +38,9 @@ def doctor(
     from megatron_burst.cli.doctor.report import Report, print_report
 
     try:
-        launch = None if hosts is not None else launch_of(os.environ)
+        launch = None if nodes is not None else launch_of(os.environ)
         sizes = _sizes({"--tp": tp, "--cp": cp, "--pp": pp}, launch is not None)
-        _check_ssh(ssh, hosts)
+        _check_ssh(ssh, nodes)
         with shown(0 if launch is None else launch.rank) as progress:
 
             def say(report: Report) -> None:
@@ -54,7 +54,7 @@ def doctor(
                 job = Job(run_command, os.environ, timeout_s, sizes, say, progress)
                 breaks = check_job(launch, job)
             else:
-                report = _outside_a_job(hosts, ssh, timeout_s, progress.now)
+                report = _outside_a_job(nodes, ssh, timeout_s, progress.now)
                 say(report)
                 breaks = report.breaks
     except BurstError as error:  # by every rank: each may see something else
@@ -77,33 +77,33 @@ def _sizes(given: dict[str, int | None], in_job: bool):
     return Sizes(*(size or 1 for size in given.values())) if asked else None
 
 
-def _check_ssh(ssh: str, hosts: str | None) -> None:
+def _check_ssh(ssh: str, nodes: str | None) -> None:
     """Refuse a command that would be ignored, or cannot be split."""
-    if ssh and hosts is None:
+    if ssh and nodes is None:
         raise BurstError(
-            "doctor: --ssh must come with --hosts, because only those are reached by it; got "
-            f"{ssh!r} alone; pass --hosts a,b,c, or leave it out"
+            "doctor: --ssh must come with --nodes, because only those are reached by it; got "
+            f"{ssh!r} alone; pass --nodes a,b,c, or leave it out"
         )
     try:
         shlex.split(ssh)
     except ValueError as error:
         raise BurstError(
-            "doctor: --ssh must be a command that a shell could read, because hosts are reached by "
+            "doctor: --ssh must be a command that a shell could read, because nodes are reached by "
             f"it; got {ssh!r}: {error}; close the quotes"
         ) from None
 
 
-def _outside_a_job(hosts: str | None, ssh: str, timeout_s: float, now):
-    """The report of hosts over ssh, or of this machine alone; `now` is told what is done."""
-    from megatron_burst.cli.doctor.hosts import SSH, Reach, check_hosts, hosts_in
+def _outside_a_job(nodes: str | None, ssh: str, timeout_s: float, now):
+    """The report of nodes over ssh, or of this machine alone; `now` is told what is done."""
+    from megatron_burst.cli.doctor.nodes import SSH, Reach, check_nodes, nodes_in
     from megatron_burst.cli.doctor.report import Report
     from megatron_burst.cli.doctor.survey import run_command, survey_here
     from megatron_burst.cli.doctor.system import check_machine
 
-    if hosts is not None:
-        names = hosts_in(hosts)
-        now(f"asking {len(names)} hosts")
-        return check_hosts(names, Reach(run_command, ssh or SSH, timeout_s))
+    if nodes is not None:
+        names = nodes_in(nodes)
+        now(f"asking {len(names)} nodes")
+        return check_nodes(names, Reach(run_command, ssh or SSH, timeout_s))
     now("asking this machine")
     survey = survey_here(run_command, timeout_s)
     now("kernels, and what of Megatron's burst attaches to", 0.5)

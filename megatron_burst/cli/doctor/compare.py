@@ -1,4 +1,4 @@
-"""What ranks and hosts have in common, and the odd ones among them."""
+"""What ranks and nodes have in common, and the odd ones among them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ SLOW = 0.7  # of the median
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank says of itself, its host and its GPU."""
+    """What a rank says of itself, its node and its GPU."""
 
-    host: str
+    node: str
     gpu: str  # its name; "CPU" without one
     gpu_id: str  # tells GPUs apart; "" without one
-    gpus: int  # of the host
+    gpus: int  # of the node
     clock_mhz: float  # the most that its GPU may run at; 0 if unknown
     driver: str
     local_rank: int
@@ -28,43 +28,43 @@ class Facts:
 
 
 def check_alike(facts: Sequence[Facts]) -> list[Check]:
-    """Hosts that differ from most in what should be the same."""
-    hosts = list({fact.host: fact for fact in reversed(facts)}.values())[::-1]
-    if len(hosts) < 2:
-        return [skip("alike", "one host")]
+    """Nodes that differ from most in what should be the same."""
+    nodes = list({fact.node: fact for fact in reversed(facts)}.values())[::-1]
+    if len(nodes) < 2:
+        return [skip("alike", "one node")]
     asked = list(_ALIKE)
-    for name in sorted({name for fact in hosts for name in fact.versions}):
-        change = f"install the same {name} on all hosts"
+    for name in sorted({name for fact in nodes for name in fact.versions}):
+        change = f"install the same {name} on all nodes"
         asked.append((name, Status.FAIL, change, lambda fact, n=name: fact.versions.get(n, "none")))
-    for name in sorted({name for fact in hosts for name in fact.variables} - _MAY_DIFFER):
-        change = "export the same value on all hosts"
+    for name in sorted({name for fact in nodes for name in fact.variables} - _MAY_DIFFER):
+        change = "export the same value on all nodes"
         value = lambda fact, n=name: fact.variables.get(n, "unset")  # noqa: E731
         asked.append((name, Status.WARN, change, value))
-    found = [odd(*what, {fact.host: value(fact) for fact in hosts}) for *what, value in asked]
-    same = ok("alike", f"{len(hosts)} hosts have the same hardware, versions and variables")
+    found = [odd(*what, {fact.node: value(fact) for fact in nodes}) for *what, value in asked]
+    same = ok("alike", f"{len(nodes)} nodes have the same hardware, versions and variables")
     return [check for check in found if check] or [same]
 
 
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
-_SLOWEST = "the slowest sets the pace: take hosts of one kind"
+_SLOWEST = "the slowest sets the pace: take nodes of one kind"
 _ALIKE = (  # name, how bad a difference is, what to change, value
     ("gpu", Status.WARN, _SLOWEST, lambda fact: fact.gpu),
-    ("gpus", Status.WARN, "take hosts with equally many GPUs", lambda fact: str(fact.gpus)),
-    ("ranks", Status.WARN, "start equally many ranks on each host: uneven ones get a flat ring",
+    ("gpus", Status.WARN, "take nodes with equally many GPUs", lambda fact: str(fact.gpus)),
+    ("ranks", Status.WARN, "start equally many ranks on each node: uneven ones get a flat ring",
      lambda fact: str(fact.local_size)),
     ("clock", Status.WARN, _SLOWEST, lambda fact: f"{fact.clock_mhz:.0f} MHz"),
-    ("driver", Status.WARN, "install the same driver on all hosts", lambda fact: fact.driver),
+    ("driver", Status.WARN, "install the same driver on all nodes", lambda fact: fact.driver),
 )  # fmt: skip
 
 
 def odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> Check | None:
-    """The hosts whose value is not that of most; None if all have the same."""
+    """The nodes whose value is not that of most; None if all have the same."""
     counts = Counter(values.values())
     if len(counts) < 2:
         return None
     common, _ = counts.most_common(1)[0]
-    others = {host: value for host, value in values.items() if value != common}
-    named = few([f"{host} has {value}" for host, value in others.items()])
+    others = {node: value for node, value in values.items() if value != common}
+    named = few([f"{node} has {value}" for node, value in others.items()])
     what = f"{name} differs: {named}; the others {common}"
     return Check("alike", status, what, change, ", ".join(others))
 
@@ -77,7 +77,7 @@ def check_seats(facts: Mapping[int, Facts]) -> Check:
             ranks_of.setdefault(fact.gpu_id, []).append(rank)
     doubled = {gpu: ranks for gpu, ranks in ranks_of.items() if len(ranks) > 1}
     without = [rank for rank, fact in facts.items() if not fact.gpu_id]
-    change = "start no more ranks on a host than it has GPUs"
+    change = "start no more ranks on a node than it has GPUs"
     if doubled:
         ranks = next(iter(doubled.values()))
         return fail("seats", f"ranks {ranks} share a GPU", change, f"ranks {ranks}")
@@ -91,19 +91,19 @@ def check_seats(facts: Mapping[int, Facts]) -> Check:
 
 def link_rates(
     kind: Link, rings: Sequence[Sequence[int]], ms: Mapping[int, float], num_bytes: int,
-    hosts: Mapping[int, str],
+    nodes: Mapping[int, str],
 ) -> list[LinkRate]:  # fmt: skip
     """The rate of each link of some rings, from the time that a shift took each rank.
 
     A slow link makes both its ends late, and a rank that is late for another reason both its links:
     so a link took what the earlier of its ends took. In a ring each rank sends `num_bytes` to the
-    next; times and hosts' names are by rank.
+    next; times and nodes' names are by rank.
     """
     pairs = [(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)]
     rates = [num_bytes / min(ms[a], ms[b]) / 1e6 for a, b in pairs]
     middle = median(rates) if rates else 0.0
     return [
-        LinkRate(kind.value, a, b, (hosts[a], hosts[b]), rate, rate / middle)
+        LinkRate(kind.value, a, b, (nodes[a], nodes[b]), rate, rate / middle)
         for (a, b), rate in zip(pairs, rates, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
     if not slow:
         return ok(name, what)
     named = [
-        f"rank {link.source} on {link.hosts[0]} -> rank {link.dest} on {link.hosts[1]}: "
+        f"rank {link.source} on {link.nodes[0]} -> rank {link.dest} on {link.nodes[1]}: "
         f"{link.gb_per_s:.3g} GB/s ({link.ratio:.0%})"
         for link in slow
     ]
@@ -128,33 +128,33 @@ def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
     change = "look at NVLink and clocks" if kind is Link.INTRA else "look at its HCA and cable"
     if shared:
         change += f" of ranks {shared}, which slow links have in common"
-    where = ", ".join(sorted({host for link in slow for host in link.hosts}))
+    where = ", ".join(sorted({node for link in slow for node in link.nodes}))
     return warn(name, f"{len(slow)} slow: {few(named)}; of {what}", change, where)
 
 
-def check_compute(tflops: Mapping[int, float], hosts: Mapping[int, str]) -> Check:
-    """Ranks that compute slowly beside the median; rates and host names by rank."""
+def check_compute(tflops: Mapping[int, float], nodes: Mapping[int, str]) -> Check:
+    """Ranks that compute slowly beside the median; rates and node names by rank."""
     middle = median(tflops.values())
     what = f"{min(tflops.values()):.3g} to {max(tflops.values()):.3g} TFLOP/s in a matrix product"
     slow = [rank for rank, rate in tflops.items() if rate < SLOW * middle]
     if not slow:
         return ok("compute", what)
     named = [
-        f"rank {rank} on {hosts[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
+        f"rank {rank} on {nodes[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
         for rank in slow
     ]
     change = "look at clocks, power and other processes there: the slowest sets the pace"
-    where = ", ".join(sorted({hosts[rank] for rank in slow}))
+    where = ", ".join(sorted({nodes[rank] for rank in slow}))
     return warn("compute", f"slow: {few(named)}; {what}", change, where)
 
 
 def check_groups(topologies: Mapping[str, Topology]) -> Check:
-    """How context-parallel groups lie on the hosts, by what each is called."""
+    """How context-parallel groups lie on the nodes, by what each is called."""
     found = {name: str(topology) for name, topology in topologies.items()}
     flat = [name for name, text in found.items() if text.startswith("flat")]
     counts = Counter(found.values())
     what = "; ".join(f"{count} x {text}" for text, count in counts.items())
     if flat:
-        change = "place equally many ranks of each group on each host"
+        change = "place equally many ranks of each group on each node"
         return warn("groups", f"{what}; flat: {few(flat)}", change)
     return ok("groups", what)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron_burst.cli.doctor import compare
 from megatron_burst.cli.doctor.gpus import gpus_of
-from megatron_burst.cli.doctor.hosts import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.launched import Launch
 from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
+from megatron_burst.cli.doctor.nodes import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.report import Check, LinkRate, Merged, Report, Status, skip
 from megatron_burst.cli.doctor.software import software
 from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
@@ -21,7 +21,7 @@ from megatron_burst.cli.doctor.system import check_machine
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.terminal import Progress
 from megatron_burst.cli.world import World, world_of
-from megatron_burst.comm.hosts import my_home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.nodes import my_home, nvlink_domains, topology_of_homes
 from megatron_burst.plan.cluster import Sizes, cp_groups
 
 _KNOCK_S = 5.0
@@ -52,8 +52,8 @@ def check_job(launch: Launch, job: Job) -> bool:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     store = open_store(launch, job.timeout_s)
     door = open_door(own_address(launch.address, job.environ))
-    survey = Answer(0, "", "the first rank of this host is not there")
-    if launch.local_rank == 0:  # one rank of a host is enough
+    survey = Answer(0, "", "the first rank of this node is not there")
+    if launch.local_rank == 0:  # one rank of a node is enough
         survey = survey_here(job.run, job.timeout_s)
     mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
     job.progress.now("waiting for all ranks", 0.2)
@@ -76,7 +76,7 @@ def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> compare.Facts:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, uuid = properties.name, str(properties.uuid)
     return compare.Facts(
-        host=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
+        node=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
         gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
         clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
         driver=gpus[0].driver if gpus else "none",
@@ -93,9 +93,9 @@ class _Checks:
         self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
         self.homes = {rank: home for rank, (_, home, _) in said.items()}
         self.doors = {rank: door for rank, (_, _, door) in said.items()}
-        self.hosts = {rank: fact.host for rank, fact in self.facts.items()}
-        # the first rank of each host speaks for it
-        self.speakers = {host: rank for rank, host in reversed(self.hosts.items())}
+        self.nodes = {rank: fact.node for rank, fact in self.facts.items()}
+        # the first rank of each node speaks for it
+        self.speakers = {node: rank for rank, node in reversed(self.nodes.items())}
         self.found: list[Check] = []
         self.links: list[LinkRate] = []
 
@@ -112,18 +112,18 @@ class _Checks:
 
     def before_groups(self, survey: Survey | Answer) -> None:
         """What needs no process group; the first rank of each machine has its survey."""
-        meeting, host = self.meeting, self.hosts[self.meeting.launch.rank]
+        meeting, node = self.meeting, self.nodes[self.meeting.launch.rank]
         self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
-        speaks = self.speakers[host] == meeting.launch.rank
-        doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != host}
+        speaks = self.speakers[node] == meeting.launch.rank
+        doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != node}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
-        told = {self.hosts[rank]: why for rank, why in reached.items() if why is not None}
+        told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
         self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         merged = Merged(len(self.speakers))
         for rank, checks in meeting.share("machine", own).items():
-            if rank == self.speakers[self.hosts[rank]]:
-                merged.add(self.hosts[rank], checks)
+            if rank == self.speakers[self.nodes[rank]]:
+                merged.add(self.nodes[rank], checks)
         self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
         if self.job.sizes:
             self.found.append(self._groups(self.job.sizes))
@@ -131,8 +131,8 @@ class _Checks:
     def _groups(self, sizes: Sizes) -> Check:
         if len(self.facts) < self.meeting.launch.size:
             return skip("groups", "ranks are missing")
-        first = {home.host: rank for rank, home in reversed(self.homes.items())}
-        places = [(first[home.host], home.place) for home in self.homes.values()]
+        first = {home.node: rank for rank, home in reversed(self.homes.items())}
+        places = [(first[home.node], home.place) for home in self.homes.values()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the record says it
             groups = cp_groups(nvlink_domains(list(self.homes.values())), sizes, places)
@@ -153,7 +153,7 @@ class _Checks:
             ms = rank_ms(run, world)
         ranks = list(self.facts)
         rates = {rank: flops / took / 1e9 for rank, took in zip(ranks, ms, strict=True)}
-        self.found.append(compare.check_compute(rates, self.hosts))
+        self.found.append(compare.check_compute(rates, self.nodes))
         num_bytes = _SHIFT_BYTES[world.device.type]
         for link, found in rings(topology).items():
             links = []
@@ -162,7 +162,7 @@ class _Checks:
                     ms = rank_ms(mover.shift(link, num_bytes), world)
                 took = dict(zip(ranks, ms, strict=True))
                 own = [[ranks[place] for place in ring] for ring in found]
-                links = compare.link_rates(link, own, took, num_bytes, self.hosts)
+                links = compare.link_rates(link, own, took, num_bytes, self.nodes)
             self.links += links
             self.found.append(compare.check_links(link, links))
         dist.destroy_process_group()

@@ -20,10 +20,10 @@ class Launch:
     address: str  # where ranks meet
     port: int
     joins: bool = False  # somebody else (torchrun's agent) keeps the store
-    nodes: tuple[str, ...] = ()  # host names in order, where the launcher knows them
+    nodes: tuple[str, ...] = ()  # node names in order, where the launcher knows them
 
     def node_of(self, rank: int) -> str:
-        """What is known of the host where a rank should be."""
+        """What is known of the node where a rank should be."""
         node = rank // self.local_size
         return self.nodes[node] if node < len(self.nodes) else f"node {node}"
 
@@ -48,7 +48,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _srun(environ: Mapping[str, str]) -> Launch:
-    nodes = expand_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
+    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_size = int(per_node[0]) if per_node else max(1, size // max(1, len(nodes)))
@@ -69,8 +69,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """The host names of a Slurm list such as "gpu[01-03,7],login"."""
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """The node names of a Slurm list such as "gpu[01-03,7],login"."""
     parts = re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
     return tuple(name for part in parts for name in _expand(part))
 

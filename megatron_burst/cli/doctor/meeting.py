@@ -84,7 +84,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
             "doctor: every rank must reach the store of rank 0, because ranks find each other "
             f"there; got no connection to {launch.address}:{launch.port} from rank {launch.rank} "
             f"({str(error).splitlines()[0][:160]}); see that rank 0 runs, that MASTER_ADDR is an "
-            "address of its host that others reach, and that no firewall closes the port"
+            "address of its node that others reach, and that no firewall closes the port"
         ) from None
 
 
@@ -169,6 +169,6 @@ class Watch:
         what = f"ranks {late} did not finish {self.stage} within {self.limit_s:g} s"
         what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
         stuck = [rank for rank in late if rank not in reasons]
-        hosts = sorted({asked.launch.node_of(rank) for rank in stuck or late})
-        change = f"look at the links and logs of {', '.join(hosts)}, with NCCL_DEBUG=INFO"
+        nodes = sorted({asked.launch.node_of(rank) for rank in stuck or late})
+        change = f"look at the links and logs of {', '.join(nodes)}, with NCCL_DEBUG=INFO"
         return fail("time-out", what, change, f"ranks {late}")

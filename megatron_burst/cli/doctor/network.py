@@ -17,7 +17,7 @@ _VIRTUAL = re.compile(r"(lo|docker|veth|virbr|br-|cni|cali|flannel|kube|nerdctl|
 
 @dataclass(frozen=True, slots=True)
 class Hca:
-    """A port of a host channel adapter; its layer is InfiniBand or Ethernet."""
+    """A port of a node channel adapter; its layer is InfiniBand or Ethernet."""
 
     name: str
     port: int
@@ -98,7 +98,7 @@ def _nearest(survey: Survey, hcas: Sequence[Hca]) -> dict[str, tuple[str, ...]]:
 
 
 def interfaces_of(survey: Survey) -> dict[str, IPv4Interface]:
-    """Address of each interface that may reach other hosts; that of the default route first."""
+    """Address of each interface that may reach other nodes; that of the default route first."""
     found = {}
     for line in survey.lines("addresses"):
         match = re.match(r"\d+:\s+(\S+)\s+inet\s+(\S+)", line)
@@ -110,7 +110,7 @@ def interfaces_of(survey: Survey) -> dict[str, IPv4Interface]:
 
 
 def shared_networks(surveys: Mapping[str, Survey]) -> set[IPv4Network]:
-    """IP networks that have all hosts in them."""
+    """IP networks that have all nodes in them."""
     own = ({address.network for address in interfaces_of(s).values()} for s in surveys.values())
     return set.intersection(*own)
 
@@ -120,7 +120,7 @@ def check_network(survey: Survey) -> list[Check]:
     hcas = hcas_of(survey)
     if not hcas:
         what = "no InfiniBand or RoCE device in /sys/class/infiniband"
-        return [skip("hcas", f"{what}: hosts talk over TCP, if at all")]
+        return [skip("hcas", f"{what}: nodes talk over TCP, if at all")]
     choice = choose_hcas(survey)
     down = [hca.name for hca in hcas if not hca.active]
     used = ", ".join(f"{hca.name}:{hca.port}" for hca in choice.used) or "none"
@@ -134,20 +134,20 @@ def check_network(survey: Survey) -> list[Check]:
         change = f"have those that are down looked at: {', '.join(down)}" if down else ""
         found.append(warn("hcas", f"{', '.join(far)} have no HCA near them", change))
     if gpus_of(survey) and not survey.lines("modules"):
-        change = "have it loaded, unless the driver uses DMA-BUF: else data pass through the host"
+        change = "have it loaded, unless the driver uses DMA-BUF: else data pass through the node"
         found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
 
 
 def environment(surveys: Mapping[str, Survey]) -> list[str]:
-    """Lines to paste, by host: network interfaces, HCAs, connections; common ones first."""
-    lines = {host: _lines(survey, surveys) for host, survey in surveys.items()}
+    """Lines to paste, by node: network interfaces, HCAs, connections; common ones first."""
+    lines = {node: _lines(survey, surveys) for node, survey in surveys.items()}
     first = next(iter(lines.values()), [])
     common = [line for line in first if all(line in other for other in lines.values())]
     block = list(common)
-    for host, own in lines.items():
+    for node, own in lines.items():
         rest = [line for line in own if line not in common]
-        block += [f"# on {host} only", *rest] if rest else []
+        block += [f"# on {node} only", *rest] if rest else []
     return block
 
 

@@ -28,7 +28,7 @@ class Check:
     status: Status
     what: str  # was found
     change: str = ""  # what to do; "" if nothing
-    where: str = ""  # the hosts or ranks that it is about; "" for this machine
+    where: str = ""  # the nodes or ranks that it is about; "" for this machine
 
 
 def ok(name: str, what: str, where: str = "") -> Check:
@@ -64,7 +64,7 @@ class LinkRate:
     kind: str  # "intra" or "inter"
     source: int  # global ranks
     dest: int
-    hosts: tuple[str, str]
+    nodes: tuple[str, str]
     gb_per_s: float  # 1e9 bytes a second, with all rings of the kind busy
     ratio: float  # to the median of its kind
 
@@ -101,7 +101,7 @@ class Merged:
 
     def checks(self) -> list[Check]:
         """Each finding once, with its places."""
-        everywhere = f"all {self.total} hosts"
+        everywhere = f"all {self.total} nodes"
         return [
             replace(check, where=", ".join(at) if len(at) < max(2, self.total) else everywhere)
             for check, at in self.places.items()
@@ -148,9 +148,9 @@ def _links(report: Report) -> Table:
     shown = sorted(report.links, key=lambda link: link.ratio)[:_MOST_LINKS]
     rest = len(report.links) - len(shown)
     table = Table(title="links" + (f", slowest first; {rest} more in --json" if rest else ""))
-    for column in ("kind", "ranks", "hosts", "GB/s", "of the median"):
+    for column in ("kind", "ranks", "nodes", "GB/s", "of the median"):
         table.add_column(column)
     for link in shown:
-        ranks, hosts = f"{link.source} -> {link.dest}", " -> ".join(dict.fromkeys(link.hosts))
-        table.add_row(link.kind, ranks, hosts, f"{link.gb_per_s:.3g}", f"{link.ratio:.0%}")
+        ranks, nodes = f"{link.source} -> {link.dest}", " -> ".join(dict.fromkeys(link.nodes))
+        table.add_row(link.kind, ranks, nodes, f"{link.gb_per_s:.3g}", f"{link.ratio:.0%}")
     return table

@@ -19,7 +19,7 @@ _PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
 
 
 def software() -> dict[str, str]:
-    """Versions of what takes part, by name; all hosts of a job should have the same."""
+    """Versions of what takes part, by name; all nodes of a job should have the same."""
     found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if megatron := find_megatron():  # a checkout has no distribution
         found["megatron-core"] = megatron.version

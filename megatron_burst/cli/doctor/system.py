@@ -40,14 +40,14 @@ def check_machine(
 
 
 def check_shm(survey: Survey) -> Check:
-    """Room in /dev/shm, through which processes of a host meet."""
+    """Room in /dev/shm, through which processes of a node meet."""
     words = survey.word("shm").split()
     if len(words) < 4 or not words[3].isdigit():
         return skip("shm", "df says nothing of /dev/shm")
     free_gib = int(words[3]) / 2**20
     what = f"{free_gib:.3g} GiB free in /dev/shm"
     if free_gib < _SHM_GIB:
-        change = f"give it {_SHM_GIB:g} GiB or more, with docker: --ipc=host or --shm-size=16g"
+        change = f"give it {_SHM_GIB:g} GiB or more, with docker: --ipc=node or --shm-size=16g"
         return warn("shm", what, change)
     return ok("shm", what)
 
@@ -82,13 +82,13 @@ def _is(*values: str) -> Callable[[str], bool]:
 
 
 _ON, _OFF = _is("1", "true", "True", "Y", "y"), _is("0", "false", "False")
-_LO = "other hosts cannot be reached by lo", "name the interface that hosts share"
+_LO = "other nodes cannot be reached by lo", "name the interface that nodes share"
 VARIABLES = (
-    Variable("NCCL_P2P_DISABLE", _ON, "GPUs of a host then meet in host memory"),
+    Variable("NCCL_P2P_DISABLE", _ON, "GPUs of a node then meet in host memory"),
     Variable("NCCL_SHM_DISABLE", _ON, "GPUs without peer access then meet by TCP"),
-    Variable("NCCL_IB_DISABLE", _ON, "hosts then talk over TCP instead of RDMA"),
-    Variable("NCCL_NET", _is("Socket"), "hosts then talk over TCP instead of RDMA"),
-    Variable("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "data then pass through the host"),
+    Variable("NCCL_IB_DISABLE", _ON, "nodes then talk over TCP instead of RDMA"),
+    Variable("NCCL_NET", _is("Socket"), "nodes then talk over TCP instead of RDMA"),
+    Variable("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "data then pass through the node"),
     Variable("NCCL_ALGO", bool, "it overrides NCCL's choice for every collective"),
     Variable("NCCL_PROTO", bool, "it overrides NCCL's choice for every collective"),
     Variable("NCCL_DEBUG", _is("TRACE"), "every call is logged", "use INFO or WARN"),

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Many hosts without a batch system: run it on each of them, at about the same time.
+# Many nodes without a batch system: run it on each of them, at about the same time.
 #
-# Before, on one of them: megatron-burst doctor --hosts host0,host1,...
-# and paste its lines (interfaces, HCAs) into every shell. Then, on host number I of N:
-#     NODES=N NODE=I MASTER_ADDR=host0 MEGATRON=~/Megatron-LM examples/torchrun/many_hosts.sh
+# Before, on one of them: megatron-burst doctor --nodes node0,node1,...
+# and paste its lines (interfaces, HCAs) into every shell. Then, on node number I of N:
+#     NODES=N NODE=I MASTER_ADDR=node0 MEGATRON=~/Megatron-LM examples/torchrun/many_nodes.sh
 # With a plan: PLAN=plan.json, on each of them. With other sizes: TP=2 PP=2.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 gpus="${GPUS:-8}"
-nodes="${NODES:?how many hosts}"
+nodes="${NODES:?how many nodes}"
 WORLD=$((nodes * gpus))
 source "$here/llama3_8b.sh"
 
@@ -18,12 +18,12 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
 launch() {
     local port="$1"
     shift
-    torchrun --nnodes "$nodes" --node-rank "${NODE:?the number of this host, from 0}" \
-        --master-addr "${MASTER_ADDR:?the first host}" --master-port "$port" \
+    torchrun --nnodes "$nodes" --node-rank "${NODE:?the number of this node, from 0}" \
+        --master-addr "${MASTER_ADDR:?the first node}" --master-port "$port" \
         --nproc-per-node "$gpus" "$@"
 }
 
-# Stops here, on all hosts, if something would break the run.
+# Stops here, on all nodes, if something would break the run.
 launch "${DOCTOR_PORT:-29499}" -m megatron_burst.cli doctor "${DOCTOR_FLAGS[@]}"
 
 launch "${MASTER_PORT:-29500}" -m megatron_burst \

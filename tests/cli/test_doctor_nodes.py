@@ -1,4 +1,4 @@
-"""`doctor --hosts`, with a stand-in for ssh that answers as hosts of a cluster would."""
+"""`doctor --nodes`, with a stand-in for ssh that answers as nodes of a cluster would."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from megatron_burst.cli.doctor.hosts import Reach, check_hosts, hosts_in
+from megatron_burst.cli.doctor.nodes import Reach, check_nodes, nodes_in
 from megatron_burst.cli.doctor.report import Status
 from megatron_burst.cli.doctor.survey import Answer
 from megatron_burst.cli.main import app
@@ -15,14 +15,14 @@ from tests.cli.surveys import UUID, addresses, gpu_line, h200
 
 FAKE_SSH = """
 import sys, time
-host, command = sys.argv[1:]
+node, command = sys.argv[1:]
 assert command.startswith("sh -c ") and "nvidia-smi topo -m" in command
-if host == "down":
-    sys.exit("ssh: connect to host down port 22: Connection refused")
-if host == "hung":
+if node == "down":
+    sys.exit("ssh: connect to node down port 22: Connection refused")
+if node == "hung":
     time.sleep(60)
-print("Welcome to " + host)
-print(open({folder!r} + "/" + host).read())
+print("Welcome to " + node)
+print(open({folder!r} + "/" + node).read())
 """
 BUSY = {
     "gpus": "\n".join(gpu_line(i) for i in range(8)),
@@ -33,7 +33,7 @@ BUSY = {
 
 @pytest.fixture
 def ssh(tmp_path):
-    """The command that stands in for ssh; hosts a and b answer."""
+    """The command that stands in for ssh; nodes a and b answer."""
     (tmp_path / "a").write_text(h200())
     (tmp_path / "b").write_text(h200(**BUSY))
     script = tmp_path / "fake_ssh.py"
@@ -45,14 +45,14 @@ def doctor(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_hosts_are_asked_and_one_is_down_and_one_hangs(ssh):
-    done = doctor("--hosts", "a,b,down,hung", "--ssh", ssh, "--timeout-s", "5", "--json")
+def test_nodes_are_asked_and_one_is_down_and_one_hangs(ssh):
+    done = doctor("--nodes", "a,b,down,hung", "--ssh", ssh, "--timeout-s", "5", "--json")
     assert done.exit_code == 1
     report = json.loads(done.output)
     found = {(c["name"], c["where"]): (c["status"], c["what"]) for c in report["checks"]}
     assert found["reachable", "a"][0] == "ok"
     assert found["reachable", "down"] == (
-        "fail", "no answer: ssh: connect to host down port 22: Connection refused",
+        "fail", "no answer: ssh: connect to node down port 22: Connection refused",
     )  # fmt: skip
     assert found["reachable", "hung"] == ("fail", "no answer: no answer within 5 s")
     assert found["free", "a"] == ("ok", "8 of 8 GPUs are free")
@@ -63,14 +63,14 @@ def test_hosts_are_asked_and_one_is_down_and_one_hangs(ssh):
 
 
 def test_tables_and_the_block_to_paste(ssh):
-    done = doctor("--hosts", "a", "--ssh", ssh)
+    done = doctor("--nodes", "a", "--ssh", ssh)
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert "export NCCL_IB_HCA==" + ",".join(f"mlx5_{i}:1" for i in (0, *range(3, 10))) in lines
     assert "a run would start" in lines[-1]
 
 
-def test_hosts_that_differ_and_share_no_network():
+def test_nodes_that_differ_and_share_no_network():
     texts = {
         "a": h200(),
         "b": h200(),
@@ -82,7 +82,7 @@ def test_hosts_that_differ_and_share_no_network():
         asked.append(command)
         return Answer(0, texts[command[-2]])
 
-    report = check_hosts(["a", "b", "c"], Reach(run, "ssh -p 2222", 3.0))
+    report = check_nodes(["a", "b", "c"], Reach(run, "ssh -p 2222", 3.0))
     assert sorted(command[-2] for command in asked) == ["a", "b", "c"]
     assert all(command[:3] == ["ssh", "-p", "2222"] for command in asked)
     found = {check.name: check for check in report.checks}
@@ -95,7 +95,7 @@ def test_hosts_that_differ_and_share_no_network():
 
 
 def test_nobody_answers():
-    report = check_hosts(
+    report = check_nodes(
         ["a"], Reach(lambda command, timeout_s: Answer(255, "", "Permission denied"))
     )
     assert [check.status for check in report.checks] == [Status.FAIL] and not report.environment
@@ -103,14 +103,14 @@ def test_nobody_answers():
 
 @pytest.mark.parametrize("text", ["a,,b", "a,a", "-oProxyCommand=x", "a b", "a;reboot"])
 def test_names_that_are_none_are_refused(text):
-    with pytest.raises(BurstError, match="--hosts must list host names, each once"):
-        hosts_in(text)
-    done = doctor(f"--hosts={text}")
-    assert done.exit_code == 2 and "error: doctor: --hosts" in done.output
+    with pytest.raises(BurstError, match="--nodes must list node names, each once"):
+        nodes_in(text)
+    done = doctor(f"--nodes={text}")
+    assert done.exit_code == 2 and "error: doctor: --nodes" in done.output
 
 
 def test_the_default_is_ssh_that_asks_for_no_password():
-    from megatron_burst.cli.doctor.hosts import SSH
+    from megatron_burst.cli.doctor.nodes import SSH
 
     assert "BatchMode=yes" in SSH and "ConnectTimeout" in SSH
 
@@ -118,10 +118,10 @@ def test_the_default_is_ssh_that_asks_for_no_password():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--hosts", ""], "--hosts must list host names"),
-        (["--hosts", "a", "--ssh", "ssh '"], "--ssh must be a command that a shell could read"),
-        (["--ssh", "ssh -p 1"], "--ssh must come with --hosts"),
-        (["--hosts", "a", "--tp", "2"], "--tp must come in a job"),
+        (["--nodes", ""], "--nodes must list node names"),
+        (["--nodes", "a", "--ssh", "ssh '"], "--ssh must be a command that a shell could read"),
+        (["--ssh", "ssh -p 1"], "--ssh must come with --nodes"),
+        (["--nodes", "a", "--tp", "2"], "--tp must come in a job"),
         (["--cp", "2"], "--cp must come in a job"),
     ],
 )

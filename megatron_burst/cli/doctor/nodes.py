@@ -1,4 +1,4 @@
-"""Hosts: asked over ssh before a job, and whether those of a job reach each other by TCP."""
+"""Nodes: asked over ssh before a job, and whether those of a job reach each other by TCP."""
 
 import fcntl
 import re
@@ -24,21 +24,21 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How hosts are asked: by `ssh`, a host and what is to be run there; each answers in time."""
+    """How nodes are asked: by `ssh`, a node and what is to be run there; each answers in time."""
 
     run: Runner
     ssh: str = SSH
     timeout_s: float = 20.0
 
-    def ask(self, host: str) -> Survey | Answer:
-        """A host's survey, or what went wrong."""
-        command = [*shlex.split(self.ssh), host, f"sh -c {shlex.quote(SCRIPT)}"]
+    def ask(self, node: str) -> Survey | Answer:
+        """A node's survey, or what went wrong."""
+        command = [*shlex.split(self.ssh), node, f"sh -c {shlex.quote(SCRIPT)}"]
         answer = self.run(command, self.timeout_s)
         return parse_survey(answer.out) or answer
 
 
-def hosts_in(text: str) -> tuple[str, ...]:
-    """Host names of "a,b,c".
+def nodes_in(text: str) -> tuple[str, ...]:
+    """Node names of "a,b,c".
 
     Raises:
         BurstError: for an empty or doubled name, or one that ssh would take for an option.
@@ -46,37 +46,37 @@ def hosts_in(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if len(set(names)) < len(names) or not all(re.fullmatch(r"[\w.@:][\w.@:-]*", n) for n in names):
         raise BurstError(
-            "doctor: --hosts must list host names, each once, because each is asked; got "
-            f"{text!r}; write --hosts a,b,c"
+            "doctor: --nodes must list node names, each once, because each is asked; got "
+            f"{text!r}; write --nodes a,b,c"
         )
     return names
 
 
-def check_hosts(hosts: Sequence[str], reach: Reach) -> Report:
-    """Ask all hosts at once, and judge what they say."""
-    with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
-        answers = dict(zip(hosts, pool.map(reach.ask, hosts), strict=True))
-    surveys = {host: found for host, found in answers.items() if isinstance(found, Survey)}
-    checks = [_reachable(host, found) for host, found in answers.items()]
+def check_nodes(nodes: Sequence[str], reach: Reach) -> Report:
+    """Ask all nodes at once, and judge what they say."""
+    with ThreadPoolExecutor(min(_AT_ONCE, len(nodes))) as pool:
+        answers = dict(zip(nodes, pool.map(reach.ask, nodes), strict=True))
+    surveys = {node: found for node, found in answers.items() if isinstance(found, Survey)}
+    checks = [_reachable(node, found) for node, found in answers.items()]
     merged = Merged(len(surveys))
-    for host, survey in surveys.items():
-        merged.add(host, _of_host(survey))
+    for node, survey in surveys.items():
+        merged.add(node, _of_node(survey))
     checks += merged.checks()
     if surveys:
         checks += [*_free(surveys), _alike(surveys), _network(surveys)]
     return Report(tuple(checks), environment=tuple(_block(surveys)) if surveys else ())
 
 
-def _reachable(host: str, found: Survey | Answer) -> Check:
+def _reachable(node: str, found: Survey | Answer) -> Check:
     if isinstance(found, Survey):
-        return ok("reachable", "it answers", host)
+        return ok("reachable", "it answers", node)
     said = (found.error or found.out).splitlines()
     why = said[-1] if said else f"exit status {found.code}"
     change = "see that ssh reaches it without a password, or leave it out"
-    return fail("reachable", f"no answer: {why}", change, host)
+    return fail("reachable", f"no answer: {why}", change, node)
 
 
-def _of_host(survey: Survey) -> list[Check]:
+def _of_node(survey: Survey) -> list[Check]:
     found = [
         *check_state(survey),
         check_nvlink(survey),
@@ -87,37 +87,37 @@ def _of_host(survey: Survey) -> list[Check]:
 
 
 def _free(surveys: dict[str, Survey]) -> list[Check]:
-    """Free GPUs of each host."""
+    """Free GPUs of each node."""
     found = []
-    for host, survey in surveys.items():
+    for node, survey in surveys.items():
         free, all_ = free_gpus(survey), len(gpus_of(survey))
         named = f": {free}" if 0 < len(free) < all_ else ""
         what = f"{len(free)} of {all_} GPUs are free{named}"
-        busy = warn("free", what, "wait for the others, or leave the host out", host)
-        found.append(ok("free", what, host) if free and len(free) == all_ else busy)
+        busy = warn("free", what, "wait for the others, or leave the node out", node)
+        found.append(ok("free", what, node) if free and len(free) == all_ else busy)
     return found
 
 
 def _alike(surveys: dict[str, Survey]) -> Check:
-    """That all hosts have the same GPUs and driver."""
+    """That all nodes have the same GPUs and driver."""
     kinds = {}
-    for host, survey in surveys.items():
+    for node, survey in surveys.items():
         gpus = gpus_of(survey)
         names = "/".join(sorted({gpu.name for gpu in gpus})) or "none"
         clock = max((gpu.max_clock_mhz or 0 for gpu in gpus), default=0)
         driver = gpus[0].driver if gpus else "none"
-        kinds[host] = f"{len(gpus)} x {names}, at most {clock:.0f} MHz, driver {driver}"
-    change = "take hosts of one kind: the slowest sets the pace, and uneven ones get a flat ring"
+        kinds[node] = f"{len(gpus)} x {names}, at most {clock:.0f} MHz, driver {driver}"
+    change = "take nodes of one kind: the slowest sets the pace, and uneven ones get a flat ring"
     differing = odd("hardware", Status.WARN, change, kinds)
-    return differing or ok("alike", f"all hosts have {next(iter(kinds.values()))}")
+    return differing or ok("alike", f"all nodes have {next(iter(kinds.values()))}")
 
 
 def _network(surveys: dict[str, Survey]) -> Check:
-    """That hosts share an IP network."""
+    """That nodes share an IP network."""
     if shared := network.shared_networks(surveys):
-        return ok("network", f"hosts share {', '.join(sorted(map(str, shared)))}")
-    what = "no IP network has all hosts in it: they must be routed"
-    change = "see that the hosts reach each other; below is the interface of the default route"
+        return ok("network", f"nodes share {', '.join(sorted(map(str, shared)))}")
+    what = "no IP network has all nodes in it: they must be routed"
+    change = "see that the nodes reach each other; below is the interface of the default route"
     return warn("network", what, change)
 
 
@@ -135,12 +135,12 @@ def _block(surveys: dict[str, Survey]) -> list[str]:
 
 
 def open_door(address: str) -> socket.socket:
-    """A socket on which other hosts can reach this one; connections to it are left waiting."""
+    """A socket on which other nodes can reach this one; connections to it are left waiting."""
     return socket.create_server((address, 0), backlog=1024)
 
 
 def own_address(towards: str, environ: Mapping[str, str]) -> str:
-    """The IPv4 address by which other hosts reach this one.
+    """The IPv4 address by which other nodes reach this one.
 
     That of the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the one from which the
     route to `towards` begins.
@@ -175,7 +175,7 @@ def _address_of(wanted: str) -> str | None:
 
 
 def knock(doors: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, str]:
-    """Try to connect to each host; why not, by host, for those that cannot be reached."""
+    """Try to connect to each node; why not, by node, for those that cannot be reached."""
 
     def attempt(door: tuple[str, int]) -> str:
         try:
@@ -189,19 +189,19 @@ def knock(doors: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, s
         return {}
     with ThreadPoolExecutor(min(_AT_ONCE, len(doors))) as pool:
         said = dict(zip(doors, pool.map(attempt, doors.values()), strict=True))
-    return {host: why for host, why in said.items() if why}
+    return {node: why for node, why in said.items() if why}
 
 
 def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
-    """The pairs of hosts that do not reach each other: why, by host that tried and was tried."""
-    hosts = len(unreached)
-    if hosts < 2:
-        return skip("reachable", "one host")
+    """The pairs of nodes that do not reach each other: why, by node that tried and was tried."""
+    nodes = len(unreached)
+    if nodes < 2:
+        return skip("reachable", "one node")
     closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
     if not closed:
-        return ok("reachable", f"all {hosts} hosts reach each other by TCP")
+        return ok("reachable", f"all {nodes} nodes reach each other by TCP")
     named = report.few([f"{a} -> {b} ({why})" for a, b, why in closed])
-    what = f"{len(closed)} of {hosts * (hosts - 1)} ways between hosts are closed: {named}"
+    what = f"{len(closed)} of {nodes * (nodes - 1)} ways between nodes are closed: {named}"
     change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
     where = ", ".join(sorted({b for _, b, _ in closed}))
     return fail("reachable", what, f"{change}GLOO_SOCKET_IFNAME", where)

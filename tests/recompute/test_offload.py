@@ -1,4 +1,4 @@
-"""Host memory of kept tensors: what comes back, what it holds, what it fetches ahead.
+"""Node memory of kept tensors: what comes back, what it holds, what it fetches ahead.
 
 Catches a buffer given away too early, more memory than allowed, and fetches in the wrong order.
 """
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_burst.recompute.frames import Frame
-from megatron_burst.recompute.host import HostMemory, HostParcel, host_memory
 from megatron_burst.recompute.keeping import Resident
+from megatron_burst.recompute.offload import HostMemory, HostParcel, host_memory
 
 CPU = torch.device("cpu")
 

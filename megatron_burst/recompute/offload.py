@@ -1,4 +1,4 @@
-"""Host memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
+"""Node memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
 
 import weakref
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""What counts as one host: names, boots, overrides, NVLink domains. Catches racks that are split
-into hosts, containers of one name that are thrown together, and given groups that cross hosts."""
+"""What counts as one node: names, boots, overrides, NVLink domains. Catches racks that are split
+into nodes, containers of one name that are thrown together, and given groups that cross nodes."""
 
 import ctypes
 
@@ -9,25 +9,25 @@ import torch.distributed as dist
 from megatron_burst import environment
 from megatron_burst.comm.fabric import _FabricInfo, fabric_of
 from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.hosts import Home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.nodes import Home, nvlink_domains, topology_of_homes
 from megatron_burst.config import BurstConfig
-from megatron_burst.environment import host_name, local_rank, spans_hosts
+from megatron_burst.environment import host_name, local_rank, spans_nodes
 from tests.ranks import run_ranks
 
 RACK = "8c7b1a2f"
 
 
-def test_a_rack_of_nvlink_is_one_host_and_single_hosts_keep_their_names():
+def test_a_rack_of_nvlink_is_one_node_and_single_nodes_keep_their_names():
     rack = [Home(f"tray{i // 4}", f"{RACK}.1", i % 4) for i in range(8)]
-    assert str(topology_of_homes(rack)) == "1 host x 8 ranks"
+    assert str(topology_of_homes(rack)) == "1 node x 8 ranks"
     two = [*rack, *(Home(f"other{i // 4}", f"{RACK}.2", i % 4) for i in range(8))]
-    assert str(topology_of_homes(two)) == "2 hosts x 8 ranks"
+    assert str(topology_of_homes(two)) == "2 nodes x 8 ranks"
     assert topology_of_homes(two).grid == (tuple(range(8)), tuple(range(8, 16)))
     alone = [Home("a", f"{RACK}.3", 0), Home("b", None, 0)]
     assert nvlink_domains(alone) == ["a", "b"]
 
 
-def test_rows_follow_places_so_that_rings_between_hosts_keep_to_a_rail():
+def test_rows_follow_places_so_that_rings_between_nodes_keep_to_a_rail():
     homes = [Home("a", None, 1), Home("b", None, 0), Home("b", None, 1), Home("a", None, 0)]
     assert topology_of_homes(homes).grid == ((3, 0), (1, 2))
 
@@ -63,7 +63,7 @@ class FakeNvml:
     "nvml, domain",
     [
         (FakeNvml(bytes(range(16)), 7, state=3), bytes(range(16)).hex() + ".7"),
-        (FakeNvml(bytes(16), 0, state=3), None),  # an HGX H100 host: zeros
+        (FakeNvml(bytes(16), 0, state=3), None),  # an HGX H100 node: zeros
         (FakeNvml(bytes(range(16)), 7, state=2), None),  # still in progress
         (FakeNvml(bytes(range(16)), 7, state=3, status=1), None),
     ],
@@ -85,12 +85,12 @@ def test_no_driver_and_an_old_one_have_no_fabric():
     assert fabric_of("1234", Old) is None
 
 
-def test_a_host_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_path):
+def test_a_node_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_path):
     for name in ("NCCL_HOSTID", "GROUP_RANK", "SLURM_NODEID", "NCCL_MNNVL_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment.socket, "gethostname", lambda: "node")
     assert host_name().startswith("node ") and len(host_name()) > len("node ") + 30
-    assert spans_hosts()
+    assert spans_nodes()
 
     def unreadable(self):
         raise OSError
@@ -102,15 +102,15 @@ def test_a_host_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_pat
     monkeypatch.setenv("SLURM_NODEID", "5")
     assert host_name() == "node node 5"
     monkeypatch.setenv("NCCL_HOSTID", "x")
-    assert host_name() == "x" and not spans_hosts()
+    assert host_name() == "x" and not spans_nodes()
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert local_rank() == 3
 
 
-def across_hosts(rank):
+def across_nodes(rank):
     import os
 
-    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # hosts in turns; given rows are contiguous
+    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # nodes in turns; given rows are contiguous
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     with pytest.warns(UserWarning, match=r"inner rings should stay inside.*got cp ranks \[0, 1\]"):
@@ -121,5 +121,5 @@ def across_hosts(rank):
     return given.topology.grid, own.topology.grid
 
 
-def test_given_rows_across_hosts_are_kept_with_a_warning_and_own_ones_follow_the_hosts():
-    assert run_ranks(across_hosts, 4) == [(((0, 1), (2, 3)), ((0, 2), (1, 3)))] * 4
+def test_given_rows_across_nodes_are_kept_with_a_warning_and_own_ones_follow_the_nodes():
+    assert run_ranks(across_nodes, 4) == [(((0, 1), (2, 3)), ((0, 2), (1, 3)))] * 4

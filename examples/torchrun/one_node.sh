@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One host:  MEGATRON=~/Megatron-LM examples/torchrun/one_host.sh [more flags of Megatron's]
+# One node:  MEGATRON=~/Megatron-LM examples/torchrun/one_node.sh [more flags of Megatron's]
 # With a plan: PLAN=plan.json ...
 set -euo pipefail
 

@@ -1,4 +1,4 @@
-"""Ways over several hosts on NCCL: hosts are pretended, sockets between them too.
+"""Ways over several nodes on NCCL: nodes are pretended, sockets between them too.
 
 Catches pieces that are used before they landed or overwritten while they fly, streams that do not
 wait for each other, and low-precision sums on the way home: errors are relative to the same
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
 ]
-SHAPES = {"MHA": (8, 8, 64), "GQA": (8, 4, 128)}  # query heads, key heads, head dimension
+SHAPES = {"MHA": (8, 8, 64), "GQA": (8, 4, 128)}  # query heads, KV heads, head dimension
 INSIDE = [
     {"intra": intra, "circulate": circulate}
     for intra in ("ring", "gather", "a2a")
@@ -40,7 +40,7 @@ WAYS = [
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
-def errors(rank, world, hosts, shape, ways, backend="auto"):
+def errors(rank, world, nodes, shape, ways, backend="auto"):
     """Relative errors of (out, dq, dk, dv) by way, over the whole sequence."""
     tensors, truth = problem_of(shape[:2], 2048, shape[2])
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
@@ -49,7 +49,7 @@ def errors(rank, world, hosts, shape, ways, backend="auto"):
         cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
         if not way.get("pieces", True):
             cut = {}
-        config = BurstConfig.of(hosts=hosts, backend=backend, **cut, **way)
+        config = BurstConfig.of(nodes=nodes, backend=backend, **cut, **way)
         worst = (0,)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
@@ -79,24 +79,24 @@ def test_so_they_are_with_every_kernel(backend, shape):
 
 
 def compare(places, shape, ways, settings, backend="auto"):
-    """Errors on so many ranks and hosts beside those of one GPU; prints them."""
+    """Errors on so many ranks and nodes beside those of one GPU; prints them."""
     (alone,) = run_ranks(errors, 1, 1, 1, shape, ways, backend, **settings)
-    for world, hosts in places:
+    for world, nodes in places:
         if world > GPUS:
             continue
-        args = (world, hosts, shape, ways, backend)
-        found = run_ranks(errors, world, *args, nodes=hosts, **settings)[0]
+        args = (world, nodes, shape, ways, backend)
+        found = run_ranks(errors, world, *args, nodes=nodes, **settings)[0]
         for way, several in found.items():
-            print(f"{backend} {shape} {world} ranks {hosts} hosts {way}: {several}")
+            print(f"{backend} {shape} {world} ranks {nodes} nodes {way}: {several}")
             for error, single in zip(several, alone["{}"], strict=True):
-                assert error <= 2 * single and single < 1e-2, (world, hosts, way, several, alone)
+                assert error <= 2 * single and single < 1e-2, (world, nodes, way, several, alone)
 
 
 def many_calls(rank, world, options):
     """Sixteen passes in a row without a synchronisation: the largest difference between them."""
     torch.manual_seed(rank)
     tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
-    config = BurstConfig.of(hosts=2, deterministic=True, **options)
+    config = BurstConfig.of(nodes=2, deterministic=True, **options)
     results = [run(tensors, slice(None), config) for _ in range(16)]
     return max(
         float((a - b).abs().max())

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and that each of them has a GPU of its own."""
+"""Which ranks of a group share a node, and that each of them has a GPU of its own."""
 
 import json
 import warnings
@@ -12,10 +12,10 @@ from megatron_burst.comm.backend import backend_of
 from megatron_burst.comm.fabric import fabric_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.environment import host_name, local_rank, spans_hosts
+from megatron_burst.environment import host_name, local_rank, spans_nodes
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Topology, pretend_hosts
+from megatron_burst.schedule.topology import Topology, pretend_nodes
 
 _WHO = "burst attention"
 
@@ -25,12 +25,12 @@ class Home:
     """Where a rank runs.
 
     Attributes:
-        host: what tells its host from others.
-        fabric: the NVLink domain beyond the host, if there is one.
+        node: what tells its node from others.
+        fabric: the NVLink domain beyond the node, if there is one.
         place: of its GPU on the host.
     """
 
-    host: str
+    node: str
     fabric: str | None
     place: int
 
@@ -62,19 +62,19 @@ def find_topology(
     board: Board,
     hcp_groups: Sequence[dist.ProcessGroup] | None,
 ) -> Topology:
-    """The hosts of a group's ranks: pretended, from given sub-groups, or as the ranks say.
+    """The nodes of a group's ranks: pretended, from given sub-groups, or as the ranks say.
 
     Raises:
-        BurstError: if the hosts do not fit, or the sub-groups do not tile the group.
+        BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
     """
-    if config.tuning.hosts is not None and hcp_groups:
+    if config.tuning.nodes is not None and hcp_groups:
         raise BurstError(
-            f"{_WHO}: hosts and hcp_groups must not come together, because each says which "
-            f"ranks share a host; got hosts={config.tuning.hosts} and groups of "
+            f"{_WHO}: nodes and hcp_groups must not come together, because each says which "
+            f"ranks share a node; got nodes={config.tuning.nodes} and groups of "
             f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
         )
-    if config.tuning.hosts is not None:
-        return pretend_hosts(group.size(), config.tuning.hosts)
+    if config.tuning.nodes is not None:
+        return pretend_nodes(group.size(), config.tuning.nodes)
     homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), _WHO)]
     if not hcp_groups:
         return topology_of_homes(homes)
@@ -93,32 +93,32 @@ def my_home() -> Home:
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     # one visible GPU per process is index 0 everywhere
     place = index if torch.cuda.device_count() > 1 else local_rank()
-    return Home(host_name(), fabric_of(uuid) if spans_hosts() else None, place)
+    return Home(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
 
 
 def topology_of_homes(homes: Sequence[Home]) -> Topology:
-    """The topology of ranks that run there; uneven hosts are flattened with a warning."""
-    first = {home.host: rank for rank, home in reversed(list(enumerate(homes)))}
-    places = [(first[home.host], home.place) for home in homes]
+    """The topology of ranks that run there; uneven nodes are flattened with a warning."""
+    first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
+    places = [(first[home.node], home.place) for home in homes]
     return topology_of(nvlink_domains(homes), places)
 
 
 def nvlink_domains(homes: Sequence[Home]) -> list[str]:
-    """What counts as the host of each rank: its NVLink domain where that spans hosts."""
-    hosts_in = {home.fabric: {h.host for h in homes if h.fabric == home.fabric} for home in homes}
-    wide = {fabric for fabric, hosts in hosts_in.items() if fabric and len(hosts) > 1}
-    return [f"NVLink {h.fabric}" if h.fabric in wide else h.host for h in homes]
+    """What counts as the node of each rank: its NVLink domain where that spans nodes."""
+    nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
+    wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}
+    return [f"NVLink {h.fabric}" if h.fabric in wide else h.node for h in homes]
 
 
-def _warn_of_rows_across(topology: Topology, hosts: Sequence[str]) -> None:
-    """Say so if rings that are meant for the inside of a host run between hosts."""
-    across = [row for row in topology.grid if len({hosts[rank] for rank in row}) > 1]
+def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
+    """Say so if rings that are meant for the inside of a node run between nodes."""
+    across = [row for row in topology.grid if len({nodes[rank] for rank in row}) > 1]
     if across:
         warnings.warn(
-            f"{_WHO}: inner rings should stay inside a host, because every hop of theirs counts on "
-            f"NVLink; got cp ranks {list(across[0])} of one inner ring on several hosts; pass "
+            f"{_WHO}: inner rings should stay inside a node, because every hop of theirs counts on "
+            f"NVLink; got cp ranks {list(across[0])} of one inner ring on several nodes; pass "
             "--hierarchical-context-parallel-sizes INTRA INTER with INTRA at most the ranks of the "
-            "group on a host, or leave it out: rings then follow the hosts",
+            "group on a node, or leave it out: rings then follow the nodes",
             stacklevel=2,
         )
 
