@@ -54,7 +54,7 @@ def share_kernel_cache() -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Node memory that this rank may take: what is available, shared by the ranks of the node.
+    """Host memory that this rank may take: what is available, shared by the ranks of the node.
 
     A container's bound counts; what files occupy only until others need it does not.
 

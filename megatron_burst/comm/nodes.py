@@ -27,7 +27,7 @@ class Home:
     Attributes:
         node: what tells its node from others.
         fabric: the NVLink domain beyond the node, if there is one.
-        place: of its GPU on the host.
+        place: of its GPU on the node.
     """
 
     node: str
