@@ -16,6 +16,7 @@ from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+from megatron_burst.kernels.visible import CAUSAL, FULL
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Home, Ref
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Bound = Callable[["Run"], Any]
 Part = Callable[["Run"], Fields]
+_VISIBLE = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL}
 
 
 def part(executor: Executor, ref: Ref) -> Part:
@@ -155,13 +157,13 @@ def fill(executor: Executor, op: p.Fill) -> Bound:
 
 def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
-    causal, made = op.mask is Mask.CAUSAL, is_made(executor, op.into[0])
+    visible, made = _VISIBLE[op.mask], is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
     backend, scale = executor.backend, executor.scale
 
     def bound(run: Run) -> None:
         keys = kv(run)
-        args = q(run)["q"], keys["k"], keys["v"], scale, causal
+        args = q(run)["q"], keys["k"], keys["v"], scale, visible
         if own and not made(run):
             out, lse = backend.forward(*args)
             run.fields[own] = {"out": out, "lse": lse}
@@ -176,7 +178,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     sides, kv = first_of(executor, op.sides), part(executor, op.kv)
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    causal, backend, scale = op.mask is Mask.CAUSAL, executor.backend, executor.scale
+    visible, backend, scale = _VISIBLE[op.mask], executor.backend, executor.scale
     deterministic = executor.deterministic
 
     def bound(run: Run) -> None:
@@ -186,7 +188,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
         grads = backend.backward(
             QuerySide(*map(side.get, ("q", "dout", "lse", "delta", "out"))),
-            keys["k"], keys["v"], scale, causal, into=into, deterministic=deterministic,
+            keys["k"], keys["v"], scale, visible, into=into, deterministic=deterministic,
         )  # fmt: skip
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}
