@@ -30,7 +30,7 @@ MODES = {
     "none": BurstConfig(deterministic=True),
     "all": BurstConfig(deterministic=True, keep="all"),
     "offload": BurstConfig(
-        deterministic=True, keep="all", keep_offload=True, keep_host_gib=NODE_GIB
+        deterministic=True, keep="all", keep_offload="results", keep_host_gib=NODE_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
     "none, nodes": BurstConfig.of(deterministic=True, nodes=2),
