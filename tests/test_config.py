@@ -79,8 +79,10 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
     assert all(f"{field.name}=" in Tuning.legal() for field in fields(Tuning))
 
 
-@pytest.mark.parametrize("text", ["heads_per_round=0", "nccl_ctas=-1"])
-def test_numbers_with_which_nothing_would_move_are_refused(text):
+@pytest.mark.parametrize(
+    "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "keep_host_gib=-0.5"]
+)
+def test_numbers_that_must_be_positive_are_refused(text):
     with pytest.raises(BurstError, match="must be positive.*got"):
         Tuning.parse(text)
 
