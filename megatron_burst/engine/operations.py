@@ -17,7 +17,6 @@ from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
 from megatron_burst.schedule import program as p
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Home, Ref
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def fill(executor: Executor, op: p.Fill) -> Bound:
 
 def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
-    causal, made = op.mask is Mask.CAUSAL, is_made(executor, op.into[0])
+    causal, made = op.mask.causal, is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
     backend, scale = executor.backend, executor.scale
 
@@ -176,7 +175,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     sides, kv = first_of(executor, op.sides), part(executor, op.kv)
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    causal, backend, scale = op.mask is Mask.CAUSAL, executor.backend, executor.scale
+    causal, backend, scale = op.mask.causal, executor.backend, executor.scale
     deterministic = executor.deterministic
 
     def bound(run: Run) -> None:

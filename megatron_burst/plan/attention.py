@@ -235,7 +235,7 @@ class AttentionCall:
     def tflop(self, direction: Direction) -> float:
         """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""
         shape, size = self.shape, self.topology.cp_size
-        pairs = shape.tokens * size * shape.tokens * (0.5 if self.mask is Mask.CAUSAL else 1)
+        pairs = shape.tokens * size * shape.tokens * (0.5 if self.mask.causal else 1)
         dims = shape.dim_qk + shape.dim_v
         if direction is Direction.BACKWARD:
             dims = 3 * shape.dim_qk + 2 * shape.dim_v

@@ -31,8 +31,8 @@ from megatron_burst.schedule.emitter import (
     travelling_side_fields,
 )
 from megatron_burst.schedule.inter_node import Visitors, heads_in_rounds, steps, sums
-from megatron_burst.schedule.mask import Span, Tile, cut
-from megatron_burst.schedule.pieces import Visit, node_visits, sides, tiles_between
+from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
+from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
 from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,
@@ -55,6 +55,7 @@ def a2a(spec: Spec) -> Program:
     Raises:
         BurstError: if the heads cannot be sharded evenly, or the layout is striped.
     """
+    check_mask(spec.mask, spec.layout, "a2a", spec.topology.inter_size == 1)
     emitter = _AllToAll(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -71,11 +72,13 @@ def _check_heads(heads_kv: int, ranks: int) -> None:
 
 def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
     """Tiles of a node's rows and those that have come from another, or its own."""
-    if visit is here:
-        every = Span(0, here.pieces[-1].whole.stop)
-        return (Tile(every, every, spec.mask),)
     queries, keys = sides(here, visit, spec.circulate)
-    return tiles_between([(piece.whole, before) for piece, before in queries], keys, spec.mask)
+    places = tuple(at for at, _ in runs(keys))
+    if visit is here and (len(places) == 1 or not spec.mask.windowed):
+        every = Span(0, keys[-1].whole.stop)
+        return (Tile(every, every, spec.mask, (places, places) if spec.mask.documents else None),)
+    rows = [(piece.whole, piece, before) for piece, before in queries]
+    return tiles_between(rows, keys, spec.mask)
 
 
 class _AllToAll(Emitter):
@@ -88,7 +91,8 @@ class _AllToAll(Emitter):
         heads_per_round = spec.heads_per_round * len(self.ranks)
         self.rounds = heads_in_rounds(spec.shape.heads_kv, heads_per_round)
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
-        visits = node_visits(topology, row, spec.layout, tokens)
+        placed = spec.mask.windowed or spec.mask.documents
+        visits = node_visits(topology, row, spec.layout, tokens, placed)
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
         alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
         self.tiles = [alike[visits[step.distance]] for step in self.order]
@@ -203,7 +207,8 @@ class _AllToAll(Emitter):
         round_ = self.order[index].round
         into = back.of(round_)
         side, kv = sides.of(round_), there.keys(round_)
-        self.emit(AttendBackward(side, kv, self.tiles[index][0].mask, into, into))
+        (tile,) = self.tiles[index]
+        self.emit(AttendBackward(side, kv, tile.mask, into, into, tile.places))
         back.collect()
         back.post(round_)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 
 from megatron_burst.schedule.call import Cargo, Direction
-from megatron_burst.schedule.mask import Mask, Span
+from megatron_burst.schedule.mask import Mask, Places, Span
 from megatron_burst.schedule.topology import Link, Topology
 
 
@@ -164,12 +164,13 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Attend:
     """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers."""
+    two buffers; `places` as in `mask.Tile`."""
 
     q: Ref
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
+    places: tuple[Places, Places] | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.q, self.kv))
@@ -185,6 +186,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
+    places: tuple[Places, Places] | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))

@@ -130,7 +130,7 @@ def run_engine(topology, tensors, way, seed=0):
 
 def assert_exact(topology, tensors, way, seed=0):
     size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
-    expected = truth(*tensors, way.mask is Mask.CAUSAL, way.scale)
+    expected = truth(*tensors, way.mask.causal, way.scale)
     for rank, results in enumerate(run_engine(topology, tensors, way, seed)):
         rows = rows_of(way.layout, rank, size, tokens)
         for result, whole in zip(results, expected, strict=True):

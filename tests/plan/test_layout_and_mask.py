@@ -42,7 +42,7 @@ def pairs_of(tile: Tile, q_rows, kv_rows):
     """Every (query position, key position) that a tile computes."""
     for i, q in enumerate(q_rows[tile.q.slice]):
         for j, kv in enumerate(kv_rows[tile.kv.slice]):
-            if tile.mask is Mask.FULL or j <= i:
+            if tile.mask.full or j <= i:
                 yield q, kv
 
 
@@ -57,10 +57,10 @@ def test_each_query_meets_each_key_that_its_mask_allows_exactly_once(shard, mask
             for tile in tiles(layout, mask, q_owner, kv_owner, size, tokens):
                 pairs = list(pairs_of(tile, q_rows, kv_rows))
                 assert len(pairs) == tile.pairs
-                assert tile.mask is Mask.FULL or len(tile.q) == len(tile.kv)
+                assert tile.mask.full or len(tile.q) == len(tile.kv)
                 met.update(pairs)
     everything = range(size * tokens)
-    allowed = {(q, k) for q in everything for k in everything if mask is Mask.FULL or k <= q}
+    allowed = {(q, k) for q in everything for k in everything if mask.full or k <= q}
     assert met == Counter(allowed)
 
 
