@@ -54,18 +54,18 @@ class FlashAttention4:
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         out, lse = into or (None, None)
         return self._interface._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=out, lse=lse
+            q, k, v, softmax_scale=scale, causal=visible.causal, return_lse=True, out=out, lse=lse
         )[:2]
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         dq, dk, dv = into or (None, None, None)
         out, dlse = side.out, None
         if out is None:
             out, dlse = side.dout.new_zeros(1).expand_as(side.dout), -side.delta
         return self._interface._flash_attn_bwd(
-            side.q, k, v, out, side.dout, side.lse, softmax_scale=scale, causal=causal,
+            side.q, k, v, out, side.dout, side.lse, softmax_scale=scale, causal=visible.causal,
             deterministic=deterministic, dq=dq, dk=dk, dv=dv, dlse=dlse,
         )[:3]  # fmt: skip

@@ -27,18 +27,28 @@ class Flash:
     def missing(self) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            q,
+            k,
+            v,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            visible.causal,
+            False,
+            scale=scale,
         )
         return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         no_dropout = torch.empty(2, dtype=torch.uint64, device=k.device)
         unused = torch.empty((), dtype=torch.uint64, device=k.device)
         with deterministic_algorithms(deterministic):
             grads = _aten._flash_attention_backward(
                 side.dout, side.q, k, v, side.out, side.lse.contiguous(), None, None,
-                side.q.shape[1], k.shape[1], 0.0, causal, no_dropout, unused, scale=scale,
+                side.q.shape[1], k.shape[1], 0.0, visible.causal, no_dropout, unused, scale=scale,
             )  # fmt: skip
         return deliver(grads, into)

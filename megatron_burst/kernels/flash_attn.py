@@ -48,19 +48,19 @@ class FlashAttention2:
     def missing(self) -> str | None:
         return self._functions if isinstance(self._functions, str) else None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         forward, _ = self._functions
-        out, lse = forward(q=q, k=k, v=v, softmax_scale=scale, causal=causal)[:2]
+        out, lse = forward(q=q, k=k, v=v, softmax_scale=scale, causal=visible.causal)[:2]
         return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         _, backward = self._functions
         inputs = side.q, k, v
         grads = into if into and _fit(into, inputs) else tuple(map(torch.empty_like, inputs))
         flags = {"deterministic": deterministic} if self._flags else {}
         backward(
             dout=side.dout, q=side.q, k=k, v=v, out=side.out, dq=grads[0], dk=grads[1],
-            dv=grads[2], softmax_scale=scale, causal=causal,
+            dv=grads[2], softmax_scale=scale, causal=visible.causal,
             **{self._lse: side.lse.contiguous()}, **flags,
         )  # fmt: skip
         return grads if grads is into else deliver(grads, into)

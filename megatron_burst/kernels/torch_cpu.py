@@ -31,19 +31,19 @@ class TorchCpu:
     def missing(self) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         dim_v = v.shape[-1]
         q, k, v = _for_kernel(q, k, v)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, scale=scale
+            q, k, v, is_causal=visible.causal, scale=scale
         )
         return deliver((out[..., :dim_v].transpose(1, 2), lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         dim_qk, dim_v = k.shape[-1], v.shape[-1]
         q, k, v, dout, out = _for_kernel(side.q, k, v, side.dout, side.out)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, side.lse, 0.0, causal, scale=scale
+            dout, q, k, v, out, side.lse, 0.0, visible.causal, scale=scale
         )
         dq, dk, dv = dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
         return deliver((dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), into)

@@ -54,6 +54,18 @@ def _copy(values, program: Program, op: p.Copy) -> None:
             values.write(program, op.target, name, written(name, cells, op.sources))
 
 
+def _reorder(values, program: Program, op: p.Reorder) -> None:
+    order = values.sample_order(program.topology.cp_size)
+    for name, cells in values.read(program, op.source).items():
+        cells = written(name, cells, op.source)
+        made: Rows = [cells[row] for row in order]
+        if op.back:
+            made = [[] for _ in order]
+            for place, row in enumerate(order):
+                made[row] = cells[place]
+        values.write(program, op.target, name, made)
+
+
 def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
     found = values.first_of(program, op.sources)
     for name in values.names(program, op.target):
@@ -280,7 +292,8 @@ def bits(of: int) -> list[int]:
 
 
 APPLY: Mapping[type, Callable] = {
-    p.Copy: _copy, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks, p.Fill: _fill,
-    p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge, p.Add: _add,
+    p.Copy: _copy, p.Reorder: _reorder, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
+    p.Fill: _fill, p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge,
+    p.Add: _add,
     p.Delta: _delta, p.StandIn: _stand_in,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from megatron_burst.schedule import program as p
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
 from megatron_burst.schedule.check_links import Links
-from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.program import Home, Program, Ref
 
@@ -45,12 +45,23 @@ class Values:
         side, kv = first.buffers[own], first.buffers.get("kv") or first.buffers["dkv"]
         self.heads, self.heads_kv = side.fields[0].heads, kv.fields[0].heads
         size = first.topology.cp_size
-        held = [positions(self.layout, rank, size, side.rows) for rank in range(size)]
+        held = [self.held(rank, size, side.rows) for rank in range(size)]
         self.positions = [[place for span in spans for place in span] for spans in held]
         self.group, self.size = self.heads // self.heads_kv, size * side.rows
         for program in programs:
             for name in {own, "kv"} & program.buffers.keys():
                 self._lay_in(program, name)
+
+    def held(self, rank: int, size: int, rows: int) -> tuple[range, ...]:
+        """Positions of a rank's rows."""
+        if self.layout is not Layout.DOCUMENTS:
+            return positions(self.layout, rank, size, rows)
+        return places_in_documents((0, *self.boundaries, size * rows), rank, size)
+
+    def sample_order(self, size: int) -> list[int]:
+        """By position, the row where all ranks' lie one behind the other."""
+        places = [place for rank in range(size) for place in self.positions[rank]]
+        return sorted(range(len(places)), key=places.__getitem__)
 
     def _lay_in(self, program: Program, name: str) -> None:
         """What the caller gives; q and lse are given with k and v, or left by forward with them."""

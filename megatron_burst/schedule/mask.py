@@ -70,6 +70,12 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
         BurstError: for documents in a layout whose shards do not have their rows in a row; for
             windows in documents where a kernel does not see where these end.
     """
+    if layout is Layout.DOCUMENTS and not (mode == "a2a" and one_call):
+        raise BurstError(
+            "burst attention: documents that are sharded each for itself come together in the "
+            f"order of the sample by an all-to-all; got layout {layout} with intra={mode}; pass "
+            "intra='a2a' (--burst-intra a2a), on several nodes inter='a2a' (--burst-inter a2a)"
+        )
     if not mask.documents:
         return
     if layout is Layout.STRIPED:

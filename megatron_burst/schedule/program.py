@@ -125,6 +125,20 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Reorder:
+    """Rows of all ranks one behind the other, put into the order of the sample; `back`: the way
+    back. Where each rank has chunks of every document, only the run knows that order."""
+
+    source: Ref
+    target: Ref
+    back: bool = False
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
 class ToRanks:
     """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one."""
 
@@ -288,6 +302,7 @@ class Transfer:
 
 Op = (
     Copy
+    | Reorder
     | ToRanks
     | FromRanks
     | Fill

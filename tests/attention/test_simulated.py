@@ -21,13 +21,14 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
+from tests.schedule.cases import LAYOUTS
 
 DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
 
 
 @st.composite
 def cases(draw):
-    layout = draw(st.sampled_from(list(Layout)))
+    layout = draw(st.sampled_from(LAYOUTS))
     nodes, ranks = draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
     tokens = draw(st.integers(1, 5)) * (2 if layout is Layout.ZIGZAG else 1)
     heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))

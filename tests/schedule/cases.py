@@ -16,6 +16,7 @@ from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.slots import pulled_count
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
+LAYOUTS = (Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.STRIPED)  # that say where tokens are
 MASKS = (Mask.FULL, Mask.CAUSAL)
 # windows smaller and larger than a chunk, to the left, to the right and to both; documents
 BANDS = (Mask(1, 0), Mask(3, 0), Mask(2, 1), Mask(None, 2), Mask(4, None))
@@ -81,7 +82,7 @@ class Case:
 def cases_on(topology: Topology, masks: Sequence[Mask] = MASKS) -> Iterator[Case]:
     """All that differ on a topology."""
     tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
-    for mode, layout, mask, circulate in product(MODES, Layout, masks, Circulate):
+    for mode, layout, mask, circulate in product(MODES, LAYOUTS, masks, Circulate):
         case = Case(mode, topology, layout, mask, circulate, tokens=tokens)
         if mode == "ring":
             yield from _rings(replace(case, rounds=1))

@@ -1,6 +1,7 @@
 """The proof of programs: all of them pass, and whatever is made wrong in one is found."""
 
 from dataclasses import replace
+from itertools import accumulate
 from random import Random
 
 import pytest
@@ -81,6 +82,18 @@ def test_windows_and_documents_are_proven(size, mode):
             starts = sorted(random.sample(places, min(len(places), random.randint(0, 4))))
             case = replace(case, boundaries=tuple(starts) if mask.documents else ())
             assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("ranks", range(1, 5))
+@pytest.mark.parametrize("mask", [*DOCUMENTS, Mask(1, 1, documents=True)], ids=str)
+def test_documents_that_are_sharded_each_for_itself_are_proven(ranks, mask):
+    random = Random(ranks)
+    cases = [case for case in cases_on(grid(1, ranks), [mask]) if case.mode == "a2a"]
+    for case in random.sample([case for case in cases if case.layout is Layout.ZIGZAG], 4):
+        lengths = [2 * ranks * random.randint(0, 2) for _ in range(3)] + [2 * ranks]
+        starts, tokens = list(accumulate(lengths))[:-1], sum(lengths) // ranks
+        here = replace(case, layout=Layout.DOCUMENTS, boundaries=tuple(starts), tokens=tokens)
+        assert faults_of(here) == [], here
 
 
 @pytest.mark.parametrize("mode", MODES)
