@@ -95,7 +95,7 @@ def burst_attention(
     refuse_transforms(_WHO, q, k, v)
     config = config or BurstConfig()
     group = _group(group)
-    state = state_of(group, config.timeout_s)
+    state = state_of(group, config.tuning.timeout_s)
     scale = softmax_scale if softmax_scale is not None else _default_scale(q)
     terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))

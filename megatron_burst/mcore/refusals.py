@@ -239,7 +239,7 @@ TABLE: tuple[Refusal, ...] = (
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="keep=half",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
-    Refusal("loss head", "burst_loss_grads",
+    Refusal("head", "burst_loss_grads",
         lambda grads, o: grads != "forward" or not getattr(o, "fp16", False),
         "gradients must be computed in backward in fp16: before it they are not scaled yet, and "
         "small ones vanish", "leave that out", got="grads={value} with --fp16"),

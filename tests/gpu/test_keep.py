@@ -29,8 +29,8 @@ SIZES = [HEADS[0] * DIM, HEADS[1] * DIM, HEADS[1] * DIM]  # of q, k and v
 MODES = {
     "none": BurstConfig(deterministic=True),
     "all": BurstConfig(deterministic=True, keep="all"),
-    "offload": BurstConfig(
-        deterministic=True, keep="all", keep_offload=True, keep_host_gib=HOST_GIB
+    "offload": BurstConfig.of(
+        deterministic=True, keep="all", keep_offload="results", keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
     "none, nodes": BurstConfig.of(deterministic=True, nodes=2),
