@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.visible import FULL, Visible
+from megatron_burst.kernels.visible import Visible
 from megatron_burst.plan.choose import Choice
+from megatron_burst.schedule.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Problem:
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, visible: Visible = FULL
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
 ) -> Problem:
     """What is asked for attention of these tensors, [.., .., heads, dim] each."""
     return Problem(
@@ -40,8 +41,8 @@ def problem_of(
         grouped=q.shape[2] != k.shape[2],
         deterministic=deterministic,
         arch=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0,
-        windowed=visible.windowed,
-        packed=visible.segments is not None,
+        windowed=mask.windowed,
+        packed=mask.documents,
     )
 
 

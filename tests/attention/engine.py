@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.setup import attention_shape
@@ -78,11 +78,9 @@ class Passes:
             self.programs = [MODES[way.mode](one) for one in (spec, back)]
         self.documents = None
         if way.edges:
-            starts, longest = (
-                torch.tensor(way.edges, dtype=torch.int32),
-                q.shape[1] * topology.cp_size,
-            )
-            self.documents = Documents(starts, longest, longest, topology.cp_size)
+            sample = Sample(torch.tensor(way.edges, dtype=torch.int32), None, None)
+            sizes = q.shape[1], topology.cp_size
+            self.documents = Documents(sample, sizes, way.layout, q.device)
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False)
             for program in self.programs

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, backends, choose_backend, problem_of
-from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
+from megatron_burst.schedule.mask import Mask
 from tests.kernels.bands import Band, errors_of
 
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)
@@ -60,10 +60,7 @@ def test_who_cannot_is_refused_and_told_who_can(said, asked):
 
 def test_a_problem_is_what_a_call_asks_for():
     q = torch.zeros(1, 4, 2, 8)
-    segments = Band((4,), (4,)).visible().segments
-    asked = [
-        problem_of(q, q, q, visible=visible)
-        for visible in (FULL, CAUSAL, Visible(None, 3), Visible(None, 0, segments))
-    ]
+    masks = Mask.FULL, Mask.CAUSAL, Mask(None, 3), Mask(None, 0, documents=True)
+    asked = [problem_of(q, q, q, mask=mask) for mask in masks]
     found = [(problem.windowed, problem.packed) for problem in asked]
     assert found == [(False, False), (False, False), (True, False), (False, True)]
