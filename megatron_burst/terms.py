@@ -154,11 +154,12 @@ def _of_names(terms: Terms) -> Iterator[Need]:
 
 def _of_shapes(terms: Terms) -> Iterator[Need]:
     q, k, v = terms.shapes
-    got = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    packed = terms.qkv_format == "thd"  # whose batch of one was added
+    got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
-        f"q, k and v must have four axes ({terms.qkv_format}), because heads and batch are "
-        "separate",
+        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), because "
+        "heads are separate",
         got,
         "reshape them",
     )

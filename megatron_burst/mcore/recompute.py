@@ -84,9 +84,7 @@ def for_calls(burst: BurstConfig) -> BurstConfig:
     """Burst's options without those of the checkpoints around calls, once these are switched on."""
     offloads = burst.offloads_results
     room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
-    return replace(
-        burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none"
-    )
+    return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
