@@ -29,7 +29,7 @@ def own_attention(rank: int) -> dict:
         "none": None,
         "all": ALL,
         "three": BurstConfig(keep="all", keep_layers=3),
-        "auto": BurstConfig.of(**AUTO),
+        "auto": BurstConfig(**AUTO),
     }.items():
         got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
         found[name] = relative_error(got, truth), got.kernels - truth.kernels
