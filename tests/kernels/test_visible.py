@@ -11,12 +11,12 @@ from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from tests.kernels.bands import Band, errors_of
 
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)
-LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
 
 
 @st.composite
-def bands(draw, windows: bool):
-    segments = draw(LENGTHS)
+def bands(draw, windows: bool, longest=9, most=5):
+    length = st.integers(0, longest)
+    segments = draw(st.lists(st.tuples(length, length), min_size=1, max_size=most))
     packed = draw(st.booleans())
     queries, keys = zip(*(segments if packed else segments[:1]), strict=True)
     left, right = (
