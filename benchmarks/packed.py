@@ -104,7 +104,7 @@ def main(
     dtype: Dtype = None,
     impl: Annotated[
         list[str] | None,
-        Option(help="repeatable: burst[:MODE][@LAYOUT], te[:MODE], ceiling[:BACKEND]"),
+        Option(help="repeatable: burst:MODE or burst:MODE@LAYOUT, te:MODE, ceiling"),
     ] = None,
     preset: Annotated[
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")

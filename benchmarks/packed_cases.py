@@ -172,7 +172,7 @@ def packed_problems(preset: str, grid: PackedGrid, impls: Sequence[str]) -> tupl
         impls: instead of the usual ones.
 
     Raises:
-        BurstError: if there is no such preset.
+        BurstError: if there is no such preset, or the lists leave nothing of it.
     """
     if preset and preset not in PRESETS:
         raise BurstError(
@@ -183,6 +183,12 @@ def packed_problems(preset: str, grid: PackedGrid, impls: Sequence[str]) -> tupl
     cases = grid.cases()
     if preset:
         cases = tuple(filter(grid.admits, (_case(seq * _K, *rest) for seq, *rest in every)))
+        if not cases:
+            raise BurstError(
+                f"{_WHO}: options beside --preset must leave some of its problems, because they "
+                f"narrow it down; got none of {preset} with {grid}; change them or leave --preset "
+                "out"
+            )
     return tuple(
         Problem(case, tuple(impls) or (documents if case.documents else windows)) for case in cases
     )

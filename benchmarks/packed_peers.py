@@ -67,7 +67,7 @@ class Sample:
         places = torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges])
         q, k, v, dout = self._tensors(places.to(world.device))
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=world.device)
-        leaves = (x.requires_grad_() for x in (q, k, v))
+        leaves = (x.detach().requires_grad_() for x in (q, k, v))
         return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
 
     def _tensors(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
