@@ -171,7 +171,6 @@ class PackedTransformerEngine(Packed, TransformerEngine):
             "attn_mask_type": "padding_causal",
             "max_seqlen_q": longest,
             "max_seqlen_kv": longest,
-            "pad_between_seqs": False,  # else it asks the GPU
             **{f"cu_seqlens_{name}": starts for name in names},
         }
 
