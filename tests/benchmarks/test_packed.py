@@ -1,6 +1,7 @@
 """Packed samples and windows: lengths, areas, who gets which rows, a run of real processes."""
 
 import re
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from benchmarks.packed_cases import PackedCase, PackedGrid, Problem, packed_prob
 from benchmarks.packed_peers import PackedBurst, PackedCeiling, PackedTransformerEngine, Sample
 from benchmarks.rows import PACKED_CSV, read
 from benchmarks.show import app as show
+from megatron_burst.cli.terminal import Progress
 from megatron_burst.schedule.mask import Mask
 from tests.oracle import full_attention, seen_by
 from tests.ranks import preload, run_ranks
@@ -108,15 +110,25 @@ def test_transformer_engine_is_told_documents_or_the_window():
     assert windowed == (4, {"window_size": (100, 0)})
 
 
+class Said(Progress):
+    """Keeps what it would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
 def bench(rank, folder):
     """Rows of a run, and errors between implementations that it told."""
     from megatron_burst.cli.world import world_of
 
     problems = [Problem(DOCUMENTS, IMPLS), Problem(WINDOW, ("burst:auto", "burst:a2a", "ceiling"))]
     plan = packed.Plan(problems, reps=2, out=folder / "packed.csv")
-    said, run = [], world_of("cpu")
-    run.progress.say = said.append
-    return packed.measure(plan, run), said
+    said = Said()
+    return packed.measure(plan, replace(world_of("cpu"), progress=said)), said.lines
 
 
 @pytest.fixture(scope="module")
