@@ -16,6 +16,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
+    add_flags,
     check_args,
     check_keep_args,
     check_loss_args,
@@ -26,8 +27,8 @@ from megatron_burst.mcore.args import (
     wants_burst,
     wants_fused_loss,
 )
-from megatron_burst.mcore.flags import FLAG, add_flags
 from megatron_burst.mcore.plan_file import check_plan, take_plans
+from megatron_burst.mcore.refusals import FLAG
 
 _DOOR = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
@@ -39,9 +40,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 def prepare(argv: list[str], door: str = "megatron_burst") -> None:
     """Add burst's flags to Megatron's parser; run on the CPU if the arguments say gloo.
 
-    Args:
-        argv: the script's arguments, as in sys.argv.
-        door: how it was asked for, for messages.
+    `argv` is as sys.argv has it; `door`, for messages, is how it was asked for.
 
     Raises:
         BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
@@ -66,10 +65,7 @@ def run_script(argv: list[str]) -> None:
     """Run a script as `python SCRIPT ...` would, after `prepare`.
 
     The script's folder comes first on sys.path before anything of Megatron is imported: scripts of
-    a checkout run its own Megatron.
-
-    Args:
-        argv: the script's path, then its arguments.
+    a checkout run its own Megatron. `argv`: the script's path, then its arguments.
 
     Raises:
         BurstError: if there is no such script, no Megatron that burst supports, or no GPU and no
@@ -98,10 +94,8 @@ def run_script(argv: list[str]) -> None:
 
 
 def _wants_cpu(argv: list[str]) -> bool:
-    if torch.cuda.is_available():
-        return False
-    joined = " ".join(argv).replace("=", " ")
-    return "--distributed-backend gloo" in joined
+    asked = "--distributed-backend gloo" in " ".join(argv).replace("=", " ")
+    return asked and not torch.cuda.is_available()
 
 
 # ---- what functions of Megatron are replaced by: see patches.py -----------------------------
@@ -121,12 +115,7 @@ class SwitchOn(Action):
 
 
 def with_flags(add_megatron_arguments, on_impl: str | type[Action] = SwitchOn):
-    """Replacement of `add_megatron_arguments` that adds burst's flags.
-
-    Args:
-        add_megatron_arguments: Megatron's.
-        on_impl: what parsing --context-parallel-impl does.
-    """
+    """Replacement of `add_megatron_arguments` that adds burst's flags; see `add_flags`."""
 
     def add_all(parser: ArgumentParser) -> ArgumentParser:
         parser = add_megatron_arguments(parser)
@@ -143,22 +132,20 @@ def validate_flags(validate_args):
     def validate_all(args: Namespace, defaults=None):
         check_plan(args)
         check_unused(args)
-        burst = BurstConfig.from_args(args)
-        keeps = burst.keep != "none" or burst.offloads_inputs
+        burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
         if wants_burst(args):
             check_args(args)
             force_args(args)
-        if keeps:
+        if burst.keep != "none" or burst.offloads_inputs:
             check_keep_args(args)
-        if wants_fused_loss(args):
+        if has_loss:
             check_loss_args(args)
         validated = validate_args(args, {} if defaults is None else defaults)
         if wants_burst(args):
             patches.apply("attention")
             say_attention_backend(args)
-        if keeps:
-            patches.switch_on_keep(burst)
-        if wants_fused_loss(args):
+        patches.switch_on_keep(burst)
+        if has_loss:
             patches.apply("loss", given=(FusedLossConfig.from_args(args),))
             patches.apply("main_grad")
         return validated
@@ -194,11 +181,6 @@ def hint_at_burst(init):
         init(self, config, *arguments, **options)
 
     return build
-
-
-def use_built_dataset_helpers() -> None:
-    """Keep Megatron from running make where there is nothing to make."""
-    patches.apply("helpers")
 
 
 def compile_unless_built(compile_helpers):

@@ -20,10 +20,9 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import burst_config_of
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.keep import call_kept
-from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident
+from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
 from megatron_burst.recompute.offload import host_limit_bytes, host_memory
 from megatron_burst.say import say
 
@@ -55,11 +54,7 @@ def inputs_on_host(checkpoint, limit_gib: float | None = None):
 
 def te_in_frames(checkpoint):
     """Replacement of TransformerEngine's checkpoint that runs its function in a frame."""
-
-    def checkpoint_in_frame(function, *args, **options):
-        return checkpoint(framed(function), *args, **options)
-
-    return checkpoint_in_frame
+    return lambda function, *args, **options: checkpoint(framed(function), *args, **options)
 
 
 def own_kept(forward):
@@ -71,7 +66,7 @@ def own_kept(forward):
         burst = own_config(self.config, self.layer_number, query, value)
         if burst.keep == "none":
             return forward(self, query, key, value, *args, **options)
-        keeping = Keeping(WHOLE, packer(query.device, burst), burst.tuning.keep_debug)
+        keeping = Keeping(pack=packer(query.device, burst), debug=burst.tuning.keep_debug)
         return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
     return forward_kept
@@ -84,34 +79,24 @@ def for_calls(burst: BurstConfig) -> BurstConfig:
     """Burst's options without those of the checkpoints around calls, once these are switched on."""
     offloads = burst.offloads_results
     room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
-    return replace(
-        burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none"
-    )
+    return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
-    """Burst's options for a layer that runs Megatron's own attention.
-
-    Raises:
-        BurstError: if its results cannot be kept as asked.
-    """
+    """Burst's options for a layer of Megatron's own attention; refuses what it cannot keep."""
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
         check("keep", config, WHO, skip=("recompute_modules",))  # it runs: it is among them
-        burst = settled(burst, config, layer_number, query, value, half_saves=0.0)
+        burst = resolved(burst, config, layer_number, query, value, half_saves=0.0)
     check("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
     return burst
 
 
-def settled(
-    burst: BurstConfig,
-    config: TransformerConfig,
-    layer_number: int,
-    query: Tensor,
-    value: Tensor,
+def resolved(
+    burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
     half_saves: float,
-) -> BurstConfig:
-    """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
+) -> BurstConfig:  # fmt: skip
+    """Burst's options for one layer: whether it keeps is resolved, "auto" and the layers are gone.
 
     Args:
         burst: for the model, of `for_calls`.
@@ -119,13 +104,13 @@ def settled(
         layer_number: Megatron's.
         query: [s_local, b, h, d_qk], of the layer's attention.
         value: [s_local, b, h_kv, d_v].
-        half_saves: share of the replay that the layer saves by keeping half; 0 if it cannot.
+        half_saves: share of recomputation that the layer saves by keeping half; 0 if it cannot.
     """
-    if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
+    if burst.keep != "auto" and burst.keep_layers is None:
         return burst
     stage = stage_layers(config)
     if burst.keep == "auto":
-        heads = _mtp_layers(config)
+        heads = sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
         problem = _problem(config, len(stage) + heads, query, value, half_saves)
         with_them = sum(number in stage for number in range(1, heads + 1))
         burst = _chosen(burst, problem, with_them)
@@ -144,42 +129,31 @@ def _problem(
     rows = query.shape[:-1].numel()
     layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
     tokens = query.shape[0] * config.context_parallel_size
-    pipeline = (
-        config.pipeline_model_parallel_size,
-        parallel_state.get_pipeline_model_parallel_rank(),
-        config.virtual_pipeline_model_parallel_size or 1,
-    )
-    return KeepProblem(layers, in_flight(*pipeline), layer_bytes, tokens, half_saves)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
+    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves)
 
 
 def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
     """Options with the choice in the place of "auto".
 
-    Args:
-        burst: with keep="auto".
-        problem: of the stage.
-        with_them: layers of multi-token prediction that keep as decoder layers of their number do.
+    `with_them`: layers of multi-token prediction that keep as decoder layers of their number do.
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
-    tuning = replace(
-        burst.tuning,
-        keep_debug=burst.tuning.keep_debug and choice.keep != "none",
-        keep_host_gib=burst.tuning.keep_host_gib if choice.offload else None,
-    )
+    off = {} if choice.keep != "none" else {"keep_debug": False}
+    burst = burst.tuned(**off if choice.offload else off | {"keep_host_gib": None})
+    layers = max(0, choice.layers - with_them) if some else None
+    offload = "results" if choice.offload else "none"
     return replace(
-        burst,
-        keep=choice.keep,
-        keep_budget_gib=None,
-        keep_layers=max(0, choice.layers - with_them) if some else None,
-        keep_offload="results" if choice.offload else "none",
-        tuning=tuning,
+        burst, keep=choice.keep, keep_budget_gib=None, keep_layers=layers, keep_offload=offload
     )
 
 
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
-    """The choice for a stage; made, and said, once."""
+    """The choice for a stage; made, and told, once."""
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
@@ -190,9 +164,9 @@ def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepCh
 def _host_bytes(burst: BurstConfig) -> int:
     """Most host memory of a rank: as asked, or what the one with least has free.
 
-    Ranks that attend to one sequence must choose alike, or some would communicate in a replay and
-    others not. Those that share a layer's weights would wait for the slowest. So both agree, once:
-    they come to their first layer together, which pipeline stages do not.
+    Ranks that attend to one sequence must choose alike, or some would communicate in recomputation
+    and others not. Those that share a layer's weights would wait for the slowest. So both agree,
+    once: they come to their first layer together, which pipeline stages do not.
     """
     if burst.tuning.keep_host_gib is not None:
         return host_limit_bytes(burst.tuning.keep_host_gib)
@@ -219,11 +193,6 @@ def stage_layers(config: TransformerConfig) -> list[int]:
         first = get_transformer_layer_offset(config, chunk) + 1
         numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
     return numbers
-
-
-def _mtp_layers(config: TransformerConfig) -> int:
-    """How many layers of multi-token prediction this process has."""
-    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
 
 
 def _chunks(config: TransformerConfig) -> Sequence[int | None]:

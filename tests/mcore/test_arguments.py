@@ -16,7 +16,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.flags import add_flags
+from megatron_burst.mcore.args import add_flags
 from megatron_burst.mcore.refusals import TABLE
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks

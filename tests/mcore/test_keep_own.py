@@ -6,7 +6,7 @@ Catches replays that compute though they need not, and what would not be kept wi
 import pytest
 import torch
 
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
 from tests.mcore.gpt import FULL_RECOMPUTE, SEQ
@@ -14,7 +14,7 @@ from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_er
 from tests.ranks import run_ranks
 
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0, tuning=Tuning(keep_host_gib=1.0))
+AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 
 def own_attention(rank: int) -> dict:
