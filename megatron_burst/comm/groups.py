@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import OneQueue, Parcels, SentSlots, Slots, Streams
 from megatron_burst.comm.nodes import check_devices, find_topology
-from megatron_burst.comm.state import SubGroups, board_of, state_of
+from megatron_burst.comm.state import SubGroups, state_of
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
@@ -85,7 +85,8 @@ class Communicator:
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology says
             ranks = [self._ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
-            pools[name] = SymmetricPool(together, ranks, self.cp_rank, board_of(together, None))
+            board = state_of(together, None).board
+            pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
         return pools[name]
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, device: torch.device) -> list:

@@ -158,11 +158,6 @@ def _drop_destroyed() -> None:
         del _STATES[group]
 
 
-def board_of(group: dist.ProcessGroup, timeout_s: float | None) -> Board:
-    """The group's board; made at first use."""
-    return state_of(group, timeout_s).board
-
-
 def release_buffers(group: dist.ProcessGroup) -> None:
     """Give back the memory that a group's communicators keep; all its ranks together."""
     if group in _STATES:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.state import board_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.errors import BurstError, DisagreementError, unmet
 from megatron_burst.loss.main_grad import held_bytes
 from megatron_burst.loss.rows import TensorParallel, processors_of
@@ -101,7 +101,7 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
 
 def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
     """Make sure that all ranks of a group have the same terms."""
-    text, board = json.dumps(terms), board_of(group, None)
+    text, board = json.dumps(terms), state_of(group, None).board
     if board.knows(text):
         return
     everyones = [json.loads(other) for other in board.share(text, WHO)]

@@ -124,14 +124,10 @@ def _on_cpu(value: object) -> object:
 # ---- what names are bound to: see patches.py ------------------------------------------------
 
 
-def run_backward_in_mode(run_backward):
-    """Replacement of what runs autograd's engine."""
-
-    def run_in_mode(*args, **kwargs):
-        with CudaMeansCpu():
-            return run_backward(*args, **kwargs)
-
-    return run_in_mode
+def run_backward_in_mode(run_backward, /, *args, **kwargs):
+    """What runs autograd's engine."""
+    with CudaMeansCpu():
+        return run_backward(*args, **kwargs)
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:
@@ -144,18 +140,14 @@ def set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bo
     torch.set_rng_state(new_state)
 
 
-def build_marked(build):
-    """Replacement of the constructor of Megatron's norms in PyTorch."""
-
-    def build_plain(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        plain = copy.copy(config)
-        plain.sequence_parallel = plain.persist_layer_norm = False
-        norm = build(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return build_plain
+def build_marked(build, /, cls: type, config, *args, **kwargs) -> torch.nn.Module:
+    """The constructor of Megatron's norms in PyTorch."""
+    plain = copy.copy(config)
+    plain.sequence_parallel = plain.persist_layer_norm = False
+    norm = build(cls, plain, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 def record_event(self: Any, event: Any = None) -> Any:
@@ -168,14 +160,14 @@ def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def mesh_on_the_cpu(from_group):
-    """Replacement of `DeviceMesh.from_group`."""
-    return lambda group, device_type, *rest, **options: from_group(group, "cpu", *rest, **options)
+def mesh_on_the_cpu(from_group, /, group, device_type: str, *rest, **options):
+    """`DeviceMesh.from_group` for the CPU."""
+    return from_group(group, "cpu", *rest, **options)
 
 
-def initialize_without_cuda(initialize):
-    """Replacement of `initialize_megatron`."""
-    return lambda allow_no_cuda=True, *rest, **options: initialize(True, *rest, **options)
+def initialize_without_cuda(initialize, /, allow_no_cuda: bool = True, *rest, **options):
+    """`initialize_megatron` that asserts no CUDA."""
+    return initialize(True, *rest, **options)
 
 
 def newest_architecture() -> int:
@@ -183,16 +175,12 @@ def newest_architecture() -> int:
     return 10
 
 
-def validate_adjusted(validate_args):
-    """Replacement of `validate_args` that adjusts the arguments first."""
-
-    def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
-        changed = adjust_args(args)
-        if changed and args.rank == 0:
-            say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
-        return validate_args(args, *rest, **options)
-
-    return validate
+def validate_adjusted(validate_args, /, args: Namespace, *rest, **options):
+    """`validate_args` that adjusts the arguments first."""
+    changed = adjust_args(args)
+    if changed and args.rank == 0:
+        say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
+    return validate_args(args, *rest, **options)
 
 
 def warm_nothing_up(tp_size: int | None = None) -> None:

@@ -208,41 +208,29 @@ def _refusal(must: str, got: object) -> BurstError:
     return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def build_with_loss(build, config: FusedLossConfig | None = None):
-    """Replacement of a model's constructor."""
-
-    def build_fused(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        fuse_loss(self, config)
-
-    return build_fused
+def build_with_loss(build, fused: FusedLossConfig, /, self, *args, **options) -> None:
+    """A model's constructor."""
+    build(self, *args, **options)
+    fuse_loss(self, fused)
 
 
-def zero_and_open(zero):
-    """Replacement of what sets `main_grad` to zero: from then on the fused loss may add to it."""
-
-    def zero_gradients(self, *args, **kwargs):
-        zero(self, *args, **kwargs)
-        # there parameters are gathered in gradients' memory, while forward runs
-        if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            for forecast in _forecasts(self):
-                forecast.open()
-
-    return zero_gradients
-
-
-def close_and_finish(finish):
-    """Replacement of what reduces `main_grad`: from then on the fused loss may not add to it."""
-
-    def finish_gradients(self, *args, **kwargs):
+def zero_and_open(zero, /, self, *args, **options) -> None:
+    """What sets `main_grad` to zero: from then on the fused loss may add to it."""
+    zero(self, *args, **options)
+    # there parameters are gathered in gradients' memory, while forward runs
+    if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         for forecast in _forecasts(self):
-            forecast.close()
-        return finish(self, *args, **kwargs)
+            forecast.open()
 
-    return finish_gradients
+
+def close_and_finish(finish, /, self, *args, **options):
+    """What reduces `main_grad`: from then on the fused loss may not add to it."""
+    for forecast in _forecasts(self):
+        forecast.close()
+    return finish(self, *args, **options)
 
 
 def _forecasts(ddp) -> Iterator[Forecast]:

@@ -98,7 +98,7 @@ def _wants_cpu(argv: list[str]) -> bool:
     return asked and not torch.cuda.is_available()
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
 class SwitchOn(Action):
@@ -114,83 +114,65 @@ class SwitchOn(Action):
             patches.apply("attention")
 
 
-def with_flags(add_megatron_arguments, on_impl: str | type[Action] = SwitchOn):
-    """Replacement of `add_megatron_arguments` that adds burst's flags; see `add_flags`."""
-
-    def add_all(parser: ArgumentParser) -> ArgumentParser:
-        parser = add_megatron_arguments(parser)
-        add_flags(parser, on_impl)
-        take_plans(parser)
-        return parser
-
-    return add_all
+def with_flags(
+    add_megatron_arguments, /, parser: ArgumentParser, on_impl: str | type[Action] = SwitchOn
+) -> ArgumentParser:
+    """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
+    parser = add_megatron_arguments(parser)
+    add_flags(parser, on_impl)
+    take_plans(parser)
+    return parser
 
 
-def validate_flags(validate_args):
-    """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
-
-    def validate_all(args: Namespace, defaults=None):
-        check_plan(args)
-        check_unused(args)
-        burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
-        if wants_burst(args):
-            check_args(args)
-            force_args(args)
-        if burst.keep != "none" or burst.offloads_inputs:
-            check_keep_args(args)
-        if has_loss:
-            check_loss_args(args)
-        validated = validate_args(args, {} if defaults is None else defaults)
-        if wants_burst(args):
-            patches.apply("attention")
-            say_attention_backend(args)
-        patches.switch_on_keep(burst)
-        if has_loss:
-            patches.apply("loss", given=(FusedLossConfig.from_args(args),))
-            patches.apply("main_grad")
-        return validated
-
-    return validate_all
+def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespace:
+    """`validate_args` that checks burst's needs first and switches burst on."""
+    check_plan(args)
+    check_unused(args)
+    burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
+    if wants_burst(args):
+        check_args(args)
+        force_args(args)
+    if burst.keep != "none" or burst.offloads_inputs:
+        check_keep_args(args)
+    if has_loss:
+        check_loss_args(args)
+    validated = validate_args(args, {} if defaults is None else defaults)
+    if wants_burst(args):
+        patches.apply("attention")
+        say_attention_backend(args)
+    patches.switch_on_keep(burst)
+    if has_loss:
+        patches.apply("loss", given=(FusedLossConfig.from_args(args),))
+        patches.apply("main_grad")
+    return validated
 
 
-def refuse_yaml(load_yaml):
-    """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
-
-    def load(yaml_path):
-        own = any(word.startswith("--burst-") for word in sys.argv)
-        if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
-            raise BurstError(
-                f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command "
-                f"line; got --yaml-cfg {yaml_path}; pass the file's values as flags"
-            )
-        return load_yaml(yaml_path)
-
-    return load
+def refuse_yaml(load_yaml, /, yaml_path):
+    """`load_yaml` that refuses burst: its result replaces the command line."""
+    own = any(word.startswith("--burst-") for word in sys.argv)
+    if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
+        raise BurstError(
+            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command line; "
+            f"got --yaml-cfg {yaml_path}; pass the file's values as flags"
+        )
+    return load_yaml(yaml_path)
 
 
-def hint_at_burst(init):
-    """Replacement of the constructor of Megatron's local attention, which holds whole sequences."""
-
-    def build(self, config, *arguments, **options) -> None:
-        if config.context_parallel_size > 1:
-            raise BurstError(
-                "Megatron's local attention: the context parallel size must be 1, because it "
-                "attends within a rank; got --context-parallel-size "
-                f"{config.context_parallel_size}; pass {FLAG}, or install transformer-engine"
-            )
-        init(self, config, *arguments, **options)
-
-    return build
+def hint_at_burst(init, /, self, config, *arguments, **options) -> None:
+    """The constructor of Megatron's local attention, which holds whole sequences."""
+    if config.context_parallel_size > 1:
+        raise BurstError(
+            "Megatron's local attention: the context parallel size must be 1, because it attends "
+            f"within a rank; got --context-parallel-size {config.context_parallel_size}; pass "
+            f"{FLAG}, or install transformer-engine"
+        )
+    init(self, config, *arguments, **options)
 
 
-def compile_unless_built(compile_helpers):
-    """Replacement of what runs make for the data set helpers, which Megatron's wheel has built."""
+def compile_unless_built(compile_helpers) -> None:
+    """What runs make for the data set helpers, which Megatron's wheel has built."""
+    from megatron.core.datasets import utils
 
-    def compile_where_there_is_a_makefile() -> None:
-        from megatron.core.datasets import utils
-
-        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-        if not built or (Path(utils.__file__).parent / "Makefile").is_file():
-            compile_helpers()
-
-    return compile_where_there_is_a_makefile
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if not built or (Path(utils.__file__).parent / "Makefile").is_file():
+        compile_helpers()

@@ -63,7 +63,7 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
 
     Args:
         groups: of the table.
-        given: passed to what makes the replacements, after the originals.
+        given: passed to what takes their places, after the originals.
 
     Raises:
         BurstError: if Megatron or torch is another than the table was written for.

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.comm.state import board_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import burst_config_of
 from megatron_burst.mcore.refusals import check
@@ -32,44 +32,34 @@ _LEAST = 1 << 10  # elements of an input that is worth a copy
 _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-# ---- what functions of Megatron and TransformerEngine are replaced by: see patches.py -------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def inputs_on_host(checkpoint, limit_gib: float | None = None):
-    """Replacement of a checkpoint that puts its function's inputs into host memory."""
+def inputs_on_host(checkpoint, limit_gib: float | None, /, function, *args, **options):
+    """A checkpoint that puts its function's inputs into host memory."""
+    frame = Frame()
 
-    def checkpoint_on_host(function, *args, **options):
-        frame = Frame()
+    def pack(x: Tensor) -> Parcel:
+        if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
+            return Resident((x,))
+        return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
 
-        def pack(x: Tensor) -> Parcel:
-            if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
-                return Resident((x,))
-            return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
-
-        with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
-            return checkpoint(frame.bind(function), *args, **options)
-
-    return checkpoint_on_host
+    with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
+        return checkpoint(frame.bind(function), *args, **options)
 
 
-def te_in_frames(checkpoint):
-    """Replacement of TransformerEngine's checkpoint that runs its function in a frame."""
-    return lambda function, *args, **options: checkpoint(framed(function), *args, **options)
+def te_in_frames(checkpoint, /, function, *args, **options):
+    """TransformerEngine's checkpoint that runs its function in a frame."""
+    return checkpoint(framed(function), *args, **options)
 
 
-def own_kept(forward):
-    """Replacement of the forward of Megatron's own attention, or of TransformerEngine's."""
-
-    def forward_kept(self, query, key, value, *args, **options):
-        if not running():
-            return forward(self, query, key, value, *args, **options)
-        burst = own_config(self.config, self.layer_number, query, value)
-        if burst.keep == "none":
-            return forward(self, query, key, value, *args, **options)
-        keeping = Keeping(pack=packer(query.device, burst), debug=burst.tuning.keep_debug)
-        return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
-
-    return forward_kept
+def own_kept(forward, /, self, query, key, value, *args, **options):
+    """The forward of Megatron's own attention, or of TransformerEngine's."""
+    burst = own_config(self.config, self.layer_number, query, value) if running() else None
+    if burst is None or burst.keep == "none":
+        return forward(self, query, key, value, *args, **options)
+    keeping = Keeping(pack=packer(query.device, burst), debug=burst.tuning.keep_debug)
+    return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
 
 # ---- a layer's options ----------------------------------------------------------------------
@@ -173,7 +163,7 @@ def _host_bytes(burst: BurstConfig) -> int:
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group not in _FREE:
         mine = f"{host_limit_bytes(None)} bytes of host memory"
-        everyones = board_of(group, burst.tuning.timeout_s).share(mine, WHO)
+        everyones = state_of(group, burst.tuning.timeout_s).board.share(mine, WHO)
         _FREE[group] = min(int(free.split()[0]) for free in everyones)
     return _FREE[group]
 

@@ -86,30 +86,21 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
     return made
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def provide_burst(core_attention):
-    """Replacement of what Megatron's GPT specs ask for their core attention."""
-
-    def provide(self) -> type:
-        provided = core_attention(self)
-        return burst_replacements().get(provided, provided)
-
-    return provide
+def provide_burst(core_attention, /, self) -> type:
+    """What Megatron's GPT specs ask for their core attention."""
+    provided = core_attention(self)
+    return burst_replacements().get(provided, provided)
 
 
-def refuse_others(init):
-    """Replacement of the constructor of Megatron's attention layers, which build core attention."""
-    signature = inspect.signature(init)
-
-    def build(self, *arguments, **options) -> None:
-        given = signature.bind(self, *arguments, **options).arguments
-        _check_core(_class_of(given["submodules"].core_attention), **given)
-        init(self, *arguments, **options)
-        _check_core(type(self.core_attention), **given)  # of a function, or of params
-
-    return build
+def refuse_others(init, /, self, *arguments, **options) -> None:
+    """The constructor of Megatron's attention layers, which build core attention."""
+    given = inspect.signature(init).bind(self, *arguments, **options).arguments
+    _check_core(_class_of(given["submodules"].core_attention), **given)
+    init(self, *arguments, **options)
+    _check_core(type(self.core_attention), **given)  # of a function, or of params
 
 
 def _check_core(

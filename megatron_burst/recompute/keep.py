@@ -80,23 +80,20 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
-def in_frames(forward):
-    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own, or in
-    that which its function is bound to."""
-    return lambda ctx, run_function, *args: forward(ctx, framed(run_function), *args)
+def in_frames(forward, /, ctx, run_function, *args):
+    """A reentrant checkpoint's forward: each call runs in a frame of its own, or in that which its
+    function is bound to."""
+    return forward(ctx, framed(run_function), *args)
 
 
-def with_contexts(generator):
-    """Replacement of the generator of other checkpoints: each call runs in a frame of its own."""
+def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **options):
+    """The generator of other checkpoints: each call runs in a frame of its own."""
 
-    def generate(fn, preserve_rng_state, context_fn, *args, **options):
-        def contexts():
-            frame: Frame[Any] = Frame()
-            return tuple(_Both(context, frame) for context in context_fn())
+    def contexts():
+        frame: Frame[Any] = Frame()
+        return tuple(_Both(context, frame) for context in context_fn())
 
-        return generator(fn, preserve_rng_state, contexts, *args, **options)
-
-    return generate
+    return generator(fn, preserve_rng_state, contexts, *args, **options)
 
 
 class _Both:

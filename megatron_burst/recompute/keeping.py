@@ -142,18 +142,6 @@ def _counter(x: Tensor) -> Tensor:
     return counter
 
 
-class Policy(Protocol):
-    """How much of the outputs is kept."""
-
-    def trim(self, outs: Tensors) -> Tensors:
-        """What is kept of the outputs."""
-        ...
-
-    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """The outputs, from what was kept and from the inputs of recomputation."""
-        ...
-
-
 class Parcel(Protocol):
     """Kept tensors, wherever they are."""
 
@@ -179,14 +167,8 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How calls are kept.
+    """How calls are kept."""
 
-    Attributes:
-        policy: how much of the outputs; None: all.
-        pack: puts kept tensors away until recomputation.
-        debug: whether its inputs are compared with the first pass's, bit by bit.
-    """
-
-    policy: Policy | None = None
-    pack: Callable[[Tensors], Parcel] = Resident
-    debug: bool = False
+    policy: Any = None  # `half.LaterHalf`; None: all of the outputs are kept
+    pack: Callable[[Tensors], Parcel] = Resident  # puts kept tensors away until recomputation
+    debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit

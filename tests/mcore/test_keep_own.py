@@ -3,6 +3,8 @@
 Catches replays that compute though they need not, and what would not be kept without a word.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -135,7 +137,8 @@ def transformer_engines_checkpoint(rank: int) -> list:
         return x * x
 
     attend = keep(square)
-    for function in (checkpoint, framed := te_in_frames(checkpoint), inputs_on_host(framed, 1.0)):
+    framed = partial(te_in_frames, checkpoint)
+    for function in (checkpoint, framed, partial(inputs_on_host, framed, 1.0)):
         x = torch.linspace(0, 1, 2000).requires_grad_()
         calls.clear()
         y = function(lambda x: attend(x + 1), x, tp_group=3)
