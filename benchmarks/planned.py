@@ -34,6 +34,8 @@ _LINK = re.compile(
     r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ nodes( of one machine)?"
 )
 
+MASKS = {"causal": Mask.CAUSAL, "full": Mask.FULL}
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -120,7 +122,7 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
         row.head_dim_qk, row.head_dim_v, 2, 4, 4,
     )  # fmt: skip
-    pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
+    pattern = Pattern(Layout.ZIGZAG, MASKS[row.mask], 1.0)
     nodes = pretend_nodes(row.ranks, row.nodes)
     call = way_of(shape, torch.device("cpu"), nodes, pattern, impl.config)
     return replace(

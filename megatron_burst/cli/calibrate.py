@@ -103,7 +103,7 @@ class _Run:
             yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
             if read := mover.puller(max(self.sizes.messages)):
                 yield from self._speeds("copy_engine", lambda n: (read(n),))
-        yield from self._speeds("node", mover.host_copies)
+        yield from self._speeds("host", mover.host_copies)
 
     def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:
         if not self._starts(f"link {kind}"):

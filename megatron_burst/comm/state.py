@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_burst.comm.groups import Communicator
 
 _CALLS = 128  # whose programs are kept
+_SAMPLES = 8  # micro-batches whose layers are under way
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
 # Up to which number groups have names, as long as the default group lives.
@@ -120,6 +121,8 @@ class GroupState:
     settled: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
     # the choices that the user was told of
     said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
+    # what follows from where the documents of the latest packed samples begin
+    samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))
     # where its ranks compare their passes; None before the first communicator, and of a single rank
     log: PassLog | None = None
 

@@ -259,6 +259,6 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
-    _on_gpus("optimizer_cpu_offload", "memory beside the node's"),
+    _on_gpus("optimizer_cpu_offload", "memory beside the host's"),
     *_cuda_graphs(),
 )  # fmt: skip

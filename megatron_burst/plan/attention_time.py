@@ -12,7 +12,6 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.timing import Timeline, Wiring, simulate
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link
 
 _MANY_NODES = 8, 16  # whose times tell that of more
@@ -112,7 +111,7 @@ def _simulated(call: AttentionCall) -> range:
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
-    even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
+    even = call.layout is Layout.ZIGZAG or call.mask.full
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1

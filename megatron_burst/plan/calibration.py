@@ -10,7 +10,7 @@ from megatron_burst.plan import hardware as planned
 from megatron_burst.plan.hardware import MIB, Curve, Hardware, preset, preset_names
 from megatron_burst.plan.tables import TomlFile, as_tables
 
-Kind = Literal["intra", "inter", "all_to_all", "all_gather", "copy_engine", "node"]
+Kind = Literal["intra", "inter", "all_to_all", "all_gather", "copy_engine", "host"]
 _LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
 _BOTH = ("forward", "backward")
 _LEAST = 0.05  # of a message's time is its bytes', however noisy the measured latency is
@@ -42,7 +42,7 @@ class LinkSpeed:
     Attributes:
         kind: "intra" and "inter": a ring shift inside and between nodes. "all_to_all",
             "all_gather": over the ranks of a node. "copy_engine": ranks of a node read the next
-            one's symmetric memory. "node": pinned copies, the slower of both directions.
+            one's symmetric memory. "host": pinned copies, the slower of both directions.
         message_bytes: that a rank sends (all_gather: receives) in the call.
         gb_per_s: message_bytes over the time of the call, start included, in 1e9 bytes a second.
         latency_us: of the same call with next to nothing in it.
@@ -118,7 +118,7 @@ def hardware(found: Calibration, name: str) -> Hardware:
         BurstError: if there is no preset of the GPU.
     """
     base = preset_of(found.gpu, name)
-    of_kind = {kind: [row for row in found.links if row.kind == kind] for kind in (*_LINKS, "node")}
+    of_kind = {kind: [row for row in found.links if row.kind == kind] for kind in (*_LINKS, "host")}
     links = {
         ours: _link(rows, _per_card(base, theirs))
         for theirs, ours in _LINKS.items()
@@ -128,7 +128,7 @@ def hardware(found: Calibration, name: str) -> Hardware:
         base.gpu,
         memory_gib=found.memory_gib,
         matmul_tflops=found.matmul_tflops,
-        host_gbs=max((row.gb_per_s for row in of_kind["node"]), default=base.gpu.host_gbs),
+        host_gbs=max((row.gb_per_s for row in of_kind["host"]), default=base.gpu.host_gbs),
     )
     kernels = _kernels(found.kernels)
     measured = {(kernel.backend, kernel.head_dim) for kernel in kernels}

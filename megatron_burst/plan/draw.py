@@ -68,7 +68,7 @@ def _draw_panel(ax: Any, spec: Spec, programs: Sequence[Program], columns: int) 
     ax.set_xlim(-0.55, columns - 0.35)
     ax.set_ylim(-len(order) + 0.45, 0.55)
     ax.set_xticks(steps, [f"step {step}" for step in steps], fontsize=8)
-    names = [f"rank {rank}\nhost {topology.node_of[rank]}" for rank in order]
+    names = [f"rank {rank}\nnode {topology.node_of[rank]}" for rank in order]
     ax.set_yticks([height[rank] for rank in order], names, fontsize=8)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -118,7 +118,7 @@ def _work(program: Program, step: int, tokens: int) -> str:
     if not found:
         return "idle"
     ((_, queries, keys, mask),) = found
-    if mask is Mask.CAUSAL:
+    if mask.causal:
         return "causal"
     if keys < tokens:
         return "½ kv"

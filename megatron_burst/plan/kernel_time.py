@@ -6,7 +6,7 @@ from math import ceil, inf
 
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.mask import Mask, Tile
+from megatron_burst.schedule.mask import Tile
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
@@ -45,7 +45,7 @@ class Timer:
         causal kernels begin with their longest blocks, which evens out the end.
         """
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
-        return self._kernel(tile.pairs, rows, tile.mask is Mask.CAUSAL, shape, direction)
+        return self._kernel(tile.pairs, rows, tile.mask.causal, shape, direction)
 
     def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of sliding-window attention of a call's queries.

@@ -20,7 +20,7 @@ from megatron_burst.schedule.topology import Link
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
-NODE, HEAD, BUBBLE = "waiting for node copies", "LM head and loss", "pipeline bubble"
+NODE, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
 REPLAY, UPDATE = "computing again", "gradients and optimizer"
 
 

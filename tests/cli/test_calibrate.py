@@ -32,8 +32,8 @@ def kinds(found):
 @pytest.mark.parametrize(
     "nodes, links",
     [
-        ("aa", {"intra", "all_to_all", "all_gather", "node"}),
-        ("ab", {"inter", "node"}),
+        ("aa", {"intra", "all_to_all", "all_gather", "host"}),
+        ("ab", {"inter", "host"}),
     ],
 )
 def test_two_ranks_measure_what_they_have(nodes, links):
@@ -100,7 +100,7 @@ def test_the_command_writes_what_is_read(tmp_path):
     assert done.exit_code == 0, done.output
     found = from_toml(out.read_text(), str(out))
     assert "measuring kernels and links" in done.stderr and done.stdout == out.read_text()
-    assert found.gpu == "CPU" and kinds(found) == {"node"} and len(found.kernels) == 8
+    assert found.gpu == "CPU" and kinds(found) == {"host"} and len(found.kernels) == 8
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):

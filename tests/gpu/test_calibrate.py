@@ -39,6 +39,6 @@ def test_two_gpus_measure_all_links_inside_a_node():
     assert first[:3] == [2, 2, 1] and second[:3] == [1, 1, 1]  # 1024 bytes of the next rank's
     assert found == other
     kinds = {link.kind for link in found.links}
-    assert kinds == {"intra", "all_to_all", "all_gather", "copy_engine", "node"}
+    assert kinds == {"intra", "all_to_all", "all_gather", "copy_engine", "host"}
     assert len(found.kernels) == 2 * 2 * 4  # directions, head dimensions, lengths
     print(found)

@@ -143,15 +143,15 @@ def transformer_engines_checkpoint(rank: int) -> list:
         calls.clear()
         y = function(lambda x: attend(x + 1), x, tp_group=3)
         function(lambda x: attend(x).sum(), y, tp_group=3).backward()
-        on_node = host_memory(torch.device("cpu"), 1.0).taken_bytes
-        found.append((len(calls), on_node, x.grad.tolist()))
+        on_host = host_memory(torch.device("cpu"), 1.0).taken_bytes
+        found.append((len(calls), on_host, x.grad.tolist()))
     return found
 
 
 def test_transformer_engines_checkpoint_runs_in_frames_too():
     """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
     (found,) = run_ranks(transformer_engines_checkpoint, 1)
-    assert [(calls, on_node) for calls, on_node, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
+    assert [(calls, on_host) for calls, on_host, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
     true = 4 * (1 + torch.linspace(0, 1, 2000)) ** 3
     for *_, grad in found:
         torch.testing.assert_close(torch.tensor(grad), true)

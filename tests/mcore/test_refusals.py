@@ -222,7 +222,7 @@ def test_windows_are_left_to_layers_where_they_differ():
     check_args(arguments(window_size=(8, 0), cp_comm_type=["burst", "p2p"]))
 
 
-def test_inputs_alone_may_wait_on_the_node_whatever_attention_is():
+def test_inputs_alone_may_wait_on_the_host_whatever_attention_is():
     check_keep_args(arguments(burst_keep=None, attention_dropout=0.1, cp_comm_type=None))
 
 

@@ -57,7 +57,7 @@ SAID = {
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
-    "half, no mask": "keep half: none (without a causal mask half of the rows cost half",
+    "half, no mask": "keep half: none (but for one causal document half of the rows cost half",
 }
 
 

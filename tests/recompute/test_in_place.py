@@ -38,7 +38,7 @@ class Split:
         return tuple(x.clone() for x in kept)
 
 
-def node(tensors):
+def host(tensors):
     return HostMemory(torch.device("cpu"), 1 << 20).pack(tensors)
 
 
@@ -67,7 +67,7 @@ def scale_a_view(out, heads):
 @REENTRANT
 @pytest.mark.parametrize("write", [add, scale_a_view])
 @pytest.mark.parametrize("attention", [flash, plain])
-@pytest.mark.parametrize("pack", [Resident, node])
+@pytest.mark.parametrize("pack", [Resident, host])
 def test_a_write_to_what_is_kept_is_refused(reentrant, write, attention, pack):
     def attend(*heads):
         return run_kept(attention, heads, Keeping(pack=pack))
@@ -155,7 +155,7 @@ def test_a_watch_holds_no_memory():
     assert storage() is None
 
 
-def test_a_parcel_on_a_node_that_is_full_watches_too():
+def test_a_parcel_on_a_host_that_is_full_watches_too():
     x, memory = torch.ones(SHAPE), HostMemory(torch.device("cpu"), 0)
     with Frame():
         parcel = memory.pack((x,))

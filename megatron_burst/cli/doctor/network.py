@@ -17,7 +17,7 @@ _VIRTUAL = re.compile(r"(lo|docker|veth|virbr|br-|cni|cali|flannel|kube|nerdctl|
 
 @dataclass(frozen=True, slots=True)
 class Hca:
-    """A port of a node channel adapter; its layer is InfiniBand or Ethernet."""
+    """A port of a host channel adapter; its layer is InfiniBand or Ethernet."""
 
     name: str
     port: int
@@ -134,7 +134,7 @@ def check_network(survey: Survey) -> list[Check]:
         change = f"have those that are down looked at: {', '.join(down)}" if down else ""
         found.append(warn("hcas", f"{', '.join(far)} have no HCA near them", change))
     if gpus_of(survey) and not survey.lines("modules"):
-        change = "have it loaded, unless the driver uses DMA-BUF: else data pass through the node"
+        change = "have it loaded, unless the driver uses DMA-BUF: else data go by host memory"
         found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
 

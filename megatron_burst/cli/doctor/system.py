@@ -47,7 +47,7 @@ def check_shm(survey: Survey) -> Check:
     free_gib = int(words[3]) / 2**20
     what = f"{free_gib:.3g} GiB free in /dev/shm"
     if free_gib < _SHM_GIB:
-        change = f"give it {_SHM_GIB:g} GiB or more, with docker: --ipc=node or --shm-size=16g"
+        change = f"give it {_SHM_GIB:g} GiB or more, with docker: --ipc=host or --shm-size=16g"
         return warn("shm", what, change)
     return ok("shm", what)
 
@@ -88,7 +88,7 @@ VARIABLES = (
     Variable("NCCL_SHM_DISABLE", _ON, "GPUs without peer access then meet by TCP"),
     Variable("NCCL_IB_DISABLE", _ON, "nodes then talk over TCP instead of RDMA"),
     Variable("NCCL_NET", _is("Socket"), "nodes then talk over TCP instead of RDMA"),
-    Variable("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "data then pass through the node"),
+    Variable("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "data then pass through host memory"),
     Variable("NCCL_ALGO", bool, "it overrides NCCL's choice for every collective"),
     Variable("NCCL_PROTO", bool, "it overrides NCCL's choice for every collective"),
     Variable("NCCL_DEBUG", _is("TRACE"), "every call is logged", "use INFO or WARN"),
