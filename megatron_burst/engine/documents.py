@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.latest import Latest
+from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.visible import Segments
 from megatron_burst.schedule.layout import Layout

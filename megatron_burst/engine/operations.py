@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.slots import Give, Take, UnderWay
+from megatron_burst.comm.carrier import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (

@@ -26,7 +26,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore.args import burst_config_of, check_args, global_args
 from megatron_burst.mcore.patches import switch_on_keep
-from megatron_burst.mcore.recompute import for_calls, settled
+from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
 from megatron_burst.say import say
@@ -185,7 +185,7 @@ class BurstForward:
         check_tokens(query, key)
         causal = CAUSAL[attn_mask_type]
         saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
-        config = settled(self.config, self.layer_config, self.layer_number, query, value, saves)
+        config = resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
         out = burst_attention(
             query, key, value, group=self.cp_group, causal=causal,
             softmax_scale=self.softmax_scale, qkv_format="sbhd", config=config,

@@ -63,7 +63,7 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
 
     Args:
         groups: of the table.
-        given: passed to what makes the replacements, after the originals.
+        given: passed to what takes their places, after the originals.
 
     Raises:
         BurstError: if Megatron or torch is another than the table was written for.
@@ -73,7 +73,7 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
 
 
 def switch_on_keep(burst: BurstConfig) -> None:
-    """Put in force what keeping needs; of room for inputs on the host the first counts."""
+    """Put in force what keeping needs; of room for offloaded inputs the first counts."""
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
@@ -147,7 +147,7 @@ TABLE: tuple[Patch, ...] = (
         "checkpoints",
         ("torch.utils.checkpoint:CheckpointFunction.forward", f"{_KEEP}:in_frames",
          "ctx run_function preserve_rng_state args",
-         "reentrant checkpoints have no hook around the first pass and the replay"),
+         "reentrant checkpoints have no hook around the first pass and recomputation"),
         ("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", f"{_KEEP}:with_contexts",
          "fn preserve_rng_state context_fn determinism_check debug early_stop args kwargs",
          "other checkpoints have context_fn, which each caller would have to pass"),
@@ -157,7 +157,7 @@ TABLE: tuple[Patch, ...] = (
         "keep",
         (f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward", f"{_KEEP}:in_frames",
          "ctx run_function distribute_saved_activations args",
-         "pairs a layer's first pass with its replay; there is no hook around them"),
+         "pairs a layer's first pass with recomputation; there is no hook around them"),
         (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
     ),
     *_of(
