@@ -80,7 +80,8 @@ class AttentionCall:
     @cached_property
     def between_why(self) -> Choice:
         """How it goes between nodes, with the reason."""
-        if self._wants_whole and self.inter == "auto" and self.topology.inter_size > 1:
+        free = self.inter == "auto" and not self._of_rings
+        if self._wants_whole and free and self.topology.inter_size > 1:
             return Choice("a2a", "over all ranks each has whole documents")
         asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)

@@ -270,7 +270,13 @@ class Shares:
         lengths = [len(tile.kv) for tile in self._plan.steps[index].tiles]
         fields = self._fields(self._emitter.order[index].round)
         slot = self._emitter.buffer(
-            f"shares {index}", Home.SLOT, sum(lengths), fields, Cargo.GRAD, index, self.slots
+            f"shares {index}",
+            Home.SLOT,
+            self._plan.share_rows,
+            fields,
+            Cargo.GRAD,
+            index,
+            self.slots,
         )
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         pairs = zip(starts, lengths, strict=True)

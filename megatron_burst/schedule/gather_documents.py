@@ -22,6 +22,7 @@ from megatron_burst.schedule.program import (
     Home,
     Ref,
     Repeat,
+    Stream,
     SumRepeats,
     Take,
 )
@@ -75,34 +76,49 @@ class Documents(Emitter):
         slot = self.buffer(
             f"keys {round_}", Home.SLOT, self.rows, fields, Cargo.READ, round_, self.read_slots
         )
-        self.emit(Copy((Ref("kv", heads=self.rounds[round_]),), self.block(slot, mine)))
+        own = Ref("kv", heads=self.rounds[round_])
+        self.emit(Copy((own,), self.block(slot, mine), self.beside(round_)))
         gives = [Give(peer, self.block(slot, mine)) for peer in self.others]
         takes = [Take(p, self.block(slot, p), self.block(slot, p)) for p in self.others]
         self.exchange(Cargo.READ, slot, gives, takes)
 
-    def arrive(self, round_: int) -> Ref:
-        """The keys of a round, as this rank's queries see them."""
-        fields = self.fields_of(round_, kv_fields)
-        seen = self.buffer(f"seen {round_}", Home.STAGING, self.seen, fields, "seen")
-        self.emit(Repeat(Ref(f"keys {round_}"), seen))
-        self.post(round_ + 1)
-        return seen
+    def repeat(self, round_: int) -> None:
+        """Copy the keys of a round into the order in which they are seen."""
+        if round_ < len(self.rounds):
+            fields, count = self.fields_of(round_, kv_fields), min(2, len(self.rounds))
+            seen = self.buffer(
+                f"seen {round_}", Home.STAGING, self.seen, fields, "seen", round_, count
+            )
+            self.emit(Repeat(Ref(f"keys {round_}"), seen, self.beside(round_)))
+
+    @staticmethod
+    def beside(round_: int) -> Stream:
+        """Nothing hides the first round's copies; those of others run beside kernels."""
+        return Stream.SIDE if round_ else Stream.COMPUTE
 
     def forward(self) -> None:
         self.post(0)
+        self.repeat(0)
         for round_, heads in enumerate(self.rounds):
-            keys, queries = self.arrive(round_), self.queries(heads)
-            out = (Ref("out", heads=queries),)
-            self.emit(Attend(Ref("q", heads=queries), keys, self.spec.mask, out))
+            self.post(round_ + 1)
+            q, out = (Ref(name, heads=self.queries(heads)) for name in ("q", "out"))
+            self.emit(Attend(q, Ref(f"seen {round_}"), self.spec.mask, (out,)))
+            self.repeat(round_ + 1)
 
     def backward(self) -> None:
         self.post(0)
+        self.repeat(0)
         for round_, heads in enumerate(self.rounds):
-            keys, queries = self.arrive(round_), self.queries(heads)
+            self.post(round_ + 1)
             fields = dkv_fields(len(heads), self.spec.shape, self.spec.grad_dtype)
-            made = self.part(f"gradients {round_}", self.seen, fields)
-            side, dq = (Ref("side", heads=queries),), Ref("dq", heads=queries)
-            self.emit(AttendBackward(side, keys, self.spec.mask, dq, made))
+            made = self.buffer(
+                f"made {round_}", Home.STAGING, self.seen, fields, "made", round_,
+                min(2, len(self.rounds)),
+            )  # fmt: skip
+            side, dq = (Ref(name, heads=self.queries(heads)) for name in ("side", "dq"))
+            keys = Ref(f"seen {round_}")
+            self.emit(AttendBackward((side,), keys, self.spec.mask, dq, made))
+            self.repeat(round_ + 1)
             self.sum_up(round_ - 1)
             self.leave(round_, made)
         self.sum_up(len(self.rounds) - 1)
@@ -113,7 +129,7 @@ class Documents(Emitter):
         slot = self.buffer(
             f"shares {round_}", Home.SLOT, self.rows, fields, Cargo.GRAD, round_, self.grad_slots
         )
-        self.emit(SumRepeats(made, slot))
+        self.emit(SumRepeats(made, slot, Stream.SIDE))
         came = self.buffer(f"came {round_}", Home.STAGING, self.rows, fields, "shares")
         gives = [Give(peer, self.block(slot, peer)) for peer in self.others]
         takes = [Take(p, self.block(slot, mine), self.block(came, p)) for p in self.others]
@@ -126,4 +142,4 @@ class Documents(Emitter):
         own = self.block(Ref(f"shares {round_}"), self.spec.cp_rank)
         came = (self.block(Ref(f"came {round_}"), peer) for peer in self.others)
         sums = [(Span(0, self.tokens), (own, *came))]
-        add_up(self, Ref("dkv", heads=self.rounds[round_]), sums, fresh=True)
+        add_up(self, Ref("dkv", heads=self.rounds[round_]), sums, True, Stream.SIDE)

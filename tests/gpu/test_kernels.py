@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
+from megatron_burst.schedule.mask import Mask
 from tests.kernels.bands import Band, errors_of
 
 pytestmark = [
@@ -54,7 +55,9 @@ def kernels():
 def backend_for(name, band):
     backend = backends()[name]
     q, k, v, _ = replace(band, queries=(1,), keys=(1,), dtype=torch.bfloat16).inputs("cuda")
-    problem = problem_of(q, k, v, visible=band.visible())
+    visible = band.visible()
+    mask = Mask(visible.left, visible.right, visible.segments is not None)
+    problem = problem_of(q, k, v, mask=mask)
     if why := backend.capability.refusal(problem):
         pytest.skip(why)
     return backend
