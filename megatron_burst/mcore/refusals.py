@@ -117,6 +117,10 @@ def _cuda_graphs() -> Iterator[Refusal]:
         yield _on_gpus(name, "CUDA graphs")
 
 
+def _packed(o: Options) -> bool:
+    return getattr(o, "packed_seq_params", None) == "thd"
+
+
 def _shards_documents(o: Options) -> bool:
     """Whether the model has parts that take a packed sample to be sharded document by document."""
     yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
@@ -177,7 +181,7 @@ TABLE: tuple[Refusal, ...] = (
         "leave these out (--no-rope-fusion does for yarn), or run with one context parallel rank"),
     Refusal("attention", "hybrid_context_parallel", OFF,
         "Megatron 0.19 shards its samples over a group that does not change",
-        "leave it out; where a script of yours shards them, packed_seq_params.cp_group suffices"),
+        "leave it out (a script that shards them itself needs only packed_seq_params.cp_group)"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
     Refusal("attention", "qk_clip", OFF, "the largest logit is not tracked"),
@@ -217,14 +221,13 @@ TABLE: tuple[Refusal, ...] = (
         "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
         got="qkv_format={value}"),
     Refusal("call", "attn_mask_type",
-        lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and o.packed_seq_params == "thd"),
+        lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and _packed(o)),
         f"{_OTHER_MASKS}, and padding is known of packed samples only",
         "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
     Refusal("packed", "cu_seqlens_q", (), "it tells where documents begin",
         "pass packed_seq_params with cu_seqlens_q", asked="packed sequences without boundaries"),
     Refusal("packed", "cu_seqlens_kv", (), "queries and keys must be of the same tokens",
-        "pass cu_seqlens_q as cu_seqlens_kv, and with the padding likewise", _OTHER_KEYS,
-        got="cu_seqlens_kv and cu_seqlens_q that differ"),
+        "pass cu_seqlens_q as cu_seqlens_kv, and with the padding likewise", _OTHER_KEYS),
     Refusal("packed", "local_cp_size", lambda size, o: size in (None, o.cp_group_size),
         "the group of a micro-batch must have as many ranks, and without one it is one rank",
         "pass both", asked="this group",

@@ -62,8 +62,9 @@ class Sample:
 
 # Each padded length is a multiple of 2 * 4 ranks; one without padding, an empty one, one that is
 # all padding, and a tail.
-SAMPLE = Sample(lengths=(5, 16, 0, 0, 21, 9), padded=(8, 16, 0, 8, 24, 16))
-ANYWHERE = Sample(lengths=(5, 17, 1, 30, 19), padded=(5, 17, 1, 30, 19))
+SAMPLE = Sample(lengths=(5, 16, 0, 0, 13, 9), padded=(8, 16, 0, 8, 16, 16))
+OTHER = Sample(lengths=(30, 7, 24), padded=(32, 8, 24))
+ANYWHERE = Sample(lengths=(5, 17, 1, 30, 11), padded=(5, 17, 1, 30, 11))
 
 
 def params_of(batch: dict, **others):
@@ -96,20 +97,25 @@ def spec_of(model: Model, mask: str = "causal"):
     return spec
 
 
-def one_by_one(sample: Sample, parallel: Parallel, model: Model, mask: str = "causal", **options):
+def one_by_one(
+    sample: Sample, parallel: Parallel, model: Model, mask: str = "causal",
+    positions: str = "rope", **options,
+) -> Run:  # fmt: skip
     """The truth: each document a sequence of its own, by Megatron alone."""
     from tests.mcore.gpt import core_for_latent
 
     spec = spec_of(model, mask)
     if model.latent:
         spec.submodules.self_attention.submodules.core_attention = core_for_latent()
-    gpt = build(config_of(parallel, replace(model, recompute=False), **options), spec)
+    gpt = build(
+        config_of(parallel, replace(model, recompute=False), **options), spec, positions=positions
+    )
     batch, total = sample.batch(), torch.zeros((), dtype=torch.float64)
     for where in sample.documents():
         names = "tokens", "position_ids", "labels"
-        tokens, positions, labels = (batch[name][:, where] for name in names)
-        tokens, positions, labels = with_sequence_parallel(parallel, tokens, positions, labels)
-        logits = gpt(tokens, positions, attention_mask=None)
+        tokens, places, labels = (batch[name][:, where] for name in names)
+        tokens, places, labels = with_sequence_parallel(parallel, tokens, places, labels)
+        logits = gpt(tokens, places, attention_mask=None)
         logits = logits[:, : where.stop - where.start]
         loss = F.cross_entropy(
             logits.flatten(0, 1), labels[:, : where.stop - where.start].flatten(), reduction="sum"
