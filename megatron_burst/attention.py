@@ -182,7 +182,8 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
     config, plan = planned(way, terms.config)
     way = way_of(shape, q.device, carrier.topology, pattern, config)
-    check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
+    if way.topology.cp_size > 1:
+        check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
     check_asked(way)
     config, between = settle_inter(way, config)
     if config.inter == "a2a" or config.tuning.flat:

@@ -80,7 +80,7 @@ def window_of(
     Raises:
         BurstError: if it is no pair of numbers of positions.
     """
-    given: object = (None, None) if window is None else window
+    given = (None, None) if window is None else window
     if not (isinstance(given, Sequence) and len(given) == 2 and all(map(_is_bound, given))):
         raise BurstError(
             f"{_WHO}: window must be (left, right), how many positions before its own and behind "
@@ -92,8 +92,9 @@ def window_of(
 
 
 def _is_bound(bound: object) -> bool:
-    whole = isinstance(bound, int) and not isinstance(bound, bool)
-    return bound is None or (whole and bound >= -1)
+    if bound is None:
+        return True
+    return isinstance(bound, int) and not isinstance(bound, bool) and bound >= -1
 
 
 def terms_of(
@@ -153,11 +154,12 @@ def _of_names(terms: Terms) -> Iterator[Need]:
 
 def _of_shapes(terms: Terms) -> Iterator[Need]:
     q, k, v = terms.shapes
-    got = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    packed = terms.qkv_format == "thd"  # whose batch of one was added
+    got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
-        f"q, k and v must have four axes ({terms.qkv_format}), because heads and batch are "
-        "separate",
+        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), because "
+        "heads are separate",
         got,
         "reshape them",
     )

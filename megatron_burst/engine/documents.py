@@ -231,6 +231,7 @@ def _of_values(
     )
     yield (
         layout is not Layout.DOCUMENTS
+        or cp_size == 1
         or (int(lies[-1]) == tokens and not bool((room % (2 * cp_size)).any())),
         f"in the layout zigzag-documents each document must be padded to a multiple of "
         f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each rank "

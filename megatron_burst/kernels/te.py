@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.entry import UNKNOWN, load, understand_all
+from megatron_burst.kernels.varlen import starts
 from megatron_burst.kernels.visible import Visible
 
 _MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
@@ -63,7 +64,7 @@ class TransformerEngine:
         """What forward and backward both take."""
         return {
             "max_seqlen_q": q.shape[1], "max_seqlen_kv": k.shape[1],
-            "cu_seqlens_q": _starts(q), "cu_seqlens_kv": _starts(k),
+            "cu_seqlens_q": starts(q), "cu_seqlens_kv": starts(k),
             "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(),
             "fake_dtype": q.dtype, "fused_attention_backend": self._functions[2],
             "attn_scale": scale, "dropout": 0.0, "qkv_layout": _LAYOUT, "o_format": "bshd",
@@ -84,9 +85,3 @@ class TransformerEngine:
             **self._call(side.q, k, v, scale, visible),
         )[:3]  # fmt: skip
         return deliver(tuple(grads), into)
-
-
-def _starts(x: Tensor) -> Tensor:
-    """Where each sequence of a batch begins, and the end: [b + 1], int32."""
-    batch, rows = x.shape[:2]
-    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=x.device)

@@ -1,6 +1,6 @@
 """Which keys a query of a kernel call sees, as data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -56,6 +56,19 @@ class Visible:
     def windowed(self) -> bool:
         """Whether the band is neither causal nor full."""
         return not (self.causal or self.full)
+
+    def within(self, queries: int, keys: int) -> "Visible":
+        """The same without bounds that hide nothing from `queries` queries and `keys` keys.
+
+        Args:
+            queries: rows, or where there are segments at least those of the longest.
+            keys: the same of keys.
+        """
+        if self.segments is not None:
+            queries, keys = self.segments.max_q, self.segments.max_k
+        left = None if self.left is None or self.left >= keys - 1 else self.left
+        right = None if self.right is None or self.right >= queries - 1 else self.right
+        return replace(self, left=left, right=right)
 
 
 FULL = Visible(None, None)

@@ -84,8 +84,7 @@ def for_calls(burst: BurstConfig) -> BurstConfig:
     """Burst's options without those of the checkpoints around calls, once these are switched on."""
     offloads = burst.offloads_results
     room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
-    burst = replace(burst, keep_offload="results" if offloads else "none")
-    return burst.tuned(keep_host_gib=room)
+    return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
@@ -132,8 +131,8 @@ def settled(
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
-    burst = replace(burst, keep="none", keep_layers=None, keep_offload="none")
-    return burst.tuned(keep_debug=False, keep_host_gib=None)
+    burst = burst.tuned(keep_debug=False, keep_host_gib=None)
+    return replace(burst, keep="none", keep_layers=None, keep_offload="none")
 
 
 def _problem(

@@ -35,7 +35,7 @@ CASES = {  # what differs from a good call, and words of the sentence
     "scale": ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite.*got -0.5"),
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
-    "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
+    "format": ({"qkv_format": "dth"}, "qkv_format must be bshd, sbhd or thd.*got 'dth'"),
     "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
         {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},

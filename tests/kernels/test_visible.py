@@ -43,6 +43,16 @@ def test_the_reference_sees_what_the_definition_sees(band, into, with_delta):
     check("reference", band, into, with_delta)
 
 
+@settings(max_examples=100, deadline=None)
+@given(bands(windows=False).filter(lambda band: band.packed or square(band)), st.booleans())
+def test_the_cpu_kernel_sees_what_the_definition_sees(band, into):
+    check("torch-cpu", band, into, False)
+
+
+def square(band):
+    return band.right is None or band.queries == band.keys
+
+
 def test_the_reference_in_blocks_of_rows():
     """Catches rows and keys counted from the wrong block: windows over more rows than one has."""
     check("reference", Band((1100, 30, 1500), (1300, 700, 1100), 90, 40, dim_qk=4), False, True)
