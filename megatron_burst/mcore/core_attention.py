@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
-from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -23,20 +19,25 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
-from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
-from megatron_burst.mcore.args import burst_config_of, check_args, global_args
+from megatron_burst.mcore.args import burst_config_of
+from megatron_burst.mcore.checks import (
+    WHO,
+    check_call,
+    check_layer,
+    check_packed,
+    check_run,
+    check_tokens,
+)
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, settled
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
-from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.terms import window_of
 
-WHO = "burst core attention"
 PER_LAYER = ("attention_dropout",)  # options that a layer may have otherwise
 CAUSAL = {  # the masks that are supported; of packed samples padding is at the documents' ends
     AttnMaskType.causal: True,
@@ -193,7 +194,7 @@ class BurstForward:
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v], and of packed samples
         [t_local, h, d] to [t_local, h * d_v]."""
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        packed.check_packed(packed_seq_params, self.config.keep, self.cp_group, WHO)
+        check_packed(packed_seq_params, self.config.keep, self.cp_group)
         check_tokens(query, key)
         group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]
@@ -256,63 +257,3 @@ def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGr
     ranks = [dist.get_process_group_ranks(group) for group in hcp]
     inside = all(members.issuperset(group_ranks) for group_ranks in ranks)
     return hcp if inside and len(ranks[0]) * len(ranks[1]) == len(members) else None
-
-
-# ---- what is refused: see refusals.py -------------------------------------------------------
-
-
-def check_run() -> None:
-    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
-
-    Also for what the flag's door would have set in the command line, if there is one.
-    """
-    _say_once(f"burst attention: {require_megatron(WHO)}")
-    args = global_args()
-    if args is not None:
-        check_args(args, WHO)
-        check("built", args, WHO)
-
-
-@cache
-def _say_once(sentence: str) -> None:
-    """Say it on the first rank, once in a process."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        say(sentence)
-
-
-def check_layer(
-    config: TransformerConfig,
-    layer_number: int,
-    attn_mask_type: AttnMaskType,
-    attention_type: str,
-    attention_dropout: float | None,
-) -> None:
-    """Refuse a layer whose configuration asks for something that burst does not do."""
-    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
-    if attention_dropout is not None:
-        own["attention_dropout"] = attention_dropout
-    layer = SimpleNamespace(**vars(config) | own)
-    check("attention", layer, f"{WHO}: layer {layer_number}")
-
-
-def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
-    call = SimpleNamespace(
-        attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
-        attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
-        packed_seq_params=packed.format_of(packed_seq_params),
-        attn_mask_type=attn_mask_type,
-    )
-    check("call", call, WHO)
-
-
-def check_tokens(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
-
-    Args:
-        query, key: [tokens, b, h, d], or [tokens, h, d].
-    """
-    engine = InferenceMode.is_active()
-    place = "an inference engine" if engine else "one call"
-    tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
-    check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_burst.comm.latest import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.refusals import check
 from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
@@ -42,34 +41,6 @@ def format_of(params: PackedSeqParams | None) -> str | None:
     return str(params.qkv_format)
 
 
-def check_packed(params: PackedSeqParams | None, keep: str, cp_group, who: str) -> None:
-    """Refuse a packed sample, or a group, that burst cannot take.
-
-    Boundaries of keys have to be those of the queries. Where they are other tensors they are
-    compared, once a sample; on a GPU that waits for it.
-
-    Args:
-        params: of the call.
-        keep: of the layer's configuration.
-        cp_group: the layer's own.
-        who: for the message.
-
-    Raises:
-        BurstError: naming what to change.
-    """
-    if params is None:
-        return
-    own = params.cp_group is None and params.local_cp_size is None
-    call = SimpleNamespace(
-        cu_seqlens_q="none" if is_packed(params) and params.cu_seqlens_q is None else None,
-        cu_seqlens_kv=None if _keys_are_alike(params) else "other boundaries",
-        local_cp_size=params.local_cp_size,
-        cp_group_size=cp_group.size() if own else group_size(params),
-        keep="none" if own else keep,
-    )
-    check("packed", call, who)
-
-
 def group_size(params: PackedSeqParams) -> int:
     """Of the group that a micro-batch names; without one it names this rank alone."""
     return 1 if params.cp_group is None else params.cp_group.size()
@@ -85,7 +56,8 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
 
 
 def _alone() -> dist.ProcessGroup:
-    """A group of this rank only."""
+    """A group of this rank only; ranks that make one count more groups than others, which burst's
+    later ones level out (comm/subgroups.py)."""
     default = dist.group.WORLD
     if default not in _ALONE:
         _ALONE[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -127,7 +99,8 @@ def _longest(max_seqlen: int | Tensor | None) -> int | None:
     return int(max_seqlen)
 
 
-def _keys_are_alike(params: PackedSeqParams) -> bool:
+def keys_are_alike(params: PackedSeqParams) -> bool:
+    """Whether keys have the boundaries of the queries."""
     pairs = (
         (params.cu_seqlens_q, params.cu_seqlens_kv),
         (params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded),

@@ -17,13 +17,8 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.core_attention import (
-    BurstCoreAttention,
-    check_call,
-    check_layer,
-    check_tokens,
-    window_of_layer,
-)
+from megatron_burst.mcore.checks import check_call, check_layer, check_tokens
+from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.terms import window_of
 from tests.mcore.gpt import Parallel, config_of, start
