@@ -31,7 +31,7 @@ test-fast: ## run a part of the tests, under 3 minutes
 
 # Four tests at a time: most of their time is starting processes and compiling kernels.
 gpu-test: ## run only the tests that need CUDA GPUs
-	@$(RUN) -m pytest -m gpu -n 4 --dist worksteal $(ARGS)
+	@$(RUN) -m pytest tests/gpu -m gpu -n 4 --dist worksteal $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

@@ -5,20 +5,17 @@ python -m benchmarks.attention --help
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Annotated, get_args
+from typing import Annotated
 
 from rich.console import Console
 from typer import Option
 
-from benchmarks.cases import PRESETS, Case, Grid, Pass, grid_of, head_dims, problems
-from benchmarks.facts import gpu_state, link_speed, versions
+from benchmarks.bench import Bench
+from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
 from benchmarks.impls import Impl, impls_of
-from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, Shard, draw_shard
+from benchmarks.peers import Burst, Ceiling, OneGpu, draw_shard
 from benchmarks.rows import Row
 from benchmarks.sweep import (
     Budget,
@@ -27,22 +24,16 @@ from benchmarks.sweep import (
     check_out,
     clock,
     new_app,
-    save,
     sweep,
     usual_dtype,
 )
 from benchmarks.tables import reasons, terminal_table
 from benchmarks.te_peer import TransformerEngine
-from benchmarks.trial import Trial, try_out
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.timing import attempt, clean_up, interleave
 from megatron_burst.cli.world import World, started
 
 _WHO = "benchmarks.attention"
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
-_WARM_UP = 2
-_SLOW_S = 0.5
-_PASSES = tuple(reversed(get_args(Pass)))  # the more telling one first: time may run out
 app = new_app()
 
 
@@ -82,105 +73,9 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) 
     for case in plan.cases:
         case.check(world.size)
     check_out(plan.out, world)
-    bench = _Bench(plan, world, clock(plan.budget_s))
+    bench = Bench(world, draw_shard, clock(plan.budget_s), plan.reps, plan.out)
     peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
     return sweep(plan.cases, lambda case: bench.run(case, peers), world, bench.out_of_time, say)
-
-
-@dataclass(slots=True)
-class _Bench:
-    """What stays the same from problem to problem."""
-
-    plan: Plan
-    world: World
-    out_of_time: Callable[[], bool]
-    link: str = ""
-    trials: dict[str, Trial] = field(default_factory=dict)
-
-    def run(self, case: Case, peers: Sequence[Peer]) -> list[Row]:
-        """All rows of one problem; on disk when this returns."""
-        shard = draw_shard(case, self.world)
-        self.trials, truth = {}, None
-        for number, peer in enumerate(peers):
-            self.world.progress.now(f"{peer.impl}: trying it out", number / len(peers) / 2)
-            trial = try_out(peer, shard, self.world, truth)
-            if peer.comparable and trial.status == "ok":
-                truth = truth or trial.sample
-            self.trials[str(peer.impl)] = trial
-        self.link = link_speed(self.world)  # sockets' speed drifts from problem to problem
-        rows = []
-        together = [peer for peer in peers if not peer.alone]
-        for group in (together, *([peer] for peer in peers if peer.alone)):
-            rows += self._run_group(group, shard)
-        return rows
-
-    def _run_group(self, peers: Sequence[Peer], shard: Shard) -> list[Row]:
-        """Time implementations in turns, then let them go."""
-        for peer in self._able(peers):
-            failure = attempt(partial(self._warm_up, peer, shard), self.world)
-            if failure:
-                self.trials[str(peer.impl)] = Trial("failed", failure)
-                peer.release()
-                clean_up(self.world)
-        rows = []
-        for pass_ in _PASSES:
-            times = self._times(self._able(peers), pass_)
-            gpu = gpu_state(self.world.device)
-            made = [self._row(shard.case, peer, pass_, times, gpu) for peer in peers]
-            save(self.plan.out, self.world, made)
-            rows += made
-        for peer in peers:
-            peer.release()
-        clean_up(self.world)
-        return rows
-
-    def _able(self, peers: Sequence[Peer]) -> list[Peer]:
-        return [peer for peer in peers if self.trials[str(peer.impl)].status == "ok"]
-
-    def _warm_up(self, peer: Peer, shard: Shard) -> None:
-        peer.prepare(shard)
-        slow = self.trials[str(peer.impl)].seconds > _SLOW_S
-        for _ in range(0 if slow else _WARM_UP):  # it was tried out just now
-            peer.run_forward()
-            peer.run_forward_backward()
-
-    def _times(self, peers: Sequence[Peer], pass_: Pass) -> dict[str, list[float]]:
-        def reps(peer: Peer) -> int:
-            slow = self.trials[str(peer.impl)].seconds > _SLOW_S
-            return self.plan.reps or (3 if slow else 10)
-
-        runs = {
-            str(p.impl): p.run_forward if pass_ == "fwd" else p.run_forward_backward for p in peers
-        }
-        counts = {str(peer.impl): reps(peer) for peer in peers}
-        return interleave(runs, counts, self.world, self.out_of_time)
-
-    def _row(self, case: Case, peer: Peer, pass_: Pass, times: dict, gpu: str) -> Row:
-        trial, ms = self.trials[str(peer.impl)], times.get(str(peer.impl))
-        measured = {"status": trial.status, "note": trial.reason}
-        if ms:
-            middle = median(ms)
-            measured = {
-                "ms": middle,
-                "ms_min": min(ms),
-                "ms_max": max(ms),
-                "tflops_per_gpu": case.flops(pass_) / peer.gpus / middle / 1e9,
-                "peak_gib": trial.peak_gib if pass_ == "fwd_bwd" else None,
-                "note": "; ".join(filter(None, (peer.note, f"{len(ms)} repetitions"))),
-            }
-        return Row(
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(),
-            gpu=gpu,
-            nodes=self.world.nodes,
-            ranks=self.world.size,
-            link=self.link,
-            **asdict(case),
-            impl=peer.impl.name,
-            mode=peer.impl.mode,
-            pass_=pass_,
-            **measured,
-        )
 
 
 @app.command()
@@ -194,7 +89,7 @@ def main(
     impl: Annotated[
         list[str] | None,
         Option(
-            help="repeatable: burst[:auto|gather|ring|FIELD=VALUE,...], te[:MODE], "
+            help="repeatable: burst[:auto|gather|ring|a2a|FIELD=VALUE,...], te[:MODE], "
             "ceiling[:BACKEND], one-gpu[:BACKEND]; default: burst:auto, te, ceiling"
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """Which attention problems are measured: one problem, lists of them, presets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal
 
@@ -42,6 +42,10 @@ class Case:
         square = self.batch * self.heads_q * self.seq**2 * (0.5 if self.mask == "causal" else 1.0)
         forward = 2 * square * (self.head_dim_qk + self.head_dim_v)
         return forward * (3.5 if pass_ == "fwd_bwd" else 1.0)
+
+    def columns(self) -> dict[str, object]:
+        """Its columns in the results."""
+        return asdict(self)
 
     def check(self, ranks: int) -> None:
         """Refuse what cannot be dealt out in zigzag over the ranks."""

@@ -9,7 +9,7 @@ from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.errors import BurstError
 
 _WHO = "benchmarks.attention"
-_SHORT = ("auto", "gather", "ring")  # of intra=...
+_SHORT = ("auto", "gather", "ring", "a2a")  # of intra=...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def _parse(text: str) -> tuple[Impl, ...]:
         return (Impl(name, mode or "auto"),)
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
-        f"{text!r}; choose among burst[:auto|gather|ring|FIELD=VALUE,...], te[:{'|'.join(te.MODES)}"
-        "], ceiling[:BACKEND], one-gpu[:BACKEND]"
+        f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "
+        f"te[:{'|'.join(te.MODES)}], ceiling[:BACKEND], one-gpu[:BACKEND]"
     )
 
 

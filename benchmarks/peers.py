@@ -12,10 +12,12 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from megatron_burst.attention import burst_attention
+from megatron_burst.cli.timing import sample_of
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
-from megatron_burst.kernels.visible import CAUSAL, FULL
+from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
+from megatron_burst.schedule.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,10 @@ class Peer(ABC):
         """Device memory that it holds past torch's caching allocator."""
         return 0
 
+    def sample(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Some rows of each result, the same of all who are comparable, in float32."""
+        return sample_of(results)
+
 
 class Autograd(Peer):
     """Attention over the ranks' shards as one differentiable call."""
@@ -163,12 +169,21 @@ class Kernel(Peer):
     def heads(self, case: Case) -> tuple[int, int]:
         """Query and KV heads that this rank computes; none if no query head."""
 
+    def mask_of(self, case: Case) -> Mask:
+        """What the kernel must be able to do."""
+        return Mask.CAUSAL if case.mask == "causal" else Mask.FULL
+
+    def visible_of(self, case: Case) -> Visible:
+        """What it is told."""
+        return CAUSAL if case.mask == "causal" else FULL
+
     def prepare(self, shard: Shard) -> None:
         case, device = shard.case, self.world.device
-        self.visible = CAUSAL if case.mask == "causal" else FULL
+        self.visible = self.visible_of(case)
         self.scale = case.head_dim_qk**-0.5
         heads_q, heads_kv = self.heads(case)
-        self.backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v), self.impl.mode)
+        problem = problem_of(shard.q, shard.k, shard.v, mask=self.mask_of(case))
+        self.backend, choice = choose_backend(problem, self.impl.mode)
         self.note = f"backend {choice.value}"
         sizes = (
             (heads_q, case.head_dim_qk), (heads_kv, case.head_dim_qk), (heads_kv, case.head_dim_v),

@@ -63,6 +63,23 @@ class Row:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow(Row):
+    """The same of a packed sample or a window, which `mask` names.
+
+    Attributes:
+        num_documents: of the sample; 1 beside a window.
+        longest: tokens of the longest one.
+        area: pairs of queries and keys that are seen / those of one causal document.
+        seed: of what was drawn.
+    """
+
+    num_documents: int
+    longest: int
+    area: float | None
+    seed: int
+
+
 def columns_of(kind: type) -> tuple[str, ...]:
     """Columns of a CSV of such rows."""
     return tuple(field.name.rstrip("_") for field in fields(kind))
@@ -102,6 +119,7 @@ _BESIDE_MS = "ms_min", "ms_max", "tflops_per_gpu"
 ATTENTION_CSV = Sheet(
     "benchmarks.attention", Row, _BESIDE_MS, _of_attention, "benchmarks.show recompute"
 )
+PACKED_CSV = Sheet("benchmarks.packed", PackedRow, _BESIDE_MS)
 RECOMPUTE_CSV = Sheet("benchmarks.recompute", Row, _BESIDE_MS, _of_layers, "benchmarks.show table")
 ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py")
 

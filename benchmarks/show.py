@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from benchmarks import loss_table, recompute_table
-from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, Sheet, read
+from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, read
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
 from megatron_burst.cli.terminal import in_one_sentence
@@ -29,6 +29,16 @@ def table(
     with in_one_sentence():
         rows = read(csvs, ATTENTION_CSV)
         typer.echo(markdown_table(rows, pass_))
+
+
+@app.command()
+def packed(
+    csvs: Csvs,
+    pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
+) -> None:
+    """Packed documents and windows: burst beside TransformerEngine's best mode and the ceiling."""
+    with in_one_sentence():
+        typer.echo(markdown_table(read(csvs, PACKED_CSV), pass_))
 
 
 @app.command()

@@ -133,7 +133,7 @@ def terminal_table(rows: Sequence[Row]) -> Table:
     ratios = ("burst / best te", "burst / ceiling", "GiB burst", "GiB te")
     table = Table(title="TFLOP/s per GPU")
     for name in (*facts, *impls, *ratios):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for each in comparisons:
         words = each.problem.words()
         speeds = [_speed(each.rows.get(name)) for name in impls]

@@ -29,8 +29,13 @@ class TransformerEngine(Autograd):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attention(q, k, v)
-        self.note = self.note or f"kernel {_chosen_kernel()}"
+        self.note = self.note or self.kernel_note()
         return out
+
+    @staticmethod
+    def kernel_note() -> str:
+        """Which kernel the last call took."""
+        return f"kernel {_chosen_kernel()}"
 
     def release(self) -> None:
         super().release()

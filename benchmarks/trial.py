@@ -1,13 +1,13 @@
 """What an implementation does when tried alone, before it is timed beside others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from benchmarks.peers import Peer, Shard
-from megatron_burst.cli.timing import Memory, attempt, clean_up, disagreement, sample_of
+from megatron_burst.cli.timing import Memory, attempt, clean_up, disagreement, errors_of
 from megatron_burst.cli.world import World
 
 
@@ -20,7 +20,8 @@ class Trial:
         reason: why it is not ok.
         peak_gib: see `Memory`.
         seconds: of one forward and backward pass, on the slowest rank.
-        sample: some rows of this rank's (out, dq, dk, dv).
+        sample: some rows of (out, dq, dk, dv).
+        errors: by which they differ from another one's, by name.
     """
 
     status: str = "ok"
@@ -28,6 +29,7 @@ class Trial:
     peak_gib: float | None = None
     seconds: float = 0.0
     sample: tuple[Tensor, ...] = ()
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 def try_out(
@@ -56,7 +58,7 @@ def try_out(
     failure = attempt(partial(peer.prepare, shard), world)
     memory = Memory(world)
     failure = failure or attempt(run, world)
-    sample = sample_of(results)
+    sample = () if failure else peer.sample(results)
     outputs = sum(x.nbytes for x in results)
     results[:] = []
     memory.restart()
@@ -65,8 +67,12 @@ def try_out(
     seconds = max(world.gather(perf_counter() - start))
     peak_gib = None if failure else memory.peak_gib(outputs, peer.uncounted_bytes())
     results[:] = []
+    errors = {}
     if not failure and peer.comparable and truth:
-        failure = disagreement(sample, truth, world)
+        errors = errors_of(sample, truth, world)
+        failure = disagreement(errors)
     peer.release()
     clean_up(world)
-    return Trial("failed", failure) if failure else Trial("ok", "", peak_gib, seconds, sample)
+    if failure:
+        return Trial("failed", failure, errors=errors)
+    return Trial("ok", "", peak_gib, seconds, sample, errors)

@@ -33,7 +33,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from step_log import StepLog
 
-from megatron_burst.mcore.launch import use_built_dataset_helpers
+from megatron_burst.mcore import patches
 
 Batch = dict[str, torch.Tensor]
 
@@ -107,7 +107,7 @@ def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
 
 def main() -> None:
     """Parse Megatron's flags and train."""
-    use_built_dataset_helpers()
+    patches.apply("helpers")  # Megatron need not run make where its wheel has built them
     args = parse_and_validate_args(add_arguments)
     if args.step_log:
         StepLog(args.step_log)

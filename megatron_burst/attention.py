@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.pass_log import Marks
-from megatron_burst.comm.stamp import Kind
+from megatron_burst.comm.pass_log import Kind, Marks
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
@@ -23,9 +22,9 @@ from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked
-from megatron_burst.recompute.frames import recording
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
+from megatron_burst.recompute.keeping import recording
 from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, check_mask

@@ -4,7 +4,6 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
@@ -19,8 +18,8 @@ class Tuning:
     Attributes:
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: ask them.
         flat: run one ring over all ranks as if there were one node, to measure what nesting brings.
-        circulate: what travels round the rings in backward, of which gathering or exchanging on one
-            node has none; "auto" takes what has fewer bytes.
+        circulate: what travels round the rings in backward, of which a gather or an all-to-all on
+            one node has none; "auto" takes what has fewer bytes.
         heads_per_round: KV heads that are gathered, or that a rank computes, at a time (fewer in
             the last round); refused where there are fewer, and in a ring, which has no rounds; None
             takes what fills the GPU within a bounded buffer.
@@ -33,7 +32,7 @@ class Tuning:
         resend: whether gathered K and V go between nodes again in backward: "always"; "never": they
             stay where they came in forward if backward follows it directly, which is refused where
             they cannot; "auto": never, where that takes no more memory than the queries and sends
-            no more than circulating Q. What is exchanged over all ranks stays in any case.
+            no more than circulating Q. What an all-to-all over all ranks brings stays in any case.
         transfer: how gathered keys and their gradients move between the GPUs of a node: "send" by
             NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels and know no
             rings; "auto" takes what was measured to be faster.
@@ -148,19 +147,19 @@ class BurstConfig:
 
     Attributes:
         intra: how keys come together inside a node: "ring" passes shards from rank to rank,
-            "gather" collects them a few heads at a time, "a2a" exchanges heads for rows; "auto"
-            gathers on GPUs.
+            "gather" collects them a few heads at a time, "a2a" is an all-to-all of heads for rows;
+            "auto" gathers on GPUs.
         inter: how they come together between nodes: "ring" passes them from node to node while the
-            ranks of each node work together, "a2a" exchanges heads over all ranks; "auto" takes
+            ranks of each node work together, "a2a" is an all-to-all over all ranks; "auto" takes
             the one or the other, by bytes between nodes.
         backend: the attention kernel by name, or several joined by commas, the first of which that
             can do the call is taken; "auto" takes the fastest that can.
         hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
             `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
         deterministic: compute bitwise the same gradients every time.
-        keep: which of attention's results (out, lse) stay for the replay of a recomputed layer, so
-            that it need not compute them: "none", those of the later "half" of the sequence, "all";
-            "auto" chooses within `keep_budget_gib`, under Megatron only.
+        keep: which of attention's results (out, lse) stay for a layer's recomputation: "none",
+            those of the later "half" of the sequence, "all"; "auto" chooses within
+            `keep_budget_gib`, under Megatron only.
         keep_layers: how many layers of a pipeline stage keep, from the first; None: all of them.
             Under Megatron only.
         keep_offload: what stays in pinned host memory until it is needed: "results", which are
@@ -183,7 +182,7 @@ class BurstConfig:
     def __post_init__(self) -> None:
         _check_words(self)
         self._check_ways()
-        require("burst keep", chain(self._needs_of_numbers(), self._needs_of_keep()))
+        require("burst keep", self._needs_of_keep())
 
     @property
     def offloads_results(self) -> bool:
@@ -211,23 +210,12 @@ class BurstConfig:
                 f"intra={self.intra}; leave one of them out"
             )
 
-    def _needs_of_numbers(self) -> Iterator[Need]:
-        layers, room = self.keep_layers, self.keep_budget_gib
-        yield (
-            layers is None or layers >= 0,
-            "keep_layers must not be negative, because it counts layers",
-            layers,
-            "leave it out",
-        )
-        yield (
-            room is None or room > 0,
-            "keep_budget_gib must be positive, because it is room for what is kept",
-            room,
-            "pass GiB, or leave it out",
-        )
-
     def _needs_of_keep(self) -> Iterator[Need]:
-        auto = self.keep == "auto"
+        auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
+        must = "keep_layers must not be negative, because it counts layers"
+        yield layers is None or layers >= 0, must, layers, "leave it out"
+        must = "keep_budget_gib must be positive, because it is room for what is kept"
+        yield room is None or room > 0, must, room, "pass GiB, or leave it out"
         yield (
             auto == (self.keep_budget_gib is not None),
             "keep=auto and a budget must come together, because the one fills the other",
@@ -235,7 +223,7 @@ class BurstConfig:
             "pass --burst-keep auto --burst-keep-budget-gib GIB, or none of them",
         )
         beside = {
-            "keep_layers": self.keep_layers,
+            "keep_layers": layers,
             "keep_offload": self.offloads_results and self.keep_offload,
             "keep_debug": self.tuning.keep_debug,
         }
@@ -247,7 +235,7 @@ class BurstConfig:
                 "pass --burst-keep all, or leave it out",
             )
         yield (
-            not auto or (self.keep_layers is None and not self.offloads_results),
+            not auto or (layers is None and not self.offloads_results),
             "keep=auto must come without keep_layers and keep_offload=results, as it chooses them",
             f"keep_layers={self.keep_layers}, keep_offload={self.keep_offload}",
             "leave them out",

@@ -28,9 +28,9 @@ class Patch:
     Attributes:
         group: patches that are put in force together.
         place: "module:function" or "module:Class.method".
-        becomes: "module:function", called with the original (and more, see `apply`) for what takes
-            its place, under every name; "=module:name" takes its place itself, there only; "" if
-            burst only relies on it.
+        becomes: "module:function", which takes its place under every name and is called with the
+            original (and more, see `apply`) before its arguments; "=module:name" takes its place
+            itself, there only; "" if burst only relies on it.
         parameters: names that the original must have, in order; written out, as they were in the
             release that the patch was written for.
         why: what it is for and why no public seam does.
@@ -104,7 +104,12 @@ class Patch:
         found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
         method = type(found) if isinstance(found, staticmethod | classmethod) else None
         function = found.__func__ if method else found
-        replacement = functools.wraps(function)(_named(self.becomes)(function, *given))
+        becomes = _named(self.becomes)
+
+        @functools.wraps(function)
+        def replacement(*args, **options):
+            return becomes(function, *given, *args, **options)
+
         setattr(replacement, _MARK, (self.becomes, function))
         _rebind(owner, name, method(replacement) if method else replacement)
 

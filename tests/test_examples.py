@@ -44,7 +44,8 @@ def options(parser):
 def megatrons_parser():
     from megatron.training.arguments import add_megatron_arguments
 
-    return with_flags(add_megatron_arguments, "store")(ArgumentParser(conflict_handler="resolve"))
+    parser = ArgumentParser(conflict_handler="resolve")
+    return with_flags(add_megatron_arguments, parser, "store")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

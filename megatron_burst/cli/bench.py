@@ -162,7 +162,7 @@ def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results
         one.failure = one.failure or timing.attempt(run, world)
     sample = timing.sample_of(results)
     if not one.failure and truth and name != KERNEL:
-        one.failure = timing.disagreement(sample, truth, world)
+        one.failure = timing.disagreement(timing.errors_of(sample, truth, world))
     if not one.failure:
         uncounted = symmetric_bytes(world.group) if name == BURST else 0
         one.gib = memory.peak_gib(sum(x.nbytes for x in results), uncounted)

@@ -87,9 +87,9 @@ class TransformerEngine:
         ranks = dist.get_process_group_ranks(self.world.group)
         self.attention.set_context_parallel_group(self._groups, ranks, self._stream, self.mode)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output of this rank's rows, [s_local, b, h * d_v]."""
-        return self.attention(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        """The output of this rank's rows, [s_local, b, h * d_v]; options are of this call."""
+        return self.attention(q, k, v, **options)
 
 
 def _prefer_torchs_cudnn() -> None:

@@ -151,11 +151,16 @@ def sample_of(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x[:: max(1, len(x) // _SAMPLED_ROWS)].float() for x in flat)
 
 
-def disagreement(sample: Sequence[Tensor], truth: Sequence[Tensor], world: World) -> str | None:
-    """Why results are not those of the others, or None: a fast wrong answer is no peer."""
+def errors_of(sample: Sequence[Tensor], truth: Sequence[Tensor], world: World) -> dict[str, float]:
+    """Relative errors of (out, dq, dk, dv), of the worst rank, by name."""
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(sample, truth, strict=True)]
     worst = [max(errors) for errors in zip(*world.gather(errors), strict=True)]
-    if max(worst) <= _TOLERANCE:  # NaN is not
+    return dict(zip(("out", "dq", "dk", "dv"), worst, strict=True))
+
+
+def disagreement(errors: Mapping[str, float]) -> str | None:
+    """Why results are not those of the others, or None: a fast wrong answer is no peer."""
+    if max(errors.values()) <= _TOLERANCE:  # NaN is not
         return None
-    named = zip(("out", "dq", "dk", "dv"), worst, strict=True)
-    return "its results are wrong: " + ", ".join(f"{name} is off by {e:.2g}" for name, e in named)
+    words = (f"{name} is off by {error:.2g}" for name, error in errors.items())
+    return f"its results are wrong: {', '.join(words)}"

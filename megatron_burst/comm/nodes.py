@@ -1,5 +1,6 @@
 """Which ranks of a group share a node, and that each of them has a GPU of its own."""
 
+import ctypes
 import json
 import warnings
 from collections.abc import Sequence
@@ -8,60 +9,44 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.backend import backend_of
-from megatron_burst.comm.fabric import fabric_of
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
-_WHO = "burst attention"
-
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        node: what tells its node from others.
-        fabric: the NVLink domain beyond the machine, if there is one.
-        place: of its GPU on the node.
-    """
-
-    node: str
-    fabric: str | None
-    place: int
+    node: str  # what tells its node from others
+    fabric: str | None  # the NVLink domain beyond the machine, if there is one
+    place: int  # of its GPU on the node
 
 
 def check_devices(group: dist.ProcessGroup, board: Board) -> None:
-    """Make sure that no two ranks share a GPU: NCCL would fail or hang.
-
-    Raises:
-        BurstError: on all ranks, naming those that share one.
-    """
+    """Make sure that no two ranks share a GPU: NCCL would fail or hang."""
     if backend_of(group) != "nccl":
         return
     mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     ranks_of: dict[str, list[int]] = {}
-    for cp_rank, uuid in enumerate(board.share(mine, _WHO)):
+    for cp_rank, uuid in enumerate(board.share(mine, WHO)):
         ranks_of.setdefault(uuid, []).append(cp_rank)
     for uuid, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:
             raise BurstError(
-                f"{_WHO}: each rank must have a GPU of its own, because NCCL moves data between "
+                f"{WHO}: each rank must have a GPU of its own, because NCCL moves data between "
                 f"GPUs; got cp ranks {cp_ranks} on GPU {uuid}; call torch.cuda.set_device("
                 "LOCAL_RANK) before, and start no more processes than GPUs"
             )
 
 
 def find_topology(
-    group: dist.ProcessGroup,
-    config: BurstConfig,
-    board: Board,
+    group: dist.ProcessGroup, config: BurstConfig, board: Board,
     hcp_groups: Sequence[dist.ProcessGroup] | None,
-) -> Topology:
+) -> Topology:  # fmt: skip
     """The nodes of a group's ranks: pretended, from given sub-groups, or as the ranks say.
 
     Raises:
@@ -69,17 +54,17 @@ def find_topology(
     """
     if config.tuning.nodes is not None and hcp_groups:
         raise BurstError(
-            f"{_WHO}: nodes and hcp_groups must not come together, because each says which "
+            f"{WHO}: nodes and hcp_groups must not come together, because each says which "
             f"ranks share a node; got nodes={config.tuning.nodes} and groups of "
             f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
         )
     if config.tuning.nodes is not None:
         return pretend_nodes(group.size(), config.tuning.nodes)
-    homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), _WHO)]
+    homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)]
     if not hcp_groups:
         return topology_of_homes(homes)
     mine = [dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups]
-    given = [json.loads(text) for text in board.share(json.dumps(mine), _WHO)]
+    given = [json.loads(text) for text in board.share(json.dumps(mine), WHO)]
     topology = _topology_of_hcp(dist.get_process_group_ranks(group), given)
     _warn_of_rows_across(topology, nvlink_domains(homes))
     return topology
@@ -111,11 +96,11 @@ def nvlink_domains(homes: Sequence[Home]) -> list[str]:
 
 
 def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
-    """Say so if rings that are meant for the inside of a node run between nodes."""
+    """Warn if rings that are meant for the inside of a node run between nodes."""
     across = [row for row in topology.grid if len({nodes[rank] for rank in row}) > 1]
     if across:
         warnings.warn(
-            f"{_WHO}: inner rings should stay inside a node, because every hop of theirs counts on "
+            f"{WHO}: inner rings should stay inside a node, because every hop of theirs counts on "
             f"NVLink; got cp ranks {list(across[0])} of one inner ring on several nodes; pass "
             "--hierarchical-context-parallel-sizes INTRA INTER with INTRA at most the ranks of the "
             "group on a node, or leave it out: rings then follow the nodes",
@@ -134,10 +119,60 @@ def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology
         )
         if (intra, inter) != expected:
             raise BurstError(
-                f"{_WHO}: hierarchical context-parallel groups must be the rows and columns of a "
+                f"{WHO}: hierarchical context-parallel groups must be the rows and columns of a "
                 "grid over the context-parallel group, because the rings run along them; got "
                 f"{intra} and {inter} for rank {ranks[cp_rank]} in {ranks}; pass "
                 "--hierarchical-context-parallel-sizes INTRA INTER whose product is the context "
                 "parallel size, or leave them out"
             )
     return topology
+
+
+# ---- NVLink between nodes, as the driver tells it ----
+
+_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
+_UUID_BYTES = 16
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_v2_t of nvml.h (CUDA 12.4 and newer)."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("cluster_uuid", ctypes.c_ubyte * _UUID_BYTES),
+        ("status", ctypes.c_uint),
+        ("clique_id", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+        ("health_mask", ctypes.c_uint),
+    )
+
+
+def fabric_of(gpu_uuid: str) -> str | None:
+    """The NVLink domain beyond one node that a GPU belongs to (a rack of GB200 NVL72 is one).
+
+    GPUs with the same answer reach each other by NVLink: NCCL goes by the same two numbers
+    (cluster UUID and clique). GPUs of ordinary nodes have a cluster UUID of zeros, hence None.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
+        if nvml.nvmlInit_v2():
+            return None
+        try:
+            return _ask(nvml, f"GPU-{gpu_uuid.removeprefix('GPU-')}")
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no driver, or one that knows of no fabric
+        return None
+
+
+def _ask(nvml: ctypes.CDLL, uuid: str) -> str | None:
+    device = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
+        return None
+    info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
+    if nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info)):
+        return None
+    cluster = bytes(info.cluster_uuid)
+    if info.state != _COMPLETED or info.status or not any(cluster):
+        return None
+    return f"{cluster.hex()}.{info.clique_id}"

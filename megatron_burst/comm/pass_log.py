@@ -14,11 +14,13 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from hashlib import blake2b
+from itertools import chain
 from time import monotonic, sleep
 from weakref import ReferenceType, ref
 
@@ -26,16 +28,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.backend import backend_of
-from megatron_burst.comm.stamp import Kind, Stamp, differences
-from megatron_burst.comm.subgroups import SubGroups
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError, DisagreementError
 
-_WHO = "burst attention"
 _LOOK_S = 0.5  # how often who waits looks whether others have given up
 _WATCH_S = 1.0  # how often stamps are looked at beside a GPU's calls
 _TELL_S = 5.0  # how long who has given up waits for what others have to say
+
+
+class Kind(IntEnum):
+    """What a stamp stands at the beginning of; in words below, in the same order."""
+
+    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL = range(7)
+
+
+_IN_WORDS = (
+    "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
+    "the recomputation of an early half", "the end of a step", "a call that it refuses",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a rank begins, which packs into 16 bytes."""
+
+    kind: Kind
+    call: int  # number of the forward that a backward belongs to; of anything else its own
+    layer: int  # a number of the caller's; 0 if it gave none
+    digest: int  # of the call's terms
+
+    def packed(self) -> tuple[int, int]:
+        """As two 64-bit integers."""
+        return self.call << 24 | (self.layer & 0xFFFFF) << 4 | self.kind, self.digest
+
+    @classmethod
+    def of(cls, what: int, digest: int) -> "Stamp":
+        """From what was packed."""
+        return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
+
+    def __str__(self) -> str:
+        words = _IN_WORDS[self.kind]
+        if self.kind is Kind.BACKWARD:
+            words += f" pass {self.call}"
+        return words + (f" in layer {self.layer}" if self.layer else "")
+
+
+def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]) -> str:
+    """What ranks have begun, in words: what all have in common is left out."""
+    known = [terms for terms in told if terms]
+    names = dict.fromkeys(chain.from_iterable(known))
+    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
+    ranks: dict[str, list[int]] = {}
+    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
+        words = f"{stamp}"
+        if terms is None:
+            words += " whose terms it has not told yet"
+        elif terms and differing:
+            words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
+        ranks.setdefault(words, []).append(rank)
+    return " and ".join(f"{words} on cp ranks {of}" for words, of in ranks.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +98,6 @@ class _Entry:
     terms: Mapping[str, str]
     stamps: Tensor  # [ranks * 2]
     work: dist.Work
-
-    def stamps_of_all(self) -> list[Stamp]:
-        """By rank; once they are there."""
-        return [Stamp.of(*pair) for pair in self.stamps.view(-1, 2).tolist()]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks have begun the same."""
-        packed = self.stamps.tolist()
-        return packed == packed[:2] * (len(packed) // 2)
 
 
 class PassLog:
@@ -73,8 +114,7 @@ class PassLog:
         self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool
     ) -> None:
         self._group, self._store, self._waits = group, store, waits
-        self._rank, self._size = group.rank(), group.size()
-        self._board = board
+        self._rank, self._size, self._board = group.rank(), group.size(), board
         self._number = 0
         self._pending: deque[_Entry] = deque()
         self._broken: BurstError | None = None
@@ -87,37 +127,10 @@ class PassLog:
         if not waits:
             threading.Thread(target=_watch, args=(ref(self),), daemon=True).start()
 
-    @classmethod
-    def over(cls, group: dist.ProcessGroup, board: Board, sub_groups: SubGroups) -> "PassLog":
-        """Of a context-parallel group; made by all its ranks together.
-
-        Raises:
-            BurstError: if they do not reach each other.
-        """
-        try:
-            on_cpu = backend_of(group) == "gloo"
-            return cls(sub_groups.beside(), group.get_group_store(), board, waits=on_cpu)
-        except RuntimeError as error:
-            raise BurstError(
-                f"{_WHO}: ranks must reach each other over gloo, because they tell each other what "
-                f"they begin, whatever carries the data; got {str(error).splitlines()[0]}; set "
-                "GLOO_SOCKET_IFNAME to a network interface that leads to all nodes"
-            ) from error
-
     def begin(
         self, kind: Kind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
     ) -> int:
-        """Begin a pass.
-
-        Args:
-            kind: forward, backward ...
-            digest: of the terms.
-            terms: of the call, in words.
-            call: number of the forward that a backward belongs to.
-            layer: a number of the caller's.
-
-        Returns:
-            its number, from 1.
+        """Begin a pass with a stamp; returns its number, from 1.
 
         Raises:
             DisagreementError: if ranks have begun different passes: this one where stamps are
@@ -136,11 +149,7 @@ class PassLog:
         return self._number
 
     def look(self) -> None:
-        """Compare the stamps that have come; waits for none.
-
-        Raises:
-            BurstError: as `begin`.
-        """
+        """Compare the stamps that have come; waits for none, raises as `begin`."""
         with self._lock:
             self._look()
 
@@ -161,7 +170,8 @@ class PassLog:
                 entry.work.wait()
             except RuntimeError as error:
                 raise self._lost(entry, str(error).splitlines()[0]) from error
-            if not entry.agrees:
+            packed = entry.stamps.tolist()
+            if packed != packed[:2] * self._size:
                 raise self._disagreement(entry)
 
     def _await(self, entry: _Entry) -> None:
@@ -196,9 +206,10 @@ class PassLog:
         return told
 
     def _disagreement(self, entry: _Entry) -> DisagreementError:
-        got = differences(entry.stamps_of_all(), self._tell(entry))
+        stamps = [Stamp.of(*pair) for pair in entry.stamps.view(-1, 2).tolist()]
+        got = _differences(stamps, self._tell(entry))
         error = DisagreementError(
-            f"{_WHO}: all ranks of a context-parallel group must make the same calls in the same "
+            f"{WHO}: all ranks of a context-parallel group must make the same calls in the same "
             "order, with the same shapes and options, because they exchange shards in every call; "
             f"got, as pass {entry.number} of the group, {got}; give all ranks the same, and let "
             "all of them run every forward and every backward"
@@ -210,7 +221,7 @@ class PassLog:
         missing = [rank for rank, terms in enumerate(self._tell(entry)) if terms is None]
         whom = f"no word from cp ranks {missing}" if missing else "a broken connection"
         self._broken = BurstError(
-            f"{_WHO}: every rank must take part in every pass, because ranks pass shards on; got "
+            f"{WHO}: every rank must take part in every pass, because ranks pass shards on; got "
             f"{whom} in pass {entry.number} of the group, {entry.stamp}: {why}; look at the output "
             "of these ranks first"
         )
@@ -231,13 +242,7 @@ def _watch(log: ReferenceType[PassLog]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Says when passes of a call begin.
-
-    Attributes:
-        log: of the call's group; None: nobody is to be told.
-        terms: of the call, in words.
-        digest: of the terms.
-    """
+    """Tells when passes of a call begin; without a log nobody."""
 
     log: PassLog | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -245,7 +250,6 @@ class Marks:
 
     @classmethod
     def of(cls, log: PassLog | None, terms: Mapping[str, str]) -> "Marks":
-        """Of a call with these terms."""
         text = json.dumps(dict(terms)).encode()
         return cls(log, terms, int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True))
 

@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.slots import PulledSlots
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.carrier import PulledSlots
+from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 
-_WHO = "burst attention"
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or that version
 
 
@@ -27,7 +26,7 @@ class SymmetricError(BurstError):
     def __init__(self, num_bytes: int, reason: str) -> None:
         self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
         super().__init__(
-            f"{_WHO}: to pull, each rank must have memory that the others of its node can read, "
+            f"{WHO}: to pull, each rank must have memory that the others of its node can read, "
             f"because they copy out of it; got {self.reason}; free some, or pass --burst-tune "
             "transfer=send or transfer=auto"
         )
@@ -35,8 +34,6 @@ class SymmetricError(BurstError):
 
 class SymmetricPool:
     """The symmetric buffers of a group, made at first use by all its ranks together, and grown.
-
-    They are none of the caching allocator's: `num_bytes` says how much device memory they take.
 
     Args:
         group: the ranks that read each other's memory; on one node.
@@ -56,8 +53,8 @@ class SymmetricPool:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of this rank's buffers."""
-        return sum(slots.num_bytes for slots in self._slots.values())
+        """Device memory of this rank's buffers, none of the caching allocator's."""
+        return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> PulledSlots:
         """At least so many slots of at least so many bytes; the same ones if it can.
@@ -76,7 +73,7 @@ class SymmetricPool:
         del old
         own, reason = self._allocate(count, num_bytes, device)
         # whoever has room would wait in the rendezvous for a rank that has none
-        if reason := next(filter(None, self._board.share(reason, _WHO)), None):
+        if reason := next(filter(None, self._board.share(reason, WHO)), None):
             raise SymmetricError(count * num_bytes, reason)
         self._slots[key] = self._meet(own, device)
         return self._slots[key].begin()
@@ -115,7 +112,7 @@ class SymmetricPool:
     def _wait_for_all(self, device: torch.device) -> None:
         """No rank may still read what is to be given back."""
         torch.cuda.synchronize(device)
-        self._board.share("symmetric memory", _WHO)
+        self._board.share("symmetric memory", WHO)
 
     def release(self) -> None:
         """Give the memory back; all ranks together."""
@@ -126,16 +123,15 @@ class SymmetricPool:
     def refusal(self, everyone: Board) -> str | None:
         """Why ranks cannot read each other's memory on some node, or None; all ranks together.
 
-        Args:
-            everyone: where the ranks of all nodes agree.
+        `everyone`: where the ranks of all nodes agree.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         own, reason = self._allocate(1, 1 << 12, device)
-        found = next(filter(None, everyone.share(reason, _WHO)), None)
+        found = next(filter(None, everyone.share(reason, WHO)), None)
         if found is None:
             try:
                 self._meet(own, device)
             except _FAILURES as error:
                 reason = str(error).splitlines()[0]
-            found = next(filter(None, everyone.share(reason, _WHO)), None)
+            found = next(filter(None, everyone.share(reason, WHO)), None)
         return found

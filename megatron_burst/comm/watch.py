@@ -12,15 +12,38 @@ from datetime import timedelta
 from uuid import uuid4
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.backend import seconds_of
-from megatron_burst.comm.latest import Latest
 from megatron_burst.errors import BurstError, DisagreementError
 
+WHO = "burst attention"
 _PREFIX = "megatron_burst"
 _POLL_S = 0.005
 _AGREEMENTS = 256  # a model has a few configurations
+
+
+class Latest[K, V](dict[K, V]):
+    """A dictionary of at most `most` entries: the one put in longest ago goes first.
+
+    Ranks that put in the same so forget the same.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self._most:
+            del self[next(iter(self))]
+
+    def recent(self, key: K) -> V | None:
+        """The value of a key, which counts as put in now; None if it is not there."""
+        value = self.pop(key, None)
+        if value is not None:
+            super().__setitem__(key, value)
+        return value
 
 
 class Board:
@@ -39,9 +62,7 @@ class Board:
         self._group, self._store = ref(group), group.get_group_store()
         self._rank, self._size = group.rank(), group.size()
         self.given_timeout_s = timeout_s
-        self._name = ""
-        self._posts = 0
-        # the oldest goes first, whatever was used last: so all ranks forget the same
+        self._name, self._posts = "", 0
         self._agreed: Latest[Hashable, None] = Latest(_AGREEMENTS)
 
     @property
@@ -62,28 +83,26 @@ class Board:
             return [text]
         if not self._name:
             self._name = self._join(who, text)
-        topic, keys = self._topic(), [self._key(rank) for rank in range(self._size)]
+        keys = self._keys()
+        read = f"{self._name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
         is_first = self._rank == 0 and self._posts == 1
         if late := self._admit(keys) if is_first else self._wait(keys):
             raise self._lost(late, who, text)
         texts = [found.decode() for found in self._store.multi_get(keys)]
-        if self._store.add(f"{topic}/read", 1) == self._size:
-            for key in (*keys, f"{topic}/read"):
+        if self._store.add(read, 1) == self._size:
+            for key in (*keys, read):
                 self._store.delete_key(key)
         return texts
 
     def agree(self, terms: Mapping[str, str], who: str, key: Hashable = None) -> bool:
-        """Make sure that all ranks have the same terms; asks the others only about new ones.
+        """Make sure that all ranks have the same terms; returns whether the key was new.
 
         Args:
             terms: by name.
             who: begins the sentence of an error.
-            key: what makes terms new, equal on ranks that have equal terms; None: the terms.
-
-        Returns:
-            whether they were new.
+            key: equal on ranks that have equal terms, which agree once for it; None: the terms.
 
         Raises:
             DisagreementError: on all ranks, naming the first term that differs.
@@ -95,18 +114,23 @@ class Board:
         for rank, other in enumerate(self.share(text, who)):
             if other != text:
                 raise _disagreement(who, dict(terms), self._rank, json.loads(other), rank)
-        self._agreed[key] = None
+        self.note(key)
         return True
 
     def knows(self, key: Hashable) -> bool:
         """Whether ranks have agreed on terms with this key."""
         return key in self._agreed
 
+    def note(self, key: Hashable) -> None:
+        """Remember that ranks have agreed on terms with this key."""
+        self._agreed[key] = None
+
     def news(self) -> dict[int, str]:
         """What other ranks have posted on the topic that this rank has not come to, by rank."""
-        others = [rank for rank in range(self._size) if rank != self._rank] if self._name else []
-        posted = [rank for rank in others if self._store.check([self._key(rank)])]
-        return {rank: self._store.get(self._key(rank)).decode() for rank in posted}
+        keys = dict(enumerate(self._keys())) if self._name else {}
+        keys.pop(self._rank, None)
+        posted = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._store.get(key).decode() for rank, key in posted.items()}
 
     def explain(self, error: Exception, who: str, hop: str) -> BurstError:
         """What a failed hop means: another rank's new terms if it posted any, else a lost rank."""
@@ -160,11 +184,8 @@ class Board:
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError:  # what a FileStore raises; a TCPStore a sub-class of it
-            return self._missing(keys)
+            return [place for place, key in enumerate(keys) if not self._store.check([key])]
         return []
-
-    def _missing(self, keys: list[str]) -> list[int]:
-        return [place for place, key in enumerate(keys) if not self._store.check([key])]
 
     def _lost(self, late: list[int], who: str, text: str) -> BurstError:
         return BurstError(
@@ -174,11 +195,9 @@ class Board:
             "their batches have the same shape"
         )
 
-    def _topic(self) -> str:
-        return f"{self._name}/{self._posts}"
-
-    def _key(self, rank: int) -> str:
-        return f"{self._topic()}/{rank}"
+    def _keys(self) -> list[str]:
+        """Of each rank's post on the next topic."""
+        return [f"{self._name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
 def _disagreement(
@@ -190,3 +209,29 @@ def _disagreement(
         f"because they exchange shards; got {term}={mine.get(term)} on cp rank {my_rank} and "
         f"{term}={theirs.get(term)} on cp rank {their_rank}; give all ranks the same"
     )
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend that carries a group's tensors: "nccl" or "gloo", say; the GPU's of two.
+
+    `dist.get_backend` tells "undefined" of a group that was made without one, and both of a group
+    for CPU and GPU; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
+    """
+    return _backend(group).name()
+
+
+def seconds_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group's operations fail."""
+    return _backend(group).options._timeout.total_seconds()
+
+
+def set_seconds(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let the group's operations fail after so many seconds."""
+    _backend(group)._set_default_timeout(timedelta(seconds=seconds))
+
+
+def _backend(group: dist.ProcessGroup):
+    kinds = {device.type: device for device in group._device_types}
+    device = kinds["cuda"] if "cuda" in kinds and torch.cuda.is_available() else kinds["cpu"]
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)

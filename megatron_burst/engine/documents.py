@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.latest import Latest
+from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.visible import Segments
 from megatron_burst.schedule.layout import Layout
@@ -23,6 +23,21 @@ class Sample(NamedTuple):
     cu_seqlens: Tensor
     padded: Tensor | None
     longest: int | None
+
+
+class Chunks(NamedTuple):
+    """What a rank's queries see, where it has two chunks of every document.
+
+    Attributes:
+        rows: int64 [seen]: where all ranks' keys lie one behind the other, the rows that each chunk
+            sees, chunk by chunk.
+        copies: int64 [2, tokens]: for each of these keys where it was copied to; -1: nowhere.
+        segments: of the rank's queries and these rows.
+    """
+
+    rows: Tensor
+    copies: Tensor
+    segments: Segments
 
 
 def documents_of(
@@ -80,6 +95,7 @@ class Documents:
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
         self._found: dict[tuple[Places, Places], Segments] = {}
+        self._chunks: dict[int, Chunks] = {}
         given = sample.cu_seqlens, sample.padded
         on_cpu = all(x is None or x.device.type == "cpu" for x in given)
         self._host = [x if x is None else _to_host(x) for x in given]
@@ -147,15 +163,64 @@ class Documents:
     def sample_order(self) -> Tensor:
         """By position, the row where all ranks' shards lie one behind the other and each rank has
         chunks r and 2P-1-r of every document: int64 [tokens]."""
-        places = torch.arange(self._tokens, device=self._starts.device)
         starts, size = self._starts.long(), self._cp_size
-        document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
+        document, offset = self._document_of
         start = starts[document]
-        chunk = ((starts[document + 1] - start) // (2 * size)).clamp_(1)
-        number, row = (places - start) // chunk, (places - start) % chunk
+        chunk = (starts.diff()[document] // (2 * size)).clamp_(1)
+        number, row = offset // chunk, offset % chunk
         late = number >= size
         rank = torch.where(late, 2 * size - 1 - number, number)
         return rank * (self._tokens // size) + start // size + late * chunk + row
+
+    def of_chunks(self, cp_rank: int) -> Chunks:
+        """What a rank's queries see under a causal mask, in the layout of chunks of every document.
+
+        A document's keys are there twice: up to the end of the rank's first chunk, and up to the
+        end of its second one.
+        """
+        if cp_rank not in self._chunks:
+            self._chunks[cp_rank] = self._find_chunks((cp_rank, 2 * self._cp_size - 1 - cp_rank))
+        return self._chunks[cp_rank]
+
+    def _find_chunks(self, numbers: tuple[int, int]) -> Chunks:
+        starts, size = self._starts.long(), self._cp_size
+        chunk = starts.diff() // (2 * size)
+        seen = torch.stack([chunk * (number + 1) for number in numbers], 1)  # [documents, 2]
+        begins = _running(seen.flatten())
+        row = torch.arange(self._tokens // (2 * size) * (2 * size + 1), device=starts.device)
+        segment = torch.searchsorted(begins, row, right=True).sub_(1).clamp_(0, len(begins) - 2)
+        place = starts[segment // 2] + row - begins[segment]
+        document, offset = self._document_of
+        copies = torch.stack([
+            torch.where(offset < seen[document, i], begins[2 * document + i] + offset, -1)
+            for i in range(2)
+        ])  # fmt: skip
+        ends = _running(chunk.repeat_interleave(2, output_size=2 * len(chunk)))
+        if self._lengths is None:
+            edges = ends, begins
+        else:  # as in `_edges`: padded queries see no key, padded keys no query
+            real = torch.minimum(self._lengths.long().unsqueeze(1), seen)
+            first = torch.stack([chunk * number for number in numbers], 1)
+            rows = (real - first).clamp(min=0).flatten()
+            there = torch.where(rows > 0, real.flatten(), 0)
+            edges = tuple(
+                torch.cat((of.new_zeros(1), torch.stack(columns, 1).flatten()))
+                for of, columns in (
+                    (ends, (ends[:-1] + rows, ends[1:], ends[1:])),
+                    (begins, (begins[:-1] + there, begins[:-1] + there, begins[1:])),
+                )
+            )
+        of_q, of_keys = (edge.int() for edge in edges)
+        segments = Segments(of_q, of_keys, self._longest, self._longest)
+        return Chunks(self.sample_order[place], copies[:, self.rank_order], segments)
+
+    @cached_property
+    def _document_of(self) -> tuple[Tensor, Tensor]:
+        """By position, its document and how far it is from its begin."""
+        places = torch.arange(self._tokens, device=self._starts.device)
+        starts = self._starts.long()
+        document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
+        return document, places - starts[document]
 
     @cached_property
     def rank_order(self) -> Tensor:
@@ -244,6 +309,11 @@ def _of_values(
 def _some(x: Tensor) -> str:
     values = x[:8].tolist()
     return ", ".join(map(str, values)) + (", ..." if len(x) > 8 else "")
+
+
+def _running(lengths: Tensor) -> Tensor:
+    """Where each begins, and the last one ends."""
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
 def _rows_before(edges: Tensor, places: Places) -> Tensor:

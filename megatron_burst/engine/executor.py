@@ -12,8 +12,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Carrier
-from megatron_burst.comm.slots import UnderWay
+from megatron_burst.comm.carrier import Carrier, UnderWay
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import Dtypes, Fields, Layout, fields_at, shape_of
 from megatron_burst.engine.operations import BIND

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.slots import Give, Take, UnderWay
+from megatron_burst.comm.carrier import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
-from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+from megatron_burst.kernels.partial import (
+    delta_stand_in,
+    merge_parts,
+    row_delta,
+    sum_parts,
+    sum_rows,
+)
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.program import Home, Ref
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
 Bound = Callable[["Run"], Any]
 Part = Callable[["Run"], Fields]
+Source = Callable[["Run"], Tensor]
 
 
 def part(executor: Executor, ref: Ref) -> Part:
@@ -109,16 +116,44 @@ def _alike(executor: Executor, source: Ref, target: Ref) -> bool:
 
 
 def reorder(executor: Executor, op: p.Reorder) -> Bound:
-    source, target = raw(executor, op.source), raw(executor, op.target)
-    width = executor.layouts[op.source.buffer].rows[2]
-    wide = next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8)
-                if width % d.itemsize == 0)  # fmt: skip
+    source, target, wide = _whole_rows(executor, op)
 
     def bound(run: Run) -> None:
         index = run.documents.rank_order if op.back else run.documents.sample_order
         torch.index_select(source(run).view(wide), 0, index, out=target(run).view(wide))
 
     return bound
+
+
+def repeat(executor: Executor, op: p.Repeat) -> Bound:
+    source, target, wide = _whole_rows(executor, op)
+    rank = executor.program.cp_rank
+
+    def bound(run: Run) -> None:
+        index = run.documents.of_chunks(rank).rows
+        torch.index_select(source(run).view(wide), 0, index, out=target(run).view(wide))
+
+    return bound
+
+
+def sum_repeats(executor: Executor, op: p.SumRepeats) -> Bound:
+    sources, targets = part(executor, op.source), part(executor, op.target)
+    rank = executor.program.cp_rank
+
+    def bound(run: Run) -> None:
+        copies, source = run.documents.of_chunks(rank).copies, sources(run)
+        for name, target in targets(run).items():
+            sum_rows(target, source[name], copies)
+
+    return bound
+
+
+def _whole_rows(executor: Executor, op: p.Reorder | p.Repeat) -> tuple[Source, Source, torch.dtype]:
+    """Rows as bytes, and the widest integers that they are made of."""
+    width = executor.layouts[op.source.buffer].rows[2]
+    integers = torch.int64, torch.int32, torch.int16, torch.uint8
+    wide = next(dtype for dtype in integers if width % dtype.itemsize == 0)
+    return raw(executor, op.source), raw(executor, op.target), wide
 
 
 def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
@@ -167,18 +202,20 @@ def fill(executor: Executor, op: p.Fill) -> Bound:
     return bound
 
 
-def visible(op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
+def visible(executor: Executor, op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
     """Which keys the queries of a kernel call see; in documents only the run knows."""
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
         return lambda run: band
-    assert places
+    if places is None:
+        rank = executor.program.cp_rank
+        return lambda run: replace(band, segments=run.documents.of_chunks(rank).segments)
     return lambda run: replace(band, segments=run.documents.segments(*places))
 
 
 def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
-    sees, made = visible(op), is_made(executor, op.into[0])
+    sees, made = visible(executor, op), is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
     backend, scale = executor.backend, executor.scale
 
@@ -199,7 +236,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     sides, kv = first_of(executor, op.sides), part(executor, op.kv)
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    sees, backend, scale = visible(op), executor.backend, executor.scale
+    sees, backend, scale = visible(executor, op), executor.backend, executor.scale
     deterministic = executor.deterministic
 
     def bound(run: Run) -> None:
@@ -290,7 +327,8 @@ def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Callable]) -
 
 
 BIND: Mapping[type, Callable[[Executor, Any], Bound]] = {
-    p.Copy: copy, p.Reorder: reorder, p.ToRanks: to_ranks, p.FromRanks: from_ranks,
+    p.Copy: copy, p.Reorder: reorder, p.Repeat: repeat, p.SumRepeats: sum_repeats,
+    p.ToRanks: to_ranks, p.FromRanks: from_ranks,
     p.Fill: fill, p.Attend: attend, p.AttendBackward: attend_backward, p.Merge: merge,
     p.Add: add, p.Delta: delta,
     p.StandIn: stand_in, p.Transfer: transfer,

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_burst.errors import BurstError
 from megatron_burst.kernels.visible import Visible
 
 
@@ -27,3 +28,18 @@ def hidden(visible: Visible, q: Tensor, k: Tensor, level: int) -> Tensor:
     if visible.left is not None:
         outside |= ahead < -visible.left
     return outside
+
+
+def plain_causal(visible: Visible, name: str, packed: bool = False) -> bool:
+    """Whether a call is causal, for a kernel that does full and causal ones alone.
+
+    Raises:
+        BurstError: if it is neither: the kernel was chosen for another problem than it is given.
+    """
+    if visible.windowed or (visible.segments is not None and not packed):
+        what = "a window" if visible.windowed else "packed documents"
+        raise BurstError(
+            f"burst attention: the backend {name} must be given full or causal calls, because it "
+            f"has no others; got {what}; choose the backend for a problem that says so"
+        )
+    return visible.causal

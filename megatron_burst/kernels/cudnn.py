@@ -3,6 +3,7 @@
 import torch
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.band import plain_causal
 
 _aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ class Cudnn:
     def forward(self, q, k, v, scale, visible, into=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, visible.causal, False, scale=scale
+            q, k, v, None, True, 0.0, plain_causal(visible, "cudnn"), False, scale=scale
         )
         return deliver((out.transpose(1, 2), lse.view(q.shape[:3])), into)
 
@@ -41,6 +42,7 @@ class Cudnn:
         no_dropout = torch.empty((), dtype=torch.int64, device=k.device)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, side.lse.contiguous().unsqueeze(-1), no_dropout, no_dropout,
-            None, None, None, q.shape[2], k.shape[2], 0.0, visible.causal, scale=scale,
+            None, None, None, q.shape[2], k.shape[2], 0.0, plain_causal(visible, "cudnn"),
+            scale=scale,
         )  # fmt: skip
         return deliver(tuple(grad.transpose(1, 2) for grad in grads), into)

@@ -32,6 +32,13 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
     _launch(_sum_kernel, target, _operand(target, unit), operands, COUNT=len(parts), UNIT=unit)
 
 
+def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
+    """See `partial.sum_rows`."""
+    unit = _unit(target, source)
+    operands = _operand(target, unit), _operand(source, unit), (rows, *rows.stride())
+    _launch(_sum_rows_kernel, target, *operands, COUNT=len(rows), UNIT=unit)
+
+
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """`partial.row_delta`: of [b, n, h, dv] up to float32, [b, h, n] in float32."""
     batch, tokens, heads, _ = out.shape
@@ -165,6 +172,24 @@ def _sum_kernel(
     for i in tl.static_range(1, COUNT):
         part = tl.load(_elements(parts[i], batch, head, rows, columns, UNIT), mask=valid)
         total += part.to(tl.float32)
+    tl.store(_elements(target, batch, head, rows, columns, UNIT), total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _sum_rows_kernel(
+    target, source, picked, tokens, heads, COUNT: tl.constexpr, UNIT: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, head, rows = _place(tokens, heads, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = rows < tokens
+    valid = inside[:, None] & (columns < DIM)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(COUNT):
+        row = tl.load(picked[0] + i * picked[1] + rows, mask=inside, other=-1)
+        there = (row >= 0)[:, None] & valid
+        found = _elements(source, batch, head, tl.maximum(row, 0), columns, UNIT)
+        total += tl.load(found, mask=there, other=0.0).to(tl.float32)
     tl.store(_elements(target, batch, head, rows, columns, UNIT), total, mask=valid)
 
 

@@ -74,6 +74,23 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
     target.copy_(total)
 
 
+def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
+    """target row <- sum of some rows of the source, in the accumulation dtype, rounded once.
+
+    Args:
+        target: [1, n, h, d], any floating dtype; written.
+        source: [1, m, h, d], any floating dtype.
+        rows: int64 [k, n]: which rows of the source each row is the sum of; -1: none.
+    """
+    if fused := _fused(target, source):
+        return fused.sum_rows(target, source, rows)
+    dtype, total = _common_dtype(target, source), 0
+    for some in rows:
+        found = source.index_select(1, some.clamp(min=0)).to(dtype)
+        total = total + found.masked_fill((some < 0).view(1, -1, 1, 1), 0)
+    target.copy_(total)
+
+
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """delta = rowsum(dO * O), [b, h, n] in the accumulation dtype.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.band import plain_causal
 from megatron_burst.kernels.entry import UNKNOWN, load, understand_all
 from megatron_burst.kernels.varlen import starts
 from megatron_burst.kernels.visible import Visible
@@ -68,7 +69,7 @@ class TransformerEngine:
             "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(),
             "fake_dtype": q.dtype, "fused_attention_backend": self._functions[2],
             "attn_scale": scale, "dropout": 0.0, "qkv_layout": _LAYOUT, "o_format": "bshd",
-            "attn_mask_type": "causal" if visible.causal else "no_mask",
+            "attn_mask_type": "causal" if plain_causal(visible, "te") else "no_mask",
         }  # fmt: skip
 
     def forward(self, q, k, v, scale, visible, into=None):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.band import hidden, segments_of
+from megatron_burst.kernels.band import hidden, plain_causal, segments_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.visible import Visible
 
@@ -96,8 +96,9 @@ def _backward(
 def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
     """How the kernel is told of the mask: its own causal one begins in the first corner."""
     rows, keys = q.shape[1], k.shape[1]
-    if not visible.causal or rows == keys:
-        return {"is_causal": visible.causal}
+    causal = plain_causal(visible, "torch-cpu", packed=True)
+    if not causal or rows == keys:
+        return {"is_causal": causal}
     mask = torch.zeros(rows, keys, dtype=accumulate_dtype(q.dtype))
     mask.masked_fill_(hidden(visible, q, k, keys - rows), -torch.inf)
     return {"is_causal": False, "attn_mask": mask}

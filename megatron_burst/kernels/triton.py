@@ -24,6 +24,8 @@ class Triton:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
+        windows=True,
+        packed=True,
         wide_grads=True,
         archs=frozenset({8, 9, 10, 11, 12}),
         speed="our own Triton kernels, which any GPU since Ampere runs",

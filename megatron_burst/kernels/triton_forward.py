@@ -5,20 +5,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_burst.kernels.triton_bands import (
+    bounds_of,
+    num_blocks,
+    place_of,
+    range_of,
+    seen_of,
+    table_of,
+)
 from megatron_burst.kernels.triton_blocks import Chooser, Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
+    VARYING,
     box,
     heads_together,
-    key_range,
     load_rows,
     operand,
     padded,
     statistics,
     store_rows,
     tile_of_program,
-    visible,
     widths,
 )
 from megatron_burst.kernels.visible import Visible
@@ -36,79 +43,97 @@ def launch_forward(
     n_k, dim_v = v.shape[1], v.shape[3]
     if out.numel() == 0:
         return
-    group = heads // k.shape[2]
+    group, segments = heads // k.shape[2], visible.segments
     blocks = (choose or blocks_for)(Pass.FORWARD, q, dim_qk, dim_v)
+    count, table = num_blocks(n_q, blocks.rows, segments), None
+    if segments is not None:
+        table = table_of(segments.cu_q, segments.cu_k, blocks.rows, count)
+    values, bounded = bounds_of(visible, n_q, n_k)
     width, rest = widths(dim_qk)
-    together = group * heads_together(k, n_k * (dim_qk + dim_v) * k.itemsize)
+    longest = n_k if segments is None else segments.max_k
+    together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
     boxes = [box(x, size, blocks.tma) for x, size in sizes]
     with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
-        _forward_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
-            *map(operand, (q, k, v, out, lse)), *boxes,
-            scale, n_q, n_k, heads, group, batch * heads, together,
-            CAUSAL=visible.causal, DIM_QK=dim_qk, DIM_V=dim_v,
+        _forward_kernel[(count * heads * batch,)](
+            *map(operand, (q, k, v, out, lse)), *boxes, table,
+            scale, n_q, n_k, *values.values(), count, heads, group, batch * heads, together,
+            **bounded, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "heads", "group", "all_heads", "together"])
+@triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, out, lse, q_box, k_box, v_box, scale, n_q, n_k, heads, group, all_heads, together,
-    CAUSAL: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    q, k, v, out, lse, q_box, k_box, v_box, table, scale, n_q, n_k, left, right, count, heads,
+    group, all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    block, head = tile_of_program(tl.cdiv(n_q, ROWS), all_heads, together, CAUSAL)
+    block, head = tile_of_program(count, all_heads, together, RIGHT)
     batch, head = head // heads, head % heads
     head_kv = head // group
-    first_row = block * ROWS
-    ahead = n_k - n_q
-    clear, end = key_range(first_row, n_k, ahead, CAUSAL, ROWS, KEYS)
+    first_row, row_end, key_begin, key_end = place_of(table, block, n_q, n_k, ROWS)
+    ahead = key_end - row_end
+    band = (row_end, key_end, ahead - left, ahead + right)
+    start, clear, edge, stop = range_of(
+        first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+    )
     scale *= LOG2_E  # weights are powers of two: exp2 is one instruction
-    queries = load_rows(q, q_box, batch, head, first_row, n_q, 0, DIM_QK, ROWS, WIDTH, False)
+    queries = load_rows(q, q_box, batch, head, first_row, row_end, 0, DIM_QK, ROWS, WIDTH, False)
     queries_rest = queries
     if REST > 0:
         queries_rest = load_rows(
-            q, q_box, batch, head, first_row, n_q, WIDTH, DIM_QK, ROWS, REST, False
+            q, q_box, batch, head, first_row, row_end, WIDTH, DIM_QK, ROWS, REST, False
         )
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
-    for first_key in range(0, clear, KEYS):
+    if LEFT:
+        for first_key in range(start, clear, KEYS):
+            largest, total, sums = _add_keys(
+                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
+                head_kv, first_row, first_key, band, LEFT, RIGHT, False,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+    for first_key in range(clear, edge, KEYS):
         largest, total, sums = _add_keys(
             largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
-            first_row, first_key, n_k, ahead, CAUSAL, True,
+            first_row, first_key, band, LEFT, RIGHT, True,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
-    for first_key in range(clear, end, KEYS):
+    for first_key in range(edge, stop, KEYS):
         largest, total, sums = _add_keys(
             largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
-            first_row, first_key, n_k, ahead, CAUSAL, False,
+            first_row, first_key, band, LEFT, RIGHT, False,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out, sums, batch, head, first_row, n_q, 0, DIM_V, ROWS, WIDTH_V)
+    store_rows(out, sums, batch, head, first_row, row_end, 0, DIM_V, ROWS, WIDTH_V)
     row_lse = (largest + tl.log2(total)) * LN_2
-    inside = first_row + tl.arange(0, ROWS) < n_q
+    inside = first_row + tl.arange(0, ROWS) < row_end
     tl.store(statistics(lse, batch, head, first_row, ROWS), row_lse, mask=inside)
 
 
 @triton.jit
 def _add_keys(
     largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
-    first_row, first_key, n_k, ahead, CAUSAL: tl.constexpr, CLEAR: tl.constexpr,
+    first_row, first_key, band, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one more block of keys; all are there and seen by all rows if CLEAR."""
-    keys = load_rows(k, k_box, batch, head_kv, first_key, n_k, 0, DIM_QK, KEYS, WIDTH, CLEAR)
+    keys = load_rows(k, k_box, batch, head_kv, first_key, band[1], 0, DIM_QK, KEYS, WIDTH, CLEAR)
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:
-        rest = load_rows(k, k_box, batch, head_kv, first_key, n_k, WIDTH, DIM_QK, KEYS, REST, CLEAR)
+        rest = load_rows(
+            k, k_box, batch, head_kv, first_key, band[1], WIDTH, DIM_QK, KEYS, REST, CLEAR
+        )
         scores = tl.dot(queries_rest, tl.trans(rest), scores, input_precision="tf32x3")
-    values = load_rows(v, v_box, batch, head_kv, first_key, n_k, 0, DIM_V, KEYS, WIDTH_V, CLEAR)
+    values = load_rows(v, v_box, batch, head_kv, first_key, band[1], 0, DIM_V, KEYS, WIDTH_V, CLEAR)
     if not CLEAR:
-        seen = visible(first_row, first_key, n_k, ahead, CAUSAL, ROWS, KEYS)
+        seen = seen_of(first_row, first_key, band, LEFT, RIGHT, ROWS, KEYS)
         scores = tl.where(seen, scores, -float("inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     shift = new_largest

@@ -10,14 +10,15 @@ from megatron_burst.kernels.triton_tiles import LOG2_E, operand, statistics
 _LARGEST_BLOCK = 128  # query rows
 
 
-def ready_statistics(lse: Tensor, delta: Tensor) -> Tensor:
+def ready_statistics(lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
     """(lse in powers of two, delta) as the kernels read them: [2, b * h, n] without gaps.
 
     n is rounded up to whole blocks, and rows that are not there, or that no key has seen, weigh 0:
-    kernels need no masks, and addresses that they know when compiled take no registers.
+    kernels need no masks, and addresses that they know when compiled take no registers. Where rows
+    are packed a block may begin at the last row, so there is one block more.
     """
     batch, heads, rows = lse.shape
-    whole = triton.cdiv(rows, _LARGEST_BLOCK) * _LARGEST_BLOCK
+    whole = (triton.cdiv(rows, _LARGEST_BLOCK) + packed) * _LARGEST_BLOCK
     ready = lse.new_empty(2, batch * heads, whole, dtype=torch.float32)
     if ready.numel():
         grid = (whole // _LARGEST_BLOCK, batch * heads)

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: which tile a program takes, loads, stores, masks.
+"""What the Triton attention kernels share: which tile a program takes, loads, stores.
 
 An operand is (tensor, stride of b, stride of n, stride of h), for a statistic [b, h, n]
 (tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so where
@@ -16,6 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Sizes that change from call to call: their values, 1 and multiples of 16, compile nothing anew.
+VARYING = [
+    "n_q", "n_k", "left", "right", "count", "heads", "heads_kv", "group", "all_heads", "together",
+]  # fmt: skip
 _L2_SHARE = 0.5  # of the cache, for what a section of heads reads again and again
 
 
@@ -46,7 +50,10 @@ def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
 
 
 def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
-    """The same for blocks [1, rows] of statistics [b * h, n] without gaps."""
+    """The same for blocks [1, rows] of statistics [b * h, n] without gaps.
+
+    Blocks must begin at a unit of 16 bytes, so it is not for packed rows.
+    """
     if not wanted or not x.numel():
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows])
@@ -136,26 +143,3 @@ def statistics(x, batch, head, first, ROWS: tl.constexpr):
     start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2]
     start += tl.cast(first, tl.int64) * x[3]
     return start + tl.arange(0, ROWS) * x[3]
-
-
-@triton.jit
-def visible(first_row, first_key, keys, ahead, CAUSAL: tl.constexpr,
-            ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """[ROWS, KEYS] of a tile: which keys are there and, if CAUSAL, not ahead of their row."""
-    key = (first_key + tl.arange(0, KEYS))[None, :]
-    row = (first_row + tl.arange(0, ROWS))[:, None]
-    seen = (key < keys) & (row >= 0)
-    if CAUSAL:
-        seen = seen & (key <= row + ahead)
-    return seen
-
-
-@triton.jit
-def key_range(first_row, n_k, ahead, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """(clear, end) of a block of rows: all of its rows see all keys before `clear`, none `end`."""
-    end = n_k
-    clear = n_k
-    if CAUSAL:
-        end = tl.maximum(tl.minimum(n_k, first_row + ROWS + ahead), 0)
-        clear = tl.maximum(tl.minimum(n_k, first_row + 1 + ahead), 0)
-    return clear // KEYS * KEYS, end

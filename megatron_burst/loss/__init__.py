@@ -1,7 +1,7 @@
 """The LM head and its loss in one: logits exist a tile at a time, whatever the number of tokens.
 
-`linear` has the public functions and the autograd function; `rows` says which tokens count, `tiles`
-how much is computed at once, `parallel` what travels between tensor-parallel ranks, `passes` is the
-computation, `statistics` and `fused` its two kernels in torch and in Triton, `weight_grad` where
-the weight's gradient goes, `checks` what is refused.
+`linear` has the public functions, `autograd` their autograd functions; `rows` says which tokens
+count and what travels between tensor-parallel ranks, `tiles` how much is computed at once, `passes`
+is the computation, `statistics` and `fused` its two kernels in torch and in Triton, `main_grad`
+where the weight's gradient goes, `checks` what is refused.
 """

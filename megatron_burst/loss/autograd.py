@@ -5,26 +5,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.forecast import Expected, common_factor
-from megatron_burst.loss.options import WHO
-from megatron_burst.loss.parallel import HiddenGrad
-from megatron_burst.loss.passes import (
-    Head,
-    Sums,
-    forward_gradient_pass,
-    gradient_pass,
-    loss_factors,
-    losses,
-    statistics_pass,
-)
-from megatron_burst.loss.rows import Rows
-from megatron_burst.loss.statistics import Factor, Stat
-from megatron_burst.loss.weight_grad import (
-    announce_main_grad,
-    main_grad_of,
-    new_sums,
-    unwritten_sums,
-)
+from megatron_burst.loss import passes
+from megatron_burst.loss.main_grad import Expected, announce_main_grad, common_factor, main_grad_of
+from megatron_burst.loss.passes import Head, Sums
+from megatron_burst.loss.rows import HiddenGrad, Rows
+from megatron_burst.loss.statistics import WHO, Factor, Stat, sum_dtype
 from megatron_burst.transforms import refuse_transforms
 
 _ROWS_AT_ONCE = 4096
@@ -37,16 +22,16 @@ class Recomputed(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected | None
     ):
-        stats, buffer = statistics_pass(head, hidden, weight, rows)
+        stats, buffer = passes.statistics_pass(head, hidden, weight, rows)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head, ctx.expected = rows, head, expected
         # a parameter is not what comes out of saved_tensors after offloading: keep its buffer
         ctx.weight = weight
         entropy = stats[Stat.LSE] - stats[Stat.MEAN]
-        outputs = losses(head, stats), stats[Stat.LSE], entropy
+        outputs = passes.losses(head, stats), stats[Stat.LSE], entropy
         ctx.set_materialize_grads(False)
-        return tuple(rows.spread(output) for output in outputs)
+        return tuple(map(rows.spread, outputs))
 
     @staticmethod
     @once_differentiable
@@ -58,20 +43,19 @@ class Recomputed(torch.autograd.Function):
         loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
         if ctx.expected is not None:
             ctx.expected.learn(loss)
-        factors = loss_factors(head, stats, loss)
+        factors = passes.loss_factors(head, stats, loss)
         # d entropy / dz = -p (z - mean)
         factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
         factors[Factor.SLOPE] -= entropy
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        main_grad = main_grad_of(ctx.weight) if wants_weight else None
-        total = (new_sums(weight) if main_grad is None else main_grad) if wants_weight else None
-        sums = Sums(HiddenGrad(head.tp, rows, hidden) if wants_hidden else None, total)
+        wants_weight = ctx.needs_input_grad[1]
+        total = main_grad = main_grad_of(ctx.weight) if wants_weight else None
+        if wants_weight and main_grad is None:
+            total = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
+        sums = Sums(_hidden_sum(ctx, head, rows, hidden), total)
         kept, ctx.kept = ctx.kept, None  # written to: a second backward computes it again
-        gradient_pass(head, hidden, weight, rows, factors, sums, kept)
+        passes.gradient_pass(head, hidden, weight, rows, factors, sums, kept)
         del kept
-        dhidden = None
-        if sums.hidden is not None:
-            dhidden = sums.hidden.finish().view(hidden.shape)
+        dhidden = sums.finish(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None, None
         return dhidden, None if total is None else total.to(weight.dtype), None, None, None
@@ -82,18 +66,14 @@ class GradientsInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        sums = Sums(
-            HiddenGrad(head.tp, rows, hidden) if wants_hidden else None,
-            unwritten_sums(weight) if wants_weight else None,
-            fresh=wants_weight,
-        )
-        stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
-        if sums.hidden is not None:
-            sums.hidden.finish()
-        ctx.sums, ctx.rows, ctx.row_weight = sums, rows, row_weight
-        ctx.hidden_shape, ctx.weight = hidden.shape, weight
-        return rows.spread(losses(head, stats))
+        total = None
+        if ctx.needs_input_grad[1]:
+            total = torch.empty_like(weight, dtype=sum_dtype(weight.dtype))
+        sums = Sums(_hidden_sum(ctx, head, rows, hidden), total, fresh=total is not None)
+        stats = passes.forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
+        ctx.sums = sums.finish(hidden.shape), total
+        ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
+        return rows.spread(passes.losses(head, stats))
 
     @staticmethod
     @once_differentiable
@@ -105,11 +85,9 @@ class GradientsInForward(torch.autograd.Function):
                 "they are scaled in place; got a second backward; pass grads='recompute'"
             )
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
-        hidden, total = ctx.sums.hidden, ctx.sums.weight
-        dhidden = dweight = ctx.sums = None
-        if hidden is not None:
-            _scale(hidden.mine, factor)
-            dhidden = hidden.mine.view(ctx.hidden_shape)
+        (dhidden, total), ctx.sums, dweight = ctx.sums, None, None
+        if dhidden is not None:
+            _scale(dhidden.flatten(0, -2), factor)
         if total is not None:
             main_grad = main_grad_of(ctx.weight)
             if main_grad is None:
@@ -131,16 +109,13 @@ class GradientsInMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected):
-        wants_hidden = ctx.needs_input_grad[0]
-        sums = Sums(
-            HiddenGrad(head.tp, rows, hidden) if wants_hidden else None, main_grad_of(weight)
-        )
+        sums = Sums(_hidden_sum(ctx, head, rows, hidden), main_grad_of(weight))
         row_weight = expected.count_on_it()
-        stats = forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
-        ctx.dhidden = sums.hidden.finish().view(hidden.shape) if wants_hidden else None
+        stats = passes.forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
+        ctx.dhidden = sums.finish(hidden.shape)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.rows, ctx.head, ctx.expected, ctx.weight = rows, head, expected, weight
-        return rows.spread(losses(head, stats))
+        return rows.spread(passes.losses(head, stats))
 
     @staticmethod
     @once_differentiable
@@ -148,7 +123,7 @@ class GradientsInMainGrad(torch.autograd.Function):
         grad = ctx.rows.collect(grad)
         expected, ctx.expected = ctx.expected, None  # a second backward has nothing to count on
         dhidden, ctx.dhidden = ctx.dhidden, None
-        if expected is None or not expected.settle(grad, ctx.head.tp.group):
+        if expected is None or not expected.resolve(grad, ctx.head.tp.group):
             del dhidden
             dhidden = _corrected(ctx, grad, expected)
         return dhidden, announce_main_grad(ctx.weight), None, None, None
@@ -162,11 +137,15 @@ def _corrected(ctx, grad: Tensor, expected: Expected | None) -> Tensor | None:
     hidden, weight, stats = ctx.saved_tensors
     head, rows, main_grad = ctx.head, ctx.rows, main_grad_of(ctx.weight)
     if expected is not None and expected.in_main_grad:
-        factors = loss_factors(head, stats, -expected.gradient)
-        gradient_pass(head, hidden, weight, rows, factors, Sums(None, main_grad))
-    sums = Sums(HiddenGrad(head.tp, rows, hidden) if ctx.needs_input_grad[0] else None, main_grad)
-    gradient_pass(head, hidden, weight, rows, loss_factors(head, stats, grad), sums)
-    return None if sums.hidden is None else sums.hidden.finish().view(hidden.shape)
+        factors = passes.loss_factors(head, stats, -expected.gradient)
+        passes.gradient_pass(head, hidden, weight, rows, factors, Sums(None, main_grad))
+    sums = Sums(_hidden_sum(ctx, head, rows, hidden), main_grad)
+    passes.gradient_pass(head, hidden, weight, rows, passes.loss_factors(head, stats, grad), sums)
+    return sums.finish(hidden.shape)
+
+
+def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor) -> HiddenGrad | None:
+    return HiddenGrad(head.tp, rows, hidden) if ctx.needs_input_grad[0] else None
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:

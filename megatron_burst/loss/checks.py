@@ -2,35 +2,25 @@
 
 import json
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.latest import Latest
-from megatron_burst.comm.state import board_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.errors import BurstError, DisagreementError, unmet
-from megatron_burst.loss.options import WHO, LossOptions
-from megatron_burst.loss.parallel import TensorParallel, processors_of
-from megatron_burst.loss.weight_grad import held_bytes
+from megatron_burst.loss.main_grad import held_bytes
+from megatron_burst.loss.rows import TensorParallel, processors_of
+from megatron_burst.loss.statistics import WHO, LossOptions
 from megatron_burst.transforms import refuse_transforms
 
-_AGREEMENTS = 256  # that are remembered; the oldest go first, so all ranks forget the same
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The one cache here: what the ranks of a group have agreed on already, as long as the group lives.
-_AGREED: WeakKeyDictionary[dist.ProcessGroup, Latest[str, None]] = WeakKeyDictionary()
 
 
 def check_call(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_mask: Tensor | None,
-    tp: TensorParallel,
-    options: LossOptions,
-    settings: Mapping[str, object],
-) -> None:
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, tp: TensorParallel,
+    options: LossOptions, settings: Mapping[str, object],
+) -> None:  # fmt: skip
     """Refuse a call that cannot be computed rightly.
 
     Ranks tell each other their shapes, options and refusals through the store, once for each new
@@ -54,7 +44,8 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
     """What is wrong with this rank's arguments, in one sentence; empty if nothing is."""
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
-    expected = _labels_shape(hidden, tp)
+    first, *others = hidden.shape[:-1] or (0,)
+    expected = (first * tp.blocks, *others)
     masks = () if loss_mask is None else (loss_mask,)
     devices = {str(x.device) for x in (hidden, weight, labels, *masks)}
     chunk = settings.get("chunk_tokens", "auto")
@@ -92,11 +83,6 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
     return unmet(WHO, needs)
 
 
-def _labels_shape(hidden: Tensor, tp: TensorParallel) -> tuple[int, ...]:
-    first, *others = hidden.shape[:-1] or (0,)
-    return (first * tp.blocks, *others)
-
-
 def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dict[str, str]:
     """What all ranks must have in common, in words; what is wrong first."""
     return {
@@ -114,15 +100,10 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
 
 
 def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
-    """Make sure that all ranks of a group have the same terms.
-
-    Raises:
-        BurstError: with the first rank's problem; DisagreementError naming a term that differs.
-    """
-    text, agreed = json.dumps(terms), _AGREED.setdefault(group, Latest(_AGREEMENTS))
-    if text in agreed:
+    """Make sure that all ranks of a group have the same terms."""
+    text, board = json.dumps(terms), state_of(group, None).board
+    if board.knows(text):
         return
-    board = board_of(group, None)
     everyones = [json.loads(other) for other in board.share(text, WHO)]
     for rank, theirs in enumerate(everyones):
         if theirs["problem"]:
@@ -130,19 +111,17 @@ def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
     for rank, theirs in enumerate(everyones):
         for term, value in terms.items():
             if theirs[term] != value:
-                raise _disagreement(term, terms, group.rank(), theirs, rank)
-    agreed[text] = None
-
-
-def _disagreement(term: str, mine: dict, my_rank: int, theirs: dict, their_rank: int):
-    change = "give all ranks the same"
-    if term == "weight":
-        change = "pad the vocabulary until tp divides it (--make-vocab-size-divisible-by)"
-    return DisagreementError(
-        f"{WHO}: all ranks of a tensor-parallel group must call with the same shapes and options, "
-        f"because each computes its part of every token's logits; got {term}={mine[term]} on tp "
-        f"rank {my_rank} and {term}={theirs[term]} on tp rank {their_rank}; {change}"
-    )
+                change = "give all ranks the same"
+                if term == "weight":
+                    change = "pad the vocabulary until tp divides it"
+                    change += " (--make-vocab-size-divisible-by)"
+                raise DisagreementError(
+                    f"{WHO}: all ranks of a tensor-parallel group must call with the same shapes "
+                    "and options, because each computes its part of every token's logits; got "
+                    f"{term}={value} on tp rank {group.rank()} and {term}={theirs[term]} on tp "
+                    f"rank {rank}; {change}"
+                )
+    board.note(text)
 
 
 def _check_labels(labels, loss_mask, vocab: int, options: LossOptions, tp: TensorParallel) -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.loss.statistics import Transform
+from megatron_burst.loss.statistics import LossOptions
 
 _BLOCK = 4096  # classes that a program of the statistics looks at together
 _GRADIENT_BLOCK = 2048
@@ -17,7 +17,7 @@ _SIDE = 8  # classes side by side in a lane: 16 bytes of 16-bit logits, one load
 
 
 def merge_statistics(
-    stats: Tensor, raw: Tensor, targets: Tensor, transform: Transform, extras: bool
+    stats: Tensor, raw: Tensor, targets: Tensor, options: LossOptions, extras: bool
 ) -> None:
     """`statistics.merge_statistics` of [rows, classes] up to float32; a program does a row."""
     rows, classes = raw.shape
@@ -27,13 +27,13 @@ def merge_statistics(
     with torch.cuda.device_of(raw):  # Triton launches on the current device, whatever it gets
         _statistics_kernel[(rows,)](
             stats, raw, targets, classes, stats.stride(0), raw.stride(0),
-            transform.scale, transform.softcap or 1.0,
-            CAPPED=transform.softcap > 0, EXTRAS=extras,
+            options.logit_scale, options.softcap or 1.0,
+            CAPPED=options.softcap > 0, EXTRAS=extras,
             BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE, SIDE=_SIDE, num_warps=8,
         )  # fmt: skip
 
 
-def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, transform: Transform) -> None:
+def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
     """`statistics.gradient_` of [rows, classes] up to float32; a program does a block of a row."""
     rows, classes = raw.shape
     if rows == 0:
@@ -42,8 +42,8 @@ def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, transform: Transfor
     with torch.cuda.device_of(raw):
         _gradient_kernel[(rows, triton.cdiv(classes, block))](
             raw, targets, factors, classes, raw.stride(0), factors.stride(0),
-            transform.scale, transform.softcap or 1.0,
-            CAPPED=transform.softcap > 0, BLOCK=block, num_warps=4,
+            options.logit_scale, options.softcap or 1.0,
+            CAPPED=options.softcap > 0, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The public functions: arguments in, calls of autograd functions out."""
+"""The public functions of the loss."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,37 +10,27 @@ from torch import Tensor
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.autograd import GradientsInForward, GradientsInMainGrad, Recomputed
 from megatron_burst.loss.checks import check_call
-from megatron_burst.loss.forecast import Expected, Forecast
-from megatron_burst.loss.options import WHO, Grads, LossOptions, Reduction
-from megatron_burst.loss.parallel import TensorParallel, sizes_of
+from megatron_burst.loss.main_grad import Expected, Forecast, held_bytes
 from megatron_burst.loss.passes import Head
-from megatron_burst.loss.rows import Rows, SupervisedCount, count_supervised, rows_of, valid_tokens
-from megatron_burst.loss.statistics import sum_dtype
+from megatron_burst.loss.rows import (
+    Rows,
+    SupervisedCount,
+    TensorParallel,
+    count_supervised,
+    valid_tokens,
+)
+from megatron_burst.loss.statistics import WHO, Grads, LossOptions, Reduction, sum_dtype
 from megatron_burst.loss.tiles import choose_tiles
-from megatron_burst.loss.weight_grad import held_bytes
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    loss_mask: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    return_lse: bool = False,
-    chunk_tokens: int | str = "auto",
-    grads: Grads = "auto",
-    keep_logits: bool = True,
-    supervised: SupervisedCount | None = None,
-    forecast: Forecast | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False, reduction: Reduction = "mean", ignore_index: int = -100,
+    loss_mask: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float = 0.0, logit_scale: float = 1.0, return_lse: bool = False,
+    chunk_tokens: int | str = "auto", grads: Grads = "auto", keep_logits: bool = True,
+    supervised: SupervisedCount | None = None, forecast: Forecast | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross entropy of `hidden @ weight.T`, whose logits exist a tile at a time.
 
     Needs less than 1 GiB besides its inputs, their gradients and one float32 gradient of the
@@ -63,10 +53,7 @@ def linear_cross_entropy(
             over the sum of masks (0 if that is 0), of the tokens that count.
         ignore_index: label of tokens that are left out.
         loss_mask: [...] weights of tokens in the reduction; with "none" only 0 matters.
-        label_smoothing: see `LossOptions`, as are z_loss, softcap and logit_scale.
-        z_loss: weight of the squared log-sum-exp.
-        softcap: bound of the logits; 0: none.
-        logit_scale: factor of the logits.
+        label_smoothing, z_loss, softcap, logit_scale: see `LossOptions`.
         return_lse: also return each token's log-sum-exp.
         chunk_tokens: rows of a tile of logits; "auto" fits them into the memory above.
         grads: "recompute" computes logits again in backward: 4 GEMMs, one collective of statistics,
@@ -94,7 +81,7 @@ def linear_cross_entropy(
         forward as in Liger-Kernel's fused_linear_cross_entropy.
     """
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
-    tp = _tensor_parallel(tp_group, sequence_parallel)
+    tp = TensorParallel.of(tp_group, sequence_parallel)
     mode = grads if grads != "auto" else _mode(hidden, weight, reduction, return_lse, forecast)
     settings = {"reduction": reduction, "grads": grads, "mode": mode, "return_lse": return_lse}
     check_call(
@@ -102,7 +89,7 @@ def linear_cross_entropy(
     )
     rows = _rows(hidden, labels, loss_mask, tp, ignore_index, supervised)
     weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
-    if not _wants_grad(hidden, weight):
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
     held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
     head = _head(hidden, weight, options, tp, rows, chunk_tokens, mode != "recompute", held)
@@ -121,37 +108,22 @@ def linear_cross_entropy(
 
 
 class TokenLogProbs(NamedTuple):
-    """Of each token, [...] in float32 or wider; 0 where a token is left out.
+    """Of each token, [...] in float32 or wider; 0 where a token is left out."""
 
-    Attributes:
-        log_probs: of the labels.
-        entropy: of the distribution over the vocabulary, nats; None where it was not asked for.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
+    log_probs: Tensor  # of the labels
+    entropy: Tensor | None  # over the vocabulary, in nats; None where it was not asked for
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    loss_mask: Tensor | None = None,
-    options: LossOptions | None = None,
-    entropy: bool = True,
-    keep_logits: bool = True,
-) -> TokenLogProbs:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False, loss_mask: Tensor | None = None,
+    options: LossOptions | None = None, entropy: bool = True, keep_logits: bool = True,
+) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
+    Other arguments are those of `linear_cross_entropy`.
+
     Args:
-        hidden: as of `linear_cross_entropy`, like all that follow.
-        weight: [vocab / tp, h].
-        labels: [...].
-        tp_group: ranks that share the vocabulary.
-        sequence_parallel: whether they also share the sequence.
         loss_mask: tokens to leave out are 0 in it.
         options: `logit_scale` is 1 / temperature; smoothing and z-loss must be left out.
         entropy: whether it is wanted.
@@ -167,7 +139,7 @@ def token_log_probs(
             f"{WHO}: log-probabilities must be asked for without label smoothing and z-loss, "
             f"because these change the loss only; got {options}; leave them out"
         )
-    tp = _tensor_parallel(tp_group, sequence_parallel)
+    tp = TensorParallel.of(tp_group, sequence_parallel)
     check_call(hidden, weight, labels, loss_mask, tp, options, {"entropy": entropy})
     rows = _rows(hidden, labels, loss_mask, tp, options.ignore_index, None)
     head = _head(hidden, weight, options, tp, rows, "auto", False)
@@ -176,12 +148,6 @@ def token_log_probs(
     return TokenLogProbs(
         -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None
     )
-
-
-def _tensor_parallel(group: dist.ProcessGroup | None, sequence_parallel: bool) -> TensorParallel:
-    if group is None or group.size() == 1:
-        return TensorParallel()
-    return TensorParallel(group, sequence_parallel)
 
 
 def _mode(hidden, weight, reduction, return_lse: bool, forecast: Forecast | None) -> str:
@@ -193,17 +159,11 @@ def _mode(hidden, weight, reduction, return_lse: bool, forecast: Forecast | None
     return "main_grad" if forecast is not None and forecast.ready(weight) else "recompute"
 
 
-def _wants_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
 def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
     valid = valid_tokens(labels, loss_mask, ignore_index)
     if supervised is None and not hidden.is_cuda:
-        supervised = count_supervised(
-            labels, loss_mask, ignore_index=ignore_index, tp_group=tp.group,
-            sequence_parallel=tp.sequence_parallel,
-        )  # fmt: skip
+        split = {"tp_group": tp.group, "sequence_parallel": tp.sequence_parallel}
+        supervised = count_supervised(labels, loss_mask, ignore_index=ignore_index, **split)
     if supervised is not None and supervised.blocks != tp.blocks:
         raise BurstError(
             f"{WHO}: supervised tokens must be counted as they are computed, because each rank's "
@@ -213,13 +173,12 @@ def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
     most = None if supervised is None else supervised.wait()
     shape = (tp.blocks, -1) if labels.numel() else (tp.blocks, 0)
     mine = tp.rank if tp.blocks > 1 else 0
-    return rows_of(labels.reshape(shape).long(), valid.view(shape), mine, most)
+    return Rows.of(labels.reshape(shape).long(), valid.view(shape), mine, most)
 
 
 def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dtype) -> Tensor:
     """Weight of each token's loss in the reduction, [blocks, tokens]."""
-    ones = rows.valid.new_ones(rows.valid.shape, dtype=sum_dtype(dtype))
-    weights = rows.spread(ones)
+    weights = rows.spread(rows.valid.new_ones(rows.valid.shape, dtype=sum_dtype(dtype)))
     if loss_mask is not None:
         weights = weights * loss_mask.reshape(weights.shape)
     if reduction != "mean":
@@ -241,5 +200,5 @@ def _head(
     hidden, weight, options, tp, rows: Rows, chunk_tokens, whole: bool, held: int = 0
 ) -> Head:
     chunk = None if chunk_tokens == "auto" else chunk_tokens
-    tiles = choose_tiles(sizes_of(rows.labels.numel(), hidden, weight, tp, held), whole, chunk)
+    tiles = choose_tiles(tp.sizes(rows.labels.numel(), hidden, weight, held), whole, chunk)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

@@ -7,43 +7,22 @@ import torch
 from torch import Tensor
 
 from megatron_burst.loss import statistics
-from megatron_burst.loss.options import LossOptions
-from megatron_burst.loss.parallel import (
-    HiddenGrad,
-    TensorParallel,
-    first_class,
-    out_of_range,
-    poisoned,
-)
-from megatron_burst.loss.rows import Rows
-from megatron_burst.loss.statistics import Factor, Stat, Transform, sum_dtype
-from megatron_burst.loss.tiles import Tiles
-from megatron_burst.loss.weight_grad import add_product
+from megatron_burst.loss.main_grad import add_product
+from megatron_burst.loss.rows import HiddenGrad, Rows, TensorParallel
+from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
+from megatron_burst.loss.tiles import Tiles, choose_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a pass needs to know besides tensors.
-
-    Attributes:
-        options: of the loss.
-        tp: ranks that share the vocabulary.
-        tiles: how much at once.
-        vocab: number of classes of all ranks.
-        entropy: whether it is wanted.
-        keep: whether the last tile of logits waits for backward, if logits are computed there.
-    """
+    """What a pass needs to know besides tensors."""
 
     options: LossOptions
     tp: TensorParallel
     tiles: Tiles
-    vocab: int
-    entropy: bool = False
-    keep: bool = True
-
-    @property
-    def transform(self) -> Transform:
-        return Transform(self.options.logit_scale, self.options.softcap)
+    vocab: int  # number of classes of all ranks
+    entropy: bool = False  # whether it is wanted
+    keep: bool = True  # whether the last tile of logits stays for backward, if computed there
 
     @property
     def extras(self) -> bool:
@@ -52,17 +31,15 @@ class Head:
 
 @dataclass(slots=True)
 class Sums:
-    """Where gradients are added up; None where one is not wanted.
+    """Where gradients are added up; None where one is not wanted."""
 
-    Attributes:
-        hidden: of this rank's rows.
-        weight: [vocab_local, h] in float32 or wider.
-        fresh: whether what is in `weight` so far means nothing.
-    """
+    hidden: HiddenGrad | None  # of this rank's rows
+    weight: Tensor | None  # [vocab_local, h] in float32 or wider
+    fresh: bool = False  # whether what is in `weight` so far means nothing
 
-    hidden: HiddenGrad | None
-    weight: Tensor | None
-    fresh: bool = False
+    def finish(self, shape: torch.Size) -> Tensor | None:
+        """The hidden states' gradient in their shape."""
+        return None if self.hidden is None else self.hidden.finish().view(shape)
 
 
 def statistics_pass(
@@ -78,7 +55,7 @@ def statistics_pass(
     buffer = _tile_buffer(head, hidden)
     for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
         stats[:, :, piece] = _chunk_statistics(head, x, weight, rows, piece, buffer)
-    return poisoned(head.tp.combine(stats)), buffer
+    return _poisoned(head.tp.combine(stats)), buffer
 
 
 def gradient_pass(
@@ -87,14 +64,8 @@ def gradient_pass(
 ) -> None:  # fmt: skip
     """Add the gradients up, computing logits once more; tiles come from the last to the first.
 
-    Args:
-        head: of the call.
-        hidden: as the caller gave them.
-        weight: [vocab_local, h].
-        rows: what is computed.
-        factors: [5, blocks, n].
-        sums: where to.
-        kept: a statistics pass's memory of a tile, written to: its logits are not computed again.
+    `factors`: [5, blocks, n]; `kept`: a statistics pass's memory of a tile, written to: its logits
+    are not computed again.
     """
     buffer, computed = _tile_buffer(head, hidden) if kept is None else kept, kept is not None
     for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows, backwards=True):
@@ -103,13 +74,12 @@ def gradient_pass(
         for classes, raw, targets in _tiles(
             head, x, weight, rows, piece, buffer, computed, backwards=True
         ):
-            _kernels(raw).gradient_(raw, targets, chunk_factors, head.transform)
+            _kernels(raw).gradient_(raw, targets, chunk_factors, head.options)
             if sums.weight is not None:
                 add_product(sums.weight[classes], raw.t(), x)
             if sums.hidden is not None:
                 first = total is None
-                if first:
-                    total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype))
+                total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype)) if first else total
                 add_product(total, raw, weight[classes], first)
         computed = False
         if sums.hidden is not None:
@@ -120,26 +90,19 @@ def gradient_pass(
 def forward_gradient_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums
 ) -> Tensor:
-    """Statistics as of `statistics_pass` and, from the same logits, gradients of sum(w * loss).
+    """Statistics as of `statistics_pass` and, from the same logits, gradients of
+    sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
 
     Each chunk needs the statistics of the whole vocabulary, so has a collective of its own.
-
-    Args:
-        head: of the call; its tiles have all classes.
-        hidden: as the caller gave them.
-        weight: [vocab_local, h].
-        rows: what is computed.
-        row_weight: w, [blocks, n].
-        sums: where gradients go.
     """
     stats = hidden.new_empty(len(Stat), *rows.labels.shape, dtype=sum_dtype(hidden.dtype))
     buffer = _tile_buffer(head, hidden)
     for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
         mine = _chunk_statistics(head, x, weight, rows, piece, buffer)
-        stats[:, :, piece] = poisoned(head.tp.combine(mine))
+        stats[:, :, piece] = _poisoned(head.tp.combine(mine))
         factors = loss_factors(head, stats[:, :, piece], row_weight[:, piece]).flatten(1)
         ((_, raw, targets),) = _tiles(head, x, weight, rows, piece, buffer, computed=True)
-        _kernels(raw).gradient_(raw, targets, factors, head.transform)
+        _kernels(raw).gradient_(raw, targets, factors, head.options)
         if sums.hidden is not None:
             sums.hidden.put(piece, torch.mm(raw, weight))
         if sums.weight is not None:
@@ -147,6 +110,34 @@ def forward_gradient_pass(
     if sums.fresh and rows.count == 0:
         sums.weight.zero_()
     return stats
+
+
+@torch.no_grad()
+def largest_class(
+    hidden: Tensor, weight: Tensor, tp: TensorParallel, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Largest logit and its class among this rank's part of the vocabulary, without all logits.
+
+    Args:
+        hidden: [s, b, h], or with sequence parallelism this rank's part of s.
+        weight: [vocab / tp, h].
+        tp: ranks that share the vocabulary.
+        scale: positive factor of the logits.
+
+    Returns:
+        ([s, b] logits in the model's dtype, [s, b] int64 classes, counted from 0 on each rank).
+    """
+    tokens = hidden.shape[:-1].numel()
+    tiles = choose_tiles(tp.sizes(tokens * tp.blocks, hidden, weight), whole=True)
+    labels = torch.zeros(tp.blocks, tokens, dtype=torch.long, device=hidden.device)
+    rows = Rows(labels, labels == 0, tp.rank if tp.blocks > 1 else 0, None, tokens)
+    values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)
+    for piece, x in tp.chunks(hidden, rows, tiles.rows):
+        found = torch.mm(x, weight.t()).max(dim=1)
+        values[:, piece] = found.values.view(tp.blocks, -1)
+        classes[:, piece] = found.indices.view(tp.blocks, -1)
+    full = hidden.shape[0] * tp.blocks, *hidden.shape[1:-1]
+    return values.view(full) * scale, classes.view(full)
 
 
 def losses(head: Head, stats: Tensor) -> Tensor:
@@ -177,11 +168,19 @@ def loss_factors(head: Head, stats: Tensor, grad: Tensor) -> Tensor:
 def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tensor:
     """Statistics [4, blocks, some] of this rank's classes."""
     stats = statistics.empty_statistics(x.shape[0], x)
-    wrong = out_of_range(rows, head.vocab)[:, piece].flatten()
-    stats[Stat.TARGET].masked_fill_(wrong, torch.nan)
+    labels = rows.labels[:, piece]
+    wrong = rows.valid[:, piece] & ((labels < 0) | (labels >= head.vocab))
+    stats[Stat.TARGET].masked_fill_(wrong.flatten(), torch.nan)
     for _, raw, targets in _tiles(head, x, weight, rows, piece, buffer):
-        _kernels(raw).merge_statistics(stats, raw, targets, head.transform, head.extras)
+        _kernels(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
     return stats.view(len(Stat), rows.labels.shape[0], -1)
+
+
+def _poisoned(stats: Tensor) -> Tensor:
+    """Statistics whose LSE is NaN where the target's logit is: loss and gradient become NaN."""
+    target = stats[Stat.TARGET]
+    stats[Stat.LSE] = torch.where(target.isnan(), target, stats[Stat.LSE])
+    return stats
 
 
 def _tiles(
@@ -192,7 +191,7 @@ def _tiles(
 
     `computed`: the first of these tiles' logits still are in the buffer.
     """
-    labels = rows.labels[:, piece].flatten() - first_class(head.tp, weight)
+    labels = rows.labels[:, piece].flatten() - head.tp.rank * weight.shape[0]
     starts = range(0, weight.shape[0], head.tiles.classes)
     for start in reversed(starts) if backwards else starts:
         classes = slice(start, min(start + head.tiles.classes, weight.shape[0]))

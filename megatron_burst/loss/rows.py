@@ -1,49 +1,55 @@
-"""Which tokens are computed: rows of the hidden states, in the blocks that ranks hold."""
+"""Which tokens are computed, and what travels between tensor-parallel ranks: rows, their gradients,
+statistics."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.loss.statistics import Stat
+from megatron_burst.loss.tiles import Sizes
+
 _ROWS_AT_ONCE = 1024  # that are converted
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens in blocks: one of all tokens, or one a rank where ranks hold a part of the sequence.
+    """Tokens in blocks: one of all tokens, or one a rank where ranks hold parts of the sequence."""
 
-    Attributes:
-        labels: [blocks, n] int64.
-        valid: [blocks, n], false where a token is left out.
-        mine: the block that this rank holds hidden states of.
-        order: [blocks, n] int64, which token of its block a row is; None where it is itself.
-        tokens: of a block, those that are not computed included.
-    """
+    labels: Tensor  # [blocks, n] int64
+    valid: Tensor  # [blocks, n], false where a token is left out
+    mine: int  # the block that this rank holds hidden states of
+    order: Tensor | None  # [blocks, n] int64: which token of its block; None where it is itself
+    tokens: int  # of a block, those that are not computed included
 
-    labels: Tensor
-    valid: Tensor
-    mine: int
-    order: Tensor | None
-    tokens: int
+    @classmethod
+    def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None) -> "Rows":
+        """Those to compute of [blocks, tokens]; in no block do more than `most` count, if known."""
+        tokens = labels.shape[1]
+        if most is None or most >= tokens:
+            return cls(labels, valid, mine, None, tokens)
+        order = valid.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        return cls(labels.gather(1, order), valid.gather(1, order), mine, order, tokens)
 
     @property
     def count(self) -> int:
         """Rows of a block."""
         return self.labels.shape[1]
 
-    def take(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """Some of this rank's rows [stop - start, h], contiguous; zero where a token is left out.
+    def take(self, hidden: Tensor, piece: slice) -> Tensor:
+        """Some of this rank's rows [some, h], contiguous; zero where a token is left out.
 
         Zero, because a NaN there would reach the weight's gradient: 0 * NaN is NaN.
         """
-        valid = self.valid[self.mine, start:stop].unsqueeze(1)
+        valid = self.valid[self.mine, piece].unsqueeze(1)
         if self.order is None and hidden.is_contiguous():
-            return torch.where(valid, hidden.view(-1, hidden.shape[-1])[start:stop], 0)
+            return torch.where(valid, hidden.view(-1, hidden.shape[-1])[piece], 0)
         if self.order is None:
-            index = torch.arange(start, stop, device=hidden.device)
+            index = torch.arange(piece.start, piece.stop, device=hidden.device)
         else:
-            index = self.order[self.mine, start:stop]
+            index = self.order[self.mine, piece]
         # by all indices at once: a view of strided tokens would be copied as a whole
         picked = hidden[torch.unravel_index(index, hidden.shape[:-1])]
         return picked.masked_fill_(~valid, 0)
@@ -71,34 +77,12 @@ class Rows:
             full.index_copy_(0, place, part.to(full.dtype))
 
 
-def rows_of(labels: Tensor, valid: Tensor, mine: int, most: int | None) -> Rows:
-    """The rows to compute.
-
-    Args:
-        labels: [blocks, tokens].
-        valid: [blocks, tokens], which tokens count.
-        mine: see `Rows`.
-        most: in no block do more tokens count; None: unknown, all are computed.
-    """
-    tokens = labels.shape[1]
-    if most is None or most >= tokens:
-        return Rows(labels, valid, mine, None, tokens)
-    order = valid.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-    return Rows(labels.gather(1, order), valid.gather(1, order), mine, order, tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class SupervisedCount:
-    """The largest number of tokens that count in a block, on its way to the CPU.
+    """The largest number of tokens that count in a block, on its way to the CPU."""
 
-    Attributes:
-        blocks: number of blocks that it was counted for.
-        count: on the CPU, valid once `arrived`.
-        arrived: None where it always is.
-    """
-
-    blocks: int
-    count: Tensor
+    blocks: int  # that it was counted for
+    count: Tensor  # on the CPU, valid once `arrived`
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> int:
@@ -109,13 +93,9 @@ class SupervisedCount:
 
 
 def count_supervised(
-    labels: Tensor,
-    loss_mask: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-) -> SupervisedCount:
+    labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
+    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+) -> SupervisedCount:  # fmt: skip
     """Start counting the tokens that count, for `linear_cross_entropy` to compute only these.
 
     Start it where the batch is at hand, long before the loss: the CPU then waits, if at all, for a
@@ -131,12 +111,145 @@ def count_supervised(
         return SupervisedCount(blocks, most)
     count = torch.empty((), dtype=most.dtype, pin_memory=True)
     count.copy_(most, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return SupervisedCount(blocks, count, arrived)
+    return SupervisedCount(blocks, count, torch.cuda.current_stream().record_event())
 
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
     """Which tokens count, contiguous, in the shape of the labels."""
     valid = labels != ignore_index
     return (valid if loss_mask is None else valid & (loss_mask != 0)).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The ranks that hold parts of the vocabulary."""
+
+    group: dist.ProcessGroup | None = None  # None where one rank holds all of it
+    sequence_parallel: bool = False  # whether each also holds a part of the sequence only
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> "TensorParallel":
+        return cls() if group is None or group.size() == 1 else cls(group, sequence_parallel)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def blocks(self) -> int:
+        """Into how many parts the sequence is split."""
+        return self.size if self.sequence_parallel else 1
+
+    def sizes(self, rows: int, hidden: Tensor, weight: Tensor, held: int = 0) -> Sizes:
+        """What tiles are chosen for; the same on all ranks, which compute the same chunks.
+
+        `rows`: of all blocks; `held`: bytes of sums that the call holds besides.
+        """
+        classes, width = weight.shape
+        return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
+                     processors_of(hidden.device), held)  # fmt: skip
+
+    def chunks(
+        self, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of all blocks, some at a time: (which of a block, [blocks * some, h]).
+
+        The next ones are on their way while the caller computes.
+        """
+        step = size // self.blocks
+        pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
+        if backwards:
+            pieces.reverse()
+        coming = None
+        for piece in pieces:
+            if self.blocks == 1:
+                yield piece, rows.take(hidden, piece)
+                continue
+            started = piece, *self._start_gather(rows.take(hidden, piece))
+            if coming is not None:
+                yield _landed(*coming)
+            coming = started
+        if coming is not None:
+            yield _landed(*coming)
+
+    def _start_gather(self, mine: Tensor) -> tuple[Tensor, dist.Work]:
+        everyones = mine.new_empty(self.blocks * mine.shape[0], mine.shape[1])
+        work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
+        return everyones, work
+
+    def combine(self, stats: Tensor) -> Tensor:
+        """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
+
+        Sums relative to different maxima cannot be added on the way, so ranks get all parts.
+        """
+        if self.size == 1 or stats.numel() == 0:
+            return stats
+        parts = stats.new_empty(self.size * len(stats), *stats.shape[1:])
+        dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)
+        parts = parts.view(self.size, *stats.shape)
+        lses = parts[:, Stat.LSE]
+        whole = parts.sum(0)
+        whole[Stat.LSE] = lses.logsumexp(0)
+        whole[Stat.MEAN] = ((lses - whole[Stat.LSE]).exp() * parts[:, Stat.MEAN]).sum(0)
+        return whole
+
+
+def _landed(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
+    work.wait()
+    return piece, x
+
+
+class HiddenGrad:
+    """The hidden states' gradient, summed over the vocabulary's parts as chunks come.
+
+    At most two sums are under way, so what they read takes the memory of two chunks.
+    """
+
+    def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor) -> None:
+        self._tp, self._rows = tp, rows
+        shape = rows.tokens, like.shape[-1]
+        # [tokens, h], of this rank's tokens; 0 where one is not computed
+        self.mine = like.new_empty(shape) if rows.order is None else like.new_zeros(shape)
+        self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
+
+    def put(self, piece: slice, grad: Tensor) -> None:
+        """Take a chunk [blocks * some, h] of this rank's part of the sum, of any dtype."""
+        tp = self._tp
+        if tp.size == 1:
+            return self._rows.put(self.mine, piece, grad)
+        some = grad = grad.to(self.mine.dtype)
+        if tp.blocks > 1:
+            if self._rows.order is None:  # straight to its place
+                some = self.mine[piece]
+            else:
+                some = grad.new_empty(len(grad) // tp.blocks, grad.shape[1])
+            work = dist.reduce_scatter_tensor(some, grad, group=tp.group, async_op=True)
+        else:
+            work = dist.all_reduce(grad, group=tp.group, async_op=True)
+        self._under_way.append((work, piece, some, grad))
+        if len(self._under_way) > 1:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest sum."""
+        work, piece, some, _ = self._under_way.pop(0)
+        work.wait()
+        if self._rows.order is not None or self._tp.blocks == 1:
+            self._rows.put(self.mine, piece, some)
+
+    def finish(self) -> Tensor:
+        """All of it."""
+        while self._under_way:
+            self._land()
+        return self.mine
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

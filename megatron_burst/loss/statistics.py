@@ -1,14 +1,63 @@
-"""The two kernels of the loss in plain torch: statistics of a tile of logits, and its gradient.
+"""What the loss is, and its two kernels in plain torch: statistics of a tile of logits, and its
+gradient. `fused` has the same kernels in Triton.
 
 A tile is [rows, classes] of raw logits x = hidden @ weight.T, in the model's dtype; z = cap(scale
-x). Everything else is in float32 (float64 for float64). `fused` has the same in Triton.
+x). Everything else is in float32 (float64 for float64).
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_burst.errors import require
+
+WHO = "linear cross-entropy"
+Reduction = Literal["none", "sum", "mean"]
+Grads = Literal["auto", "forward", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """Numbers that define the loss of a token; z are its logits, y its label, V the vocabulary.
+
+    z = cap(logit_scale * hidden @ weight.T), cap(x) = softcap * tanh(x / softcap);
+    loss = lse(z) - (1 - s) z[y] - s mean(z) + z_loss * lse(z)^2, s = label_smoothing * V / (V - 1).
+
+    Attributes:
+        label_smoothing: probability spread evenly over the V - 1 other classes, as Megatron's
+            vocab_parallel_cross_entropy has it; torch's cross_entropy spreads it over all V
+            classes, which is the same for torch's label_smoothing = s.
+        z_loss: weight of lse(z)^2, which keeps logits from drifting.
+        softcap: bound of |z|; 0 switches it off.
+        logit_scale: factor of logits before the cap; 1 / temperature, or MuP's output multiplier.
+        ignore_index: tokens with this label are left out.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        change = "change it or leave it out"
+        needs = (
+            (0 <= self.label_smoothing < 1, "label_smoothing", "be in [0, 1)", "a probability"),
+            (self.z_loss >= 0, "z_loss", "not be negative", "it would reward drifting logits"),
+            (0 <= self.softcap < float("inf"), "softcap", "be 0 or positive", "0 means no cap"),
+            (0 < self.logit_scale < float("inf"), "logit_scale", "be positive and finite",
+             "the order of the classes would change"),
+        )  # fmt: skip
+        for holds, name, must, why in needs:
+            value, must = getattr(self, name), f"{name} must {must}, because {why}"
+            require(WHO, [(holds, must, value, change)])
+
+    def smoothing(self, vocab: int) -> float:
+        """s of the formula above."""
+        return self.label_smoothing * vocab / (vocab - 1) if vocab > 1 else 0.0
 
 
 class Stat(IntEnum):
@@ -23,19 +72,7 @@ class Stat(IntEnum):
 class Factor(IntEnum):
     """Rows of the factors [5, rows] that make dz = p (SOFTMAX + SLOPE z) - LABEL [y] - ALL."""
 
-    LSE = 0
-    SOFTMAX = 1
-    SLOPE = 2
-    LABEL = 3
-    ALL = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Transform:
-    """z = softcap tanh(scale x / softcap), or scale x where softcap is 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
+    LSE, SOFTMAX, SLOPE, LABEL, ALL = range(5)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +88,7 @@ def empty_statistics(rows: int, like: Tensor) -> Tensor:
 
 
 def merge_statistics(
-    stats: Tensor, raw: Tensor, targets: Tensor, transform: Transform, extras: bool
+    stats: Tensor, raw: Tensor, targets: Tensor, options: LossOptions, extras: bool
 ) -> None:
     """Take a tile into the statistics of its rows.
 
@@ -59,10 +96,10 @@ def merge_statistics(
         stats: [4, rows], changed in place.
         raw: [rows, classes] raw logits, in the model's dtype.
         targets: [rows] int64: column of the label in this tile; another number where it has none.
-        transform: from x to z.
+        options: scale and cap.
         extras: whether TOTAL and MEAN are wanted.
     """
-    z = _logits(raw, transform)
+    z = _logits(raw, options)
     lse = z.logsumexp(1)
     merged = torch.logaddexp(stats[Stat.LSE], lse)
     column = targets.clamp(0, z.shape[1] - 1).unsqueeze(1)
@@ -76,25 +113,21 @@ def merge_statistics(
     stats[Stat.LSE] = merged
 
 
-def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, transform: Transform) -> None:
-    """Put the gradient of raw logits in their place.
+def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
+    """Put the gradient of raw logits in their place, rounded once to their dtype.
 
-    Args:
-        raw: [rows, classes] raw logits; afterwards dx, rounded once to their dtype.
-        targets: as in `merge_statistics`.
-        factors: [5, rows].
-        transform: from x to z.
+    Args are those of `merge_statistics`, and factors [5, rows].
     """
-    z = _logits(raw, transform)
+    z = _logits(raw, options)
     lse, softmax, slope, label, every = (factor.unsqueeze(1) for factor in factors)
     dz = (z - lse).exp() * (softmax + slope * z) - every
     columns = torch.arange(z.shape[1], device=z.device)
     dz -= torch.where(columns == targets.unsqueeze(1), label, 0)
-    if transform.softcap:
-        dz *= 1 - (z / transform.softcap).square()
-    raw.copy_(dz * transform.scale)
+    if options.softcap:
+        dz *= 1 - (z / options.softcap).square()
+    raw.copy_(dz * options.logit_scale)
 
 
-def _logits(raw: Tensor, transform: Transform) -> Tensor:
-    z = raw.to(sum_dtype(raw.dtype)) * transform.scale
-    return transform.softcap * (z / transform.softcap).tanh() if transform.softcap else z
+def _logits(raw: Tensor, options: LossOptions) -> Tensor:
+    z = raw.to(sum_dtype(raw.dtype)) * options.logit_scale
+    return options.softcap * (z / options.softcap).tanh() if options.softcap else z

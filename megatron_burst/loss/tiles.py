@@ -20,40 +20,24 @@ _SUM_ROWS = 750  # a GEMM of so many rows takes as long as adding to sums: 8 byt
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of a tile of logits.
+    """Sizes of a tile of logits."""
 
-    Attributes:
-        rows: tokens, of all blocks together; a multiple of their number.
-        classes: of the local vocabulary.
-    """
-
-    rows: int
-    classes: int
+    rows: int  # tokens, of all blocks together; a multiple of their number
+    classes: int  # of the local vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What tiles are chosen for.
+    """What tiles are chosen for."""
 
-    Attributes:
-        rows: of all blocks together.
-        classes: of the local vocabulary.
-        width: of the hidden states.
-        itemsize: bytes of an element of the model.
-        ranks: that share the vocabulary.
-        blocks: in which rows come: as many as ranks with sequence parallelism, else 1.
-        processors: multiprocessors of the GPU; 1: none are left idle.
-        held: bytes of sums that this call holds besides.
-    """
-
-    rows: int
-    classes: int
-    width: int
-    itemsize: int
-    ranks: int = 1
-    blocks: int = 1
-    processors: int = 1
-    held: int = 0
+    rows: int  # of all blocks together
+    classes: int  # of the local vocabulary
+    width: int  # of the hidden states
+    itemsize: int  # bytes of an element of the model
+    ranks: int = 1  # that share the vocabulary
+    blocks: int = 1  # in which rows come: as many as ranks with sequence parallelism, else 1
+    processors: int = 1  # multiprocessors of the GPU; 1: none are left idle
+    held: int = 0  # bytes of sums that this call holds besides
 
     def row_bytes(self, whole: bool) -> int:
         """Memory of a row besides its logits: what comes in and goes out, and its sums."""
@@ -67,12 +51,13 @@ class Sizes:
 def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> Tiles:
     """The tiles that take the least time, by the rules above, of those that fit.
 
-    Args:
-        sizes: of the call.
-        whole: whether a tile must have all classes, for its gradient in forward.
-        chunk_tokens: rows, if they are not to be chosen.
+    `whole`: whether a tile must have all classes, for its gradient in forward; `chunk_tokens`:
+    rows, if they are not to be chosen.
     """
-    scratch, blocks, a_row = _scratch(sizes.held), sizes.blocks, sizes.row_bytes(whole)
+    # sums that this call holds count, unless too little would be left
+    left = SCRATCH_BYTES - sizes.held
+    scratch = left if left >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
+    blocks, a_row = sizes.blocks, sizes.row_bytes(whole)
     share = scratch if whole else scratch // 2
     most = share // (a_row + (sizes.classes * sizes.itemsize if whole else 0))
     if not whole:  # leave room for a tile that is not too narrow
@@ -87,12 +72,6 @@ def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> 
         return Tiles(chunk, sizes.classes)
     room = (scratch - min(share, chunk * a_row)) // (chunk * sizes.itemsize)
     return Tiles(chunk, _even(sizes.classes, max(room // _UNIT, 2) * _UNIT))
-
-
-def _scratch(held: int) -> int:
-    """What tiles may take: sums that this call holds count, unless too little would be left."""
-    left = SCRATCH_BYTES - held
-    return left if left >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
 
 
 def _rows_of_a_block(sizes: Sizes, most: int) -> int:

@@ -1,19 +1,98 @@
-"""What Megatron's arguments and configurations ask of burst, and what must hold for it.
+"""Burst's flags in Megatron's parser, what arguments ask of burst, and what must hold for it.
 
-Nothing here loads Megatron.
+Each flag sets the field of its name in a configuration: types and legal values are the field's;
+here is what each means. Nothing here loads Megatron.
 """
 
 import sys
-from argparse import Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.options import LossOptions
-from megatron_burst.mcore.flags import FLAG, KEEP_FLAG, LOSS_FLAG
-from megatron_burst.mcore.refusals import check
+from megatron_burst.kernels.backends import backends
+from megatron_burst.loss.statistics import LossOptions
+from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, check
 from megatron_burst.say import say
+
+_ATTENTION = {
+    "intra": "inside a node: pass shards on, gather a few heads, or an all-to-all of heads",
+    "inter": "between nodes: a ring around intra, or an all-to-all of heads over all ranks; auto "
+    "takes the one or the other by the bytes there and by what hides them",
+    "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
+    "backend": "attention kernel",
+    "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
+    "what simulation finds fastest",
+    "keep": "which of attention's results stay for a layer's recomputation; auto needs "
+    "--burst-keep-budget-gib",
+    "keep_layers": "of a stage; the others recompute",
+    "keep_offload": "to pinned host memory: results that are kept, inputs of recomputed layers",
+    "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
+}
+_LOSS = {
+    "label_smoothing": "probability spread over other classes",
+    "z_loss": "weight of the squared log-sum-exp",
+    "softcap": "bound of the logits",
+}
+
+
+def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> None:
+    """Add all of burst's flags to a parser; `on_impl`: the action of --context-parallel-impl."""
+    group = parser.add_argument_group(
+        "burst", "context parallelism by BurstAttention",
+        conflict_handler="resolve",  # a Megatron with our diff has the first one itself
+    )  # fmt: skip
+    group.add_argument(
+        "--context-parallel-impl", action=on_impl, choices=["megatron", "burst"],
+        default="megatron", help="burst: BurstAttention over nested rings, not Megatron's own",
+    )  # fmt: skip
+    group.add_argument(
+        "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"
+    )
+    _add_fields(group, "burst", BurstConfig, _ATTENTION)
+    group.add_argument(
+        "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
+        help=f"for experiments: {Tuning.legal()}",
+    )  # fmt: skip
+    group = parser.add_argument_group("burst loss", "LM head and loss without logits")
+    group.add_argument(
+        LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
+    )
+    _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
+
+
+def _tuning(text: str) -> str:
+    """The text, which is what checkpoints save with the other arguments, once it is read."""
+    try:
+        Tuning.parse(text)
+    except BurstError as error:  # of whose sentence argparse would say nothing
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -> None:
+    kinds = get_type_hints(config)
+    for name, meaning in meanings.items():
+        flag = f"--{prefix}-{name}".replace("_", "-")
+        group.add_argument(flag, help=meaning, **_options(name, kinds[name]))
+
+
+def _options(name: str, kind: object) -> dict:
+    """How argparse reads a field's value; nothing given means None."""
+    if name == "backend":
+        return {"choices": ["auto", *backends()]}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": "store_true", "default": None}
+    if str in get_args(kind):
+        return {"metavar": "NAME|FILE"}
+    if int in get_args(kind):
+        return {"type": int, "metavar": "N"}
+    return {"type": float, "metavar": "GIB" if name.endswith("_gib") else "X"}
+
 
 # ---- each feature's check of a command line -------------------------------------------------
 
@@ -92,7 +171,7 @@ def wants_fused_loss(args: Namespace) -> bool:
 
 
 def force_args(args: Namespace) -> None:
-    """Set what follows from burst and changes no result; says so once."""
+    """Set what follows from burst and changes no result; tells so once."""
     forced = []
     if args.cp_comm_type in (None, ["p2p"]):
         args.cp_comm_type = ["burst"]
@@ -112,14 +191,8 @@ _FAMILIES = {  # of --attention-backend, in burst's kernels
 
 
 def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
-    """The configuration with the kernels that Megatron's option stands for.
-
-    Args:
-        burst: as given.
-        asked: Megatron's `attention_backend`, the enum's member or its name; None: not given.
-
-    Raises:
-        BurstError: if it names Megatron's own attention, or other kernels than `burst.backend`.
+    """The configuration with the kernels that Megatron's `attention_backend` (the enum's member or
+    its name, None if not given) stands for.
     """
     name = getattr(asked, "name", asked)
     if name in (None, "auto"):
@@ -137,7 +210,7 @@ def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
 
 
 def say_attention_backend(args: Namespace) -> None:
-    """Say what --attention-backend means, if it is given."""
+    """Tell what --attention-backend means, if it is given."""
     asked = getattr(args, "attention_backend", None)
     backend = with_attention_backend(BurstConfig(), asked).backend
     if backend != "auto" and args.rank == 0:
@@ -148,13 +221,8 @@ def say_attention_backend(args: Namespace) -> None:
 
 
 def burst_config_of(config: Any) -> BurstConfig:
-    """`config.burst` if somebody set it, else what Megatron's command line says, else defaults.
-
-    The kernels are those of Megatron's `attention_backend`, unless it is auto.
-
-    Args:
-        config: Megatron's TransformerConfig.
-    """
+    """`burst` of Megatron's TransformerConfig if somebody set it, else what its command line says,
+    else defaults; with the kernels of Megatron's `attention_backend`, unless it is auto."""
     given, args = getattr(config, "burst", None), global_args()
     if given is None:
         given = BurstConfig() if args is None else BurstConfig.from_args(args)

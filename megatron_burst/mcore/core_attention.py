@@ -30,7 +30,7 @@ from megatron_burst.mcore.checks import (
     check_tokens,
 )
 from megatron_burst.mcore.patches import apply, switch_on_keep
-from megatron_burst.mcore.recompute import for_calls, settled
+from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
 from megatron_burst.schedule.layout import Layout
@@ -202,18 +202,18 @@ class BurstForward:
         mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window,
-            softmax_scale=self.softmax_scale, config=self._settled(query, key, value, mask),
+            softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
             hcp_groups=self.hcp_groups if group is self.cp_group else None,
             layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
         return out.flatten(-2)
 
-    def _settled(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> BurstConfig:
-        """Options of this layer's calls: whether it keeps is settled."""
+    def _resolved(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> BurstConfig:
+        """Options of this layer's calls: whether it keeps is resolved."""
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         saves = self._half_saves(query, key, value, mask) if self.config.keep == "auto" else 0.0
-        return settled(self.config, self.layer_config, self.layer_number, query, value, saves)
+        return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
 
     def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> float:
         """Share of the replay that keeping half saves."""

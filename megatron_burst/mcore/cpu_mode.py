@@ -9,7 +9,6 @@ on GPUs never touches this module.
 import copy
 import logging
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +22,14 @@ from megatron_burst.say import say
 
 
 def install(training: bool = True) -> tuple[str, ...]:
-    """Make Megatron run on this process's CPU; a second call changes nothing.
+    """Make Megatron run on this process's CPU; returns the names that are bound anew.
 
     Call it in the process that trains (after a fork or spawn) and in its main thread, before or
-    after importing Megatron.
+    after importing Megatron; a second call changes nothing.
 
     Args:
         training: also what DDP, the optimizers, the schedules and pretrain() need; False is enough
             to build a GPTModel and to run it forward and backward.
-
-    Returns:
-        The names that are bound anew.
 
     Raises:
         BurstError: this process has a CUDA device.
@@ -41,8 +37,8 @@ def install(training: bool = True) -> tuple[str, ...]:
     if torch.cuda.is_available():
         raise BurstError(
             "CPU mode: no CUDA device may be visible, because Megatron's CUDA calls are redirected "
-            f"to the CPU; got {torch.cuda.device_count()} of them. "
-            "Set CUDA_VISIBLE_DEVICES to the empty string, or run without CPU mode."
+            f"to the CPU; got {torch.cuda.device_count()} of them; set CUDA_VISIBLE_DEVICES to the "
+            "empty string, or run without CPU mode"
         )
     if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
         _enter()
@@ -67,21 +63,18 @@ def _enter() -> None:
     # core/tensor_parallel/random.py:333 warns when the CPU's generator moved inside a fork, which
     # is the point here
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.addFilter(_says_else)
-    on_undo(lambda: logger.removeFilter(_says_else))
 
+    def is_other(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
 
-def _says_else(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
+    logger.addFilter(is_other)
+    on_undo(lambda: logger.removeFilter(is_other))
 
 
 def adjust_args(args: Namespace) -> list[str]:
     """Turn off in Megatron's arguments what needs CUDA; return the flags that say the same.
 
     `install` has validate_args do this, so nobody needs to pass these flags.
-
-    Raises:
-        BurstError: if an argument asks for what only GPUs have; on every rank alike.
     """
     check("cpu", args, "CPU mode")
     wanted = {
@@ -99,24 +92,16 @@ def adjust_args(args: Namespace) -> list[str]:
     backend = getattr(args, "attention_backend", None)
     if getattr(backend, "name", backend) == "fused":  # the others have kernels for CPUs
         wanted["attention_backend"] = (type(backend)["auto"], "--attention-backend auto")
-    changed = []
-    for name, (value, flag) in wanted.items():
-        if getattr(args, name, value) != value:
-            setattr(args, name, value)
-            changed.append(flag)
-    return changed
+    changed = {n: to for n, to in wanted.items() if getattr(args, n, to[0]) != to[0]}
+    for name, (value, _) in changed.items():
+        setattr(args, name, value)
+    return [flag for _, flag in changed.values()]
 
 
 class CudaMeansCpu(TorchFunctionMode):
     """Answers every torch call that names a CUDA device or pinned memory with the CPU's."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -139,14 +124,10 @@ def _on_cpu(value: object) -> object:
 # ---- what names are bound to: see patches.py ------------------------------------------------
 
 
-def run_backward_in_mode(run_backward):
-    """Replacement of what runs autograd's engine."""
-
-    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        with CudaMeansCpu():
-            return run_backward(*args, **kwargs)
-
-    return run_in_mode
+def run_backward_in_mode(run_backward, /, *args, **kwargs):
+    """What runs autograd's engine."""
+    with CudaMeansCpu():
+        return run_backward(*args, **kwargs)
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:
@@ -159,18 +140,14 @@ def set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bo
     torch.set_rng_state(new_state)
 
 
-def build_marked(build):
-    """Replacement of the constructor of Megatron's norms in PyTorch."""
-
-    def build_plain(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        plain = copy.copy(config)
-        plain.sequence_parallel = plain.persist_layer_norm = False
-        norm = build(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return build_plain
+def build_marked(build, /, cls: type, config, *args, **kwargs) -> torch.nn.Module:
+    """The constructor of Megatron's norms in PyTorch."""
+    plain = copy.copy(config)
+    plain.sequence_parallel = plain.persist_layer_norm = False
+    norm = build(cls, plain, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 def record_event(self: Any, event: Any = None) -> Any:
@@ -183,22 +160,14 @@ def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def mesh_on_the_cpu(from_group):
-    """Replacement of `DeviceMesh.from_group`."""
-
-    def from_group_on_the_cpu(group: Any, device_type: str, *rest: Any, **options: Any) -> Any:
-        return from_group(group, "cpu", *rest, **options)
-
-    return from_group_on_the_cpu
+def mesh_on_the_cpu(from_group, /, group, device_type: str, *rest, **options):
+    """`DeviceMesh.from_group` for the CPU."""
+    return from_group(group, "cpu", *rest, **options)
 
 
-def initialize_without_cuda(initialize):
-    """Replacement of `initialize_megatron`."""
-
-    def initialize_anyhow(allow_no_cuda: bool = True, *rest: Any, **options: Any) -> Any:
-        return initialize(True, *rest, **options)
-
-    return initialize_anyhow
+def initialize_without_cuda(initialize, /, allow_no_cuda: bool = True, *rest, **options):
+    """`initialize_megatron` that asserts no CUDA."""
+    return initialize(True, *rest, **options)
 
 
 def newest_architecture() -> int:
@@ -206,16 +175,12 @@ def newest_architecture() -> int:
     return 10
 
 
-def validate_adjusted(validate_args):
-    """Replacement of `validate_args` that adjusts the arguments first."""
-
-    def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
-        changed = adjust_args(args)
-        if changed and args.rank == 0:
-            say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
-        return validate_args(args, *rest, **options)
-
-    return validate
+def validate_adjusted(validate_args, /, args: Namespace, *rest, **options):
+    """`validate_args` that adjusts the arguments first."""
+    changed = adjust_args(args)
+    if changed and args.rank == 0:
+        say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
+    return validate_args(args, *rest, **options)
 
 
 def warm_nothing_up(tp_size: int | None = None) -> None:

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.forecast import Forecast
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
-from megatron_burst.loss.options import LossOptions
-from megatron_burst.loss.parallel import TensorParallel
-from megatron_burst.loss.predictions import largest_class
-from megatron_burst.loss.rows import SupervisedCount, count_supervised
+from megatron_burst.loss.main_grad import Forecast
+from megatron_burst.loss.passes import largest_class
+from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
+from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import patches
-from megatron_burst.mcore.flags import LOSS_FLAG as WHO
+from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 from megatron_burst.mcore.refusals import check
 
 
@@ -35,16 +34,10 @@ class LazyLogits:
 
     Answers what Megatron asks of logits on the way to the loss: a factor (MuP), and for the
     acceptance counts of multi-token prediction their size and largest entry.
-
-    Attributes:
-        hidden: [s, b, h], or a tensor-parallel rank's part of s.
-        weight: [vocab / tp, h].
-        tp: ranks that share the vocabulary.
-        scale: factor.
     """
 
-    hidden: Tensor
-    weight: Tensor
+    hidden: Tensor  # [s, b, h], or a tensor-parallel rank's part of s
+    weight: Tensor  # [vocab / tp, h]
     tp: TensorParallel
     scale: float = 1.0
 
@@ -52,7 +45,6 @@ class LazyLogits:
         return replace(self, scale=self.scale * factor)
 
     def size(self, dim: int) -> int:
-        """Only the last axis is asked for."""
         if dim not in (-1, 2):
             raise _refusal("logits are known by their last axis only", f"size({dim})")
         return self.weight.shape[0]
@@ -71,20 +63,13 @@ class LazyLogits:
 
 
 class FusedHead:
-    """What is attached to one model.
-
-    Args:
-        model: GPTModel or HybridModel, of a pipeline stage with an output layer.
-        config: how the loss is computed.
-    """
+    """What is attached to one GPTModel or HybridModel, of a pipeline stage with an output layer."""
 
     def __init__(self, model, config: FusedLossConfig) -> None:
         check_model(model, config)
         self.config, self.model_config = config, model.config
         self.layer = model.output_layer
-        self.tp = TensorParallel()
-        if self.layer.tp_group.size() > 1:
-            self.tp = TensorParallel(self.layer.tp_group, self.layer.sequence_parallel)
+        self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
         self.forecast = None
         if config.grads == "auto" and not self.model_config.deterministic_mode:
@@ -104,8 +89,8 @@ class FusedHead:
         if not self.active:
             return
         if given.get("runtime_gather_output"):
-            raise _refusal("logits cannot be gathered, because there are none",
-                           "runtime_gather_output=True")  # fmt: skip
+            got = "runtime_gather_output=True"
+            raise _refusal("logits cannot be gathered, because there are none", got)
         mask = given.get("loss_mask")
         self.main = labels
         if mask is not None and mask.shape == labels.shape:
@@ -132,7 +117,9 @@ class FusedHead:
             return self.loss_of(labels, logits)
         is_main = labels is self.main
         if not is_main:  # a head of multi-token prediction: its mask comes after the loss
-            labels = self._without_unknown(labels, logits.weight)
+            # labels out of range are ignored: where they count the main loss complains
+            known = (labels >= 0) & (labels < logits.weight.shape[0] * self.tp.size)
+            labels = torch.where(known, labels, self.options.ignore_index)
         loss = linear_cross_entropy(
             logits.hidden, logits.weight, labels.t(), reduction="none",
             tp_group=logits.tp.group, sequence_parallel=logits.tp.sequence_parallel,
@@ -147,22 +134,14 @@ class FusedHead:
         assert isinstance(loss, Tensor)  # a pair comes with return_lse only
         return loss.t().contiguous()
 
-    def _without_unknown(self, labels: Tensor, weight: Tensor) -> Tensor:
-        """Labels with those out of range ignored: where they count the main loss complains."""
-        known = (labels >= 0) & (labels < weight.shape[0] * self.tp.size)
-        return torch.where(known, labels, self.options.ignore_index)
-
 
 def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     """Have a model compute its losses without logits; a second time changes nothing.
 
     Args:
-        model: Megatron's GPTModel or HybridModel, not yet wrapped (in DDP, say). A pipeline stage
-            without an output layer is left as it is.
+        model: Megatron's GPTModel or HybridModel, not yet wrapped (in DDP, say); returned. A
+            pipeline stage without an output layer is left as it is.
         config: how; None: the defaults.
-
-    Returns:
-        the model.
 
     Raises:
         BurstError: if the model's head is one that the loss would not be right for.
@@ -229,41 +208,29 @@ def _refusal(must: str, got: object) -> BurstError:
     return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def build_with_loss(build, config: FusedLossConfig | None = None):
-    """Replacement of a model's constructor."""
-
-    def build_fused(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        fuse_loss(self, config)
-
-    return build_fused
+def build_with_loss(build, fused: FusedLossConfig, /, self, *args, **options) -> None:
+    """A model's constructor."""
+    build(self, *args, **options)
+    fuse_loss(self, fused)
 
 
-def zero_and_open(zero):
-    """Replacement of what sets `main_grad` to zero: from then on the fused loss may add to it."""
-
-    def zero_gradients(self, *args, **kwargs):
-        zero(self, *args, **kwargs)
-        # there parameters are gathered in gradients' memory, while forward runs
-        if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            for forecast in _forecasts(self):
-                forecast.open()
-
-    return zero_gradients
-
-
-def close_and_finish(finish):
-    """Replacement of what reduces `main_grad`: from then on the fused loss may not add to it."""
-
-    def finish_gradients(self, *args, **kwargs):
+def zero_and_open(zero, /, self, *args, **options) -> None:
+    """What sets `main_grad` to zero: from then on the fused loss may add to it."""
+    zero(self, *args, **options)
+    # there parameters are gathered in gradients' memory, while forward runs
+    if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         for forecast in _forecasts(self):
-            forecast.close()
-        return finish(self, *args, **kwargs)
+            forecast.open()
 
-    return finish_gradients
+
+def close_and_finish(finish, /, self, *args, **options):
+    """What reduces `main_grad`: from then on the fused loss may not add to it."""
+    for forecast in _forecasts(self):
+        forecast.close()
+    return finish(self, *args, **options)
 
 
 def _forecasts(ddp) -> Iterator[Forecast]:

@@ -16,6 +16,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
+    add_flags,
     check_args,
     check_keep_args,
     check_loss_args,
@@ -26,8 +27,8 @@ from megatron_burst.mcore.args import (
     wants_burst,
     wants_fused_loss,
 )
-from megatron_burst.mcore.flags import FLAG, add_flags
 from megatron_burst.mcore.plan_file import check_plan, take_plans
+from megatron_burst.mcore.refusals import FLAG
 
 _DOOR = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
@@ -39,9 +40,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 def prepare(argv: list[str], door: str = "megatron_burst") -> None:
     """Add burst's flags to Megatron's parser; run on the CPU if the arguments say gloo.
 
-    Args:
-        argv: the script's arguments, as in sys.argv.
-        door: how it was asked for, for messages.
+    `argv` is as sys.argv has it; `door`, for messages, is how it was asked for.
 
     Raises:
         BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
@@ -66,10 +65,7 @@ def run_script(argv: list[str]) -> None:
     """Run a script as `python SCRIPT ...` would, after `prepare`.
 
     The script's folder comes first on sys.path before anything of Megatron is imported: scripts of
-    a checkout run its own Megatron.
-
-    Args:
-        argv: the script's path, then its arguments.
+    a checkout run its own Megatron. `argv`: the script's path, then its arguments.
 
     Raises:
         BurstError: if there is no such script, no Megatron that burst supports, or no GPU and no
@@ -98,13 +94,11 @@ def run_script(argv: list[str]) -> None:
 
 
 def _wants_cpu(argv: list[str]) -> bool:
-    if torch.cuda.is_available():
-        return False
-    joined = " ".join(argv).replace("=", " ")
-    return "--distributed-backend gloo" in joined
+    asked = "--distributed-backend gloo" in " ".join(argv).replace("=", " ")
+    return asked and not torch.cuda.is_available()
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
 class SwitchOn(Action):
@@ -120,95 +114,65 @@ class SwitchOn(Action):
             patches.apply("attention")
 
 
-def with_flags(add_megatron_arguments, on_impl: str | type[Action] = SwitchOn):
-    """Replacement of `add_megatron_arguments` that adds burst's flags.
-
-    Args:
-        add_megatron_arguments: Megatron's.
-        on_impl: what parsing --context-parallel-impl does.
-    """
-
-    def add_all(parser: ArgumentParser) -> ArgumentParser:
-        parser = add_megatron_arguments(parser)
-        add_flags(parser, on_impl)
-        take_plans(parser)
-        return parser
-
-    return add_all
+def with_flags(
+    add_megatron_arguments, /, parser: ArgumentParser, on_impl: str | type[Action] = SwitchOn
+) -> ArgumentParser:
+    """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
+    parser = add_megatron_arguments(parser)
+    add_flags(parser, on_impl)
+    take_plans(parser)
+    return parser
 
 
-def validate_flags(validate_args):
-    """Replacement of `validate_args` that checks burst's needs first and switches burst on."""
-
-    def validate_all(args: Namespace, defaults=None):
-        check_plan(args)
-        check_unused(args)
-        burst = BurstConfig.from_args(args)
-        keeps = burst.keep != "none" or burst.offloads_inputs
-        if wants_burst(args):
-            check_args(args)
-            force_args(args)
-        if keeps:
-            check_keep_args(args)
-        if wants_fused_loss(args):
-            check_loss_args(args)
-        validated = validate_args(args, {} if defaults is None else defaults)
-        if wants_burst(args):
-            patches.apply("attention", "packed")
-            say_attention_backend(args)
-        if keeps:
-            patches.switch_on_keep(burst)
-        if wants_fused_loss(args):
-            patches.apply("loss", given=(FusedLossConfig.from_args(args),))
-            patches.apply("main_grad")
-        return validated
-
-    return validate_all
+def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespace:
+    """`validate_args` that checks burst's needs first and switches burst on."""
+    check_plan(args)
+    check_unused(args)
+    burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
+    if wants_burst(args):
+        check_args(args)
+        force_args(args)
+    if burst.keep != "none" or burst.offloads_inputs:
+        check_keep_args(args)
+    if has_loss:
+        check_loss_args(args)
+    validated = validate_args(args, {} if defaults is None else defaults)
+    if wants_burst(args):
+        patches.apply("attention", "packed")
+        say_attention_backend(args)
+    patches.switch_on_keep(burst)
+    if has_loss:
+        patches.apply("loss", given=(FusedLossConfig.from_args(args),))
+        patches.apply("main_grad")
+    return validated
 
 
-def refuse_yaml(load_yaml):
-    """Replacement of `load_yaml` that refuses burst: its result replaces the command line."""
-
-    def load(yaml_path):
-        own = any(word.startswith("--burst-") for word in sys.argv)
-        if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
-            raise BurstError(
-                f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command "
-                f"line; got --yaml-cfg {yaml_path}; pass the file's values as flags"
-            )
-        return load_yaml(yaml_path)
-
-    return load
+def refuse_yaml(load_yaml, /, yaml_path):
+    """`load_yaml` that refuses burst: its result replaces the command line."""
+    own = any(word.startswith("--burst-") for word in sys.argv)
+    if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
+        raise BurstError(
+            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command line; "
+            f"got --yaml-cfg {yaml_path}; pass the file's values as flags"
+        )
+    return load_yaml(yaml_path)
 
 
-def hint_at_burst(init):
-    """Replacement of the constructor of Megatron's local attention, which holds whole sequences."""
-
-    def build(self, config, *arguments, **options) -> None:
-        if config.context_parallel_size > 1:
-            raise BurstError(
-                "Megatron's local attention: the context parallel size must be 1, because it "
-                "attends within a rank; got --context-parallel-size "
-                f"{config.context_parallel_size}; pass {FLAG}, or install transformer-engine"
-            )
-        init(self, config, *arguments, **options)
-
-    return build
+def hint_at_burst(init, /, self, config, *arguments, **options) -> None:
+    """The constructor of Megatron's local attention, which holds whole sequences."""
+    if config.context_parallel_size > 1:
+        raise BurstError(
+            "Megatron's local attention: the context parallel size must be 1, because it attends "
+            f"within a rank; got --context-parallel-size {config.context_parallel_size}; pass "
+            f"{FLAG}, or install transformer-engine"
+        )
+    init(self, config, *arguments, **options)
 
 
-def use_built_dataset_helpers() -> None:
-    """Keep Megatron from running make where there is nothing to make."""
-    patches.apply("helpers")
+def compile_unless_built(compile_helpers) -> None:
+    """What runs make for the data set helpers, which Megatron's wheel has built."""
+    from megatron.core.datasets import utils
 
-
-def compile_unless_built(compile_helpers):
-    """Replacement of what runs make for the data set helpers, which Megatron's wheel has built."""
-
-    def compile_where_there_is_a_makefile() -> None:
-        from megatron.core.datasets import utils
-
-        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-        if not built or (Path(utils.__file__).parent / "Makefile").is_file():
-            compile_helpers()
-
-    return compile_where_there_is_a_makefile
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if not built or (Path(utils.__file__).parent / "Makefile").is_file():
+        compile_helpers()

@@ -176,36 +176,29 @@ def _of_boundaries(cu_seqlens: Tensor, total_tokens: int, world_size: int):
 # ---- what functions of Megatron are replaced by: see patches.py -----------------------------
 
 
-def sharded_without_te(shard):
-    """Replacement of what shards each document of a batch, by rows that TransformerEngine tells."""
-
-    def shard_documents(batch, cp_group):
-        if utils.tex is not None:
-            return shard(batch, cp_group)
-        utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-        try:
-            return shard(batch, cp_group)
-        finally:
-            utils.tex = None
-
-    return shard_documents
+def shard_without_te(shard, /, batch, cp_group):
+    """What shards each document of a batch, by rows that TransformerEngine tells, or burst."""
+    if utils.tex is not None:
+        return shard(batch, cp_group)
+    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    try:
+        return shard(batch, cp_group)
+    finally:
+        utils.tex = None
 
 
-def rotated_anywhere(rotate):
-    """Replacement of `apply_rotary_pos_emb`, for documents that begin anywhere in a sample."""
-
-    def rotate_rows(
-        t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, mla_rotary_interleaved=False
-    ):
-        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-        options = mscale, group, mla_rotary_interleaved
-        if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
-            return rotate(t, freqs, config, cu_seqlens, *options)
-        of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
-        rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
-        return rotate(t.unsqueeze(1), freqs[rows], config, None, *options).squeeze(1)
-
-    return rotate_rows
+def rotate_anywhere(
+    rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None,
+    mla_rotary_interleaved=False,
+):  # fmt: skip
+    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too."""
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    options = mscale, group, mla_rotary_interleaved
+    if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
+        return rotate(t, freqs, config, cu_seqlens, *options)
+    of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
+    rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
+    return rotate(t.unsqueeze(1), freqs[rows], config, None, *options).squeeze(1)
 
 
 def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:

@@ -64,7 +64,7 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
 
     Args:
         groups: of the table.
-        given: passed to what makes the replacements, after the originals.
+        given: passed to what takes their places, after the originals.
 
     Raises:
         BurstError: if Megatron or torch is another than the table was written for.
@@ -74,7 +74,7 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
 
 
 def switch_on_keep(burst: BurstConfig) -> None:
-    """Put in force what keeping needs; of room for inputs on the host the first counts."""
+    """Put in force what keeping needs; of room for offloaded inputs the first counts."""
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
@@ -137,11 +137,11 @@ TABLE: tuple[Patch, ...] = (
     *_of(
         "packed",
         (f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing",
-         f"{_PACKED}:sharded_without_te", "batch cp_group",
+         f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
         (f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
-         f"{_PACKED}:rotated_anywhere",
+         f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "takes each document to be sharded for itself (rope_utils.py:184), also with "
          "--dataloader-inter-document-masking, whose samples are sharded as a whole"),
@@ -161,7 +161,7 @@ TABLE: tuple[Patch, ...] = (
         "checkpoints",
         ("torch.utils.checkpoint:CheckpointFunction.forward", f"{_KEEP}:in_frames",
          "ctx run_function preserve_rng_state args",
-         "reentrant checkpoints have no hook around the first pass and the replay"),
+         "reentrant checkpoints have no hook around the first pass and recomputation"),
         ("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", f"{_KEEP}:with_contexts",
          "fn preserve_rng_state context_fn determinism_check debug early_stop args kwargs",
          "other checkpoints have context_fn, which each caller would have to pass"),
@@ -171,7 +171,7 @@ TABLE: tuple[Patch, ...] = (
         "keep",
         (f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward", f"{_KEEP}:in_frames",
          "ctx run_function distribute_saved_activations args",
-         "pairs a layer's first pass with its replay; there is no hook around them"),
+         "pairs a layer's first pass with recomputation; there is no hook around them"),
         (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
     ),
     *_of(

@@ -3,14 +3,13 @@
 import json
 import os
 import sys
-from argparse import Action, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.tables import nearest
 from megatron_burst.say import say
 
 FLAG = "--burst-plan"
@@ -22,6 +21,7 @@ _SIZES = {  # Megatron's names of a planned model's sizes
     "num_attention_heads": "heads_q",
     "ffn_hidden_size": "ffn",
 }
+_SHOWN = 80  # letters of a file that is no plan
 _Parse = Callable[..., tuple[Namespace, list[str]]]
 
 
@@ -45,16 +45,17 @@ def take_plans(parser: ArgumentParser) -> None:
 
 
 def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
-    path = found.burst_plan
+    path, known = found.burst_plan, parser._option_string_actions
     flags = read_plan(Path(path))["flags"]
-    actions = _actions(parser, flags, path)
+    _check_names(flags, [flag for flag in known if flag != FLAG], path)
     planned = _parsed(parser, parse, flags, path)
     given, taken = {word.partition("=")[0] for word in words}, []
-    for flag, action in actions.items():
-        value, there = getattr(planned, action.dest), getattr(found, action.dest)
-        same = sorted(given & _names(parser, action.dest))
+    for flag in flags:
+        dest = known[flag].dest
+        value, there = getattr(planned, dest), getattr(found, dest)
+        same = sorted(name for name in given if name in known and known[name].dest == dest)
         if not same:
-            setattr(found, action.dest, value)
+            setattr(found, dest, value)
             taken += _words(flag, flags[flag])
         elif value != there and not flag.startswith(_OWN) and flag not in _NO_FIGURE:
             got = same[0] if isinstance(there, bool) else there
@@ -67,21 +68,12 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
         say(f"burst attention: {path} adds {' '.join(taken)}")
 
 
-def _actions(parser: ArgumentParser, flags: Mapping[str, Any], path: str) -> dict[str, Action]:
-    """The parser's action of each flag of a plan."""
-    known = {flag: one for flag, one in parser._option_string_actions.items() if flag != FLAG}
+def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:
     for flag in flags:
         if flag not in known:
             near = get_close_matches(flag, known, n=1)
             change = f"write {near[0]}" if near else "leave it out"
             raise _refusal(f"{path} must name flags that there are", flag, change)
-    return {flag: known[flag] for flag in flags}
-
-
-def _names(parser: ArgumentParser, dest: str) -> set[str]:
-    """Every flag that sets an argument."""
-    actions = parser._option_string_actions.items()
-    return {flag for flag, action in actions if action.dest == dest}
 
 
 def _parsed(
@@ -99,26 +91,17 @@ def _parsed(
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan that `megatron-burst plan` wrote, or a file with the same `flags` and no more.
-
-    Raises:
-        BurstError: if it cannot be read, or has no flags.
-    """
+    """A plan that `megatron-burst plan` wrote, or a file with the same `flags` and no more."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _refusal(
-            f"{path} must be a file that can be read", error.strerror or str(error)
-        ) from None
+        got = error.strerror or str(error)
+        raise _refusal(f"{path} must be a file that can be read", got) from None
     except ValueError as error:  # JSON's own errors and those of text
         raise _refusal(f"{path} must be JSON", str(error)) from None
     flags = plan.get("flags") if isinstance(plan, dict) else None
     if not isinstance(flags, dict):
-        got = type(plan).__name__
-        if isinstance(plan, dict):
-            missing = f"none{nearest('flags', plan)}" if plan else "an empty object"
-            got = missing if flags is None else f"flags: {json.dumps(flags)}"
-        raise _refusal(f'{path} must hold an object "flags"', got)
+        raise _refusal(f'{path} must hold an object "flags"', json.dumps(plan)[:_SHOWN])
     for flag, value in flags.items():
         if not flag.startswith("--") or not _is_simple(value):
             raise _refusal(f"{path} must map flags to values", f"{flag}: {json.dumps(value)}")
@@ -128,11 +111,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 def check_plan(args: Namespace) -> None:
     """Refuse a plan of another model or number of GPUs, and one that would not run.
 
-    Args:
-        args: Megatron's parsed arguments, not validated yet.
-
-    Raises:
-        BurstError: on every rank alike.
+    `args`: Megatron's parsed arguments, not validated yet.
     """
     path = getattr(args, "burst_plan", None)
     if path is None:
@@ -147,15 +126,13 @@ def check_plan(args: Namespace) -> None:
             )
     best = plan.get("best") or {}
     if best.get("fits") is False or best.get("refused"):
+        must = f"the strategy of {path} must be one that fits in memory and that burst runs"
         why = best.get("refused") or best.get("why")
-        raise _refusal(
-            f"the strategy of {path} must be one that fits in memory and that burst runs", why,
-            "plan other sizes, or leave the file out",
-        )  # fmt: skip
+        raise _refusal(must, why, "plan other sizes, or leave the file out")
 
 
 def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names, sizes in the plan and in the run; None where one does not say."""
+    """Names, sizes in the plan and in the run; None where one does not tell."""
     model = job.get("model") or {}
     planned = {name: model.get(size) for name, size in _SIZES.items()}
     planned |= {"world_size": job.get("gpus")}
@@ -167,9 +144,8 @@ def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]
 
 
 def _is_simple(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_simple(item) and not isinstance(item, list) for item in value)
-    return isinstance(value, str | int | float | bool)
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, str | int | float | bool) for item in items)
 
 
 def _words(flag: str, value: Any) -> list[str]:

@@ -15,15 +15,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.comm.state import board_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import burst_config_of
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.frames import Frame, framed, running
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.keep import call_kept
-from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident
+from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
 from megatron_burst.recompute.offload import host_limit_bytes, host_memory
 from megatron_burst.say import say
 
@@ -33,48 +32,34 @@ _LEAST = 1 << 10  # elements of an input that is worth a copy
 _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-# ---- what functions of Megatron and TransformerEngine are replaced by: see patches.py -------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def inputs_on_host(checkpoint, limit_gib: float | None = None):
-    """Replacement of a checkpoint that puts its function's inputs into host memory."""
+def inputs_on_host(checkpoint, limit_gib: float | None, /, function, *args, **options):
+    """A checkpoint that puts its function's inputs into host memory."""
+    frame = Frame()
 
-    def checkpoint_on_host(function, *args, **options):
-        frame = Frame()
+    def pack(x: Tensor) -> Parcel:
+        if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
+            return Resident((x,))
+        return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
 
-        def pack(x: Tensor) -> Parcel:
-            if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
-                return Resident((x,))
-            return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
-
-        with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
-            return checkpoint(frame.bind(function), *args, **options)
-
-    return checkpoint_on_host
+    with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
+        return checkpoint(frame.bind(function), *args, **options)
 
 
-def te_in_frames(checkpoint):
-    """Replacement of TransformerEngine's checkpoint that runs its function in a frame."""
-
-    def checkpoint_in_frame(function, *args, **options):
-        return checkpoint(framed(function), *args, **options)
-
-    return checkpoint_in_frame
+def te_in_frames(checkpoint, /, function, *args, **options):
+    """TransformerEngine's checkpoint that runs its function in a frame."""
+    return checkpoint(framed(function), *args, **options)
 
 
-def own_kept(forward):
-    """Replacement of the forward of Megatron's own attention, or of TransformerEngine's."""
-
-    def forward_kept(self, query, key, value, *args, **options):
-        if not running():
-            return forward(self, query, key, value, *args, **options)
-        burst = own_config(self.config, self.layer_number, query, value)
-        if burst.keep == "none":
-            return forward(self, query, key, value, *args, **options)
-        keeping = Keeping(WHOLE, packer(query.device, burst), burst.tuning.keep_debug)
-        return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
-
-    return forward_kept
+def own_kept(forward, /, self, query, key, value, *args, **options):
+    """The forward of Megatron's own attention, or of TransformerEngine's."""
+    burst = own_config(self.config, self.layer_number, query, value) if running() else None
+    if burst is None or burst.keep == "none":
+        return forward(self, query, key, value, *args, **options)
+    keeping = Keeping(pack=packer(query.device, burst), debug=burst.tuning.keep_debug)
+    return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
 
 # ---- a layer's options ----------------------------------------------------------------------
@@ -88,28 +73,20 @@ def for_calls(burst: BurstConfig) -> BurstConfig:
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
-    """Burst's options for a layer that runs Megatron's own attention.
-
-    Raises:
-        BurstError: if its results cannot be kept as asked.
-    """
+    """Burst's options for a layer of Megatron's own attention; refuses what it cannot keep."""
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
         check("keep", config, WHO, skip=("recompute_modules",))  # it runs: it is among them
-        burst = settled(burst, config, layer_number, query, value, half_saves=0.0)
+        burst = resolved(burst, config, layer_number, query, value, half_saves=0.0)
     check("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
     return burst
 
 
-def settled(
-    burst: BurstConfig,
-    config: TransformerConfig,
-    layer_number: int,
-    query: Tensor,
-    value: Tensor,
+def resolved(
+    burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
     half_saves: float,
-) -> BurstConfig:
-    """Burst's options for one layer: whether it keeps is settled, "auto" and the layers are gone.
+) -> BurstConfig:  # fmt: skip
+    """Burst's options for one layer: whether it keeps is resolved, "auto" and the layers are gone.
 
     Args:
         burst: for the model, of `for_calls`.
@@ -117,13 +94,13 @@ def settled(
         layer_number: Megatron's.
         query: [s_local, b, h, d_qk], of the layer's attention.
         value: [s_local, b, h_kv, d_v].
-        half_saves: share of the replay that the layer saves by keeping half; 0 if it cannot.
+        half_saves: share of recomputation that the layer saves by keeping half; 0 if it cannot.
     """
-    if burst.keep in ("none", "all", "half") and burst.keep_layers is None:
+    if burst.keep != "auto" and burst.keep_layers is None:
         return burst
     stage = stage_layers(config)
     if burst.keep == "auto":
-        heads = _mtp_layers(config)
+        heads = sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
         problem = _problem(config, len(stage) + heads, query, value, half_saves)
         with_them = sum(number in stage for number in range(1, heads + 1))
         burst = _chosen(burst, problem, with_them)
@@ -142,42 +119,31 @@ def _problem(
     rows = query.shape[:-1].numel()
     layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
     tokens = query.shape[0] * config.context_parallel_size
-    pipeline = (
-        config.pipeline_model_parallel_size,
-        parallel_state.get_pipeline_model_parallel_rank(),
-        config.virtual_pipeline_model_parallel_size or 1,
-    )
-    return KeepProblem(layers, in_flight(*pipeline), layer_bytes, tokens, half_saves)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
+    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves)
 
 
 def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
     """Options with the choice in the place of "auto".
 
-    Args:
-        burst: with keep="auto".
-        problem: of the stage.
-        with_them: layers of multi-token prediction that keep as decoder layers of their number do.
+    `with_them`: layers of multi-token prediction that keep as decoder layers of their number do.
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
-    tuning = replace(
-        burst.tuning,
-        keep_debug=burst.tuning.keep_debug and choice.keep != "none",
-        keep_host_gib=burst.tuning.keep_host_gib if choice.offload else None,
-    )
+    off = {} if choice.keep != "none" else {"keep_debug": False}
+    burst = burst.tuned(**off if choice.offload else off | {"keep_host_gib": None})
+    layers = max(0, choice.layers - with_them) if some else None
+    offload = "results" if choice.offload else "none"
     return replace(
-        burst,
-        keep=choice.keep,
-        keep_budget_gib=None,
-        keep_layers=max(0, choice.layers - with_them) if some else None,
-        keep_offload="results" if choice.offload else "none",
-        tuning=tuning,
+        burst, keep=choice.keep, keep_budget_gib=None, keep_layers=layers, keep_offload=offload
     )
 
 
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
-    """The choice for a stage; made, and said, once."""
+    """The choice for a stage; made, and told, once."""
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
@@ -188,16 +154,16 @@ def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepCh
 def _host_bytes(burst: BurstConfig) -> int:
     """Most host memory of a rank: as asked, or what the one with least has free.
 
-    Ranks that attend to one sequence must choose alike, or some would communicate in a replay and
-    others not. Those that share a layer's weights would wait for the slowest. So both agree, once:
-    they come to their first layer together, which pipeline stages do not.
+    Ranks that attend to one sequence must choose alike, or some would communicate in recomputation
+    and others not. Those that share a layer's weights would wait for the slowest. So both agree,
+    once: they come to their first layer together, which pipeline stages do not.
     """
     if burst.tuning.keep_host_gib is not None:
         return host_limit_bytes(burst.tuning.keep_host_gib)
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group not in _FREE:
         mine = f"{host_limit_bytes(None)} bytes of host memory"
-        everyones = board_of(group, burst.tuning.timeout_s).share(mine, WHO)
+        everyones = state_of(group, burst.tuning.timeout_s).board.share(mine, WHO)
         _FREE[group] = min(int(free.split()[0]) for free in everyones)
     return _FREE[group]
 
@@ -217,11 +183,6 @@ def stage_layers(config: TransformerConfig) -> list[int]:
         first = get_transformer_layer_offset(config, chunk) + 1
         numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
     return numbers
-
-
-def _mtp_layers(config: TransformerConfig) -> int:
-    """How many layers of multi-token prediction this process has."""
-    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
 
 
 def _chunks(config: TransformerConfig) -> Sequence[int | None]:

@@ -9,9 +9,10 @@ from functools import cache
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.flags import FLAG, KEEP_FLAG, LOSS_FLAG
 from megatron_burst.units import nearest_multiples
 
+FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
+LOSS_FLAG = "--burst-fused-loss"
 OFF = (False, "none", [], ())
 
 type Options = Any  # whatever has fields of Megatron's names: arguments, a configuration, a view
@@ -19,26 +20,17 @@ type Options = Any  # whatever has fields of Megatron's names: arguments, a conf
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A value that a feature of burst cannot run with.
+    """A value that a feature of burst cannot run with."""
 
-    Attributes:
-        features: which refuse it, separated by blanks; see `check`.
-        argument: Megatron's name of it.
-        allowed: values that are fine, besides None; or whether one is, of the value and all
-            options.
-        why: the others are not.
-        change: what to do; may depend on the options.
-        asked: what asks for it; the argument as a flag, if empty.
-        got: what to say was got, from `{value}`, `{words}` (of a list) and `{o.other_argument}`;
-            the argument and its value, if empty.
-    """
-
-    features: str
-    argument: str
+    features: str  # which refuse it, separated by blanks; see `check`
+    argument: str  # Megatron's name of it
+    # values that are fine, besides None; or whether one is, of the value and all options
     allowed: Container[object] | Callable[[Any, Options], bool]
-    why: str
-    change: str | Callable[[Options], str] = "leave it out"
-    asked: str = ""
+    why: str  # the others are not
+    change: str | Callable[[Options], str] = "leave it out"  # what to do
+    asked: str = ""  # what asks for it; the argument as a flag, if empty
+    # what was got, from `{value}`, `{words}` (of a list) and `{o.other_argument}`; the argument and
+    # its value, if empty
     got: str = ""
 
     def value_in(self, options: Options) -> object | None:
@@ -50,7 +42,6 @@ class Refusal:
         return None if value is None or value in self.allowed else value
 
     def sentence(self, who: str, value: object, options: Options) -> str:
-        """What is told of a value."""
         asked = self.asked or f"--{self.argument.replace('_', '-')}"
         words = " ".join(map(str, value)) if isinstance(value, list) else value
         got = self.got or f"{self.argument}={{value}}"
@@ -71,9 +62,6 @@ def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -
             not asked for.
         who: for the message.
         skip: arguments that are checked elsewhere.
-
-    Raises:
-        BurstError: on every rank alike, naming what to change.
     """
     for row in _rows(feature):
         value = None if row.argument in skip else row.value_in(options)
@@ -112,7 +100,7 @@ def _cuda_graphs() -> Iterator[Refusal]:
     for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
         yield Refusal("attention", name, OFF, "hops are not captured in CUDA graphs")
         yield Refusal("recompute", name, OFF, "CUDA graphs run kernels again without the code that "
-                      "hands over what waits")  # fmt: skip
+                      "hands over what is kept")  # fmt: skip
         yield Refusal("loss head", name, OFF, "tokens that count are counted on the CPU")
         yield _on_gpus(name, "CUDA graphs")
 
@@ -240,10 +228,10 @@ TABLE: tuple[Refusal, ...] = (
         "KV caches are not supported: queries and keys must be of the same tokens, in training or "
         "evaluation", "generate with a model that is built at --context-parallel-size 1",
         asked="keys of a cache", got="{o.query_tokens} query and {value} key tokens in {o.place}"),
-    # keeping, and inputs on the host
+    # keeping, and offloaded inputs
     Refusal("recompute", "recompute_granularity",
         lambda value, o: value is not None or getattr(o, "recompute_activations", False),
-        "it is for recomputation that something waits", "pass --recompute-granularity full",
+        "it is for recomputation that something is kept", "pass --recompute-granularity full",
         asked="all activations saved", got="no --recompute-granularity"),
     Refusal("keep", "recompute_modules",
         lambda modules, o: not modules or "core_attn" in modules or not _selective(o),

@@ -6,7 +6,6 @@ import inspect
 from typing import Any, cast
 
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
@@ -16,14 +15,10 @@ from megatron_burst.mcore.refusals import check
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The layer spec that Megatron would use, with burst attention in it.
+    """The layer spec that Megatron would use for its GPTModelConfig, with burst attention in it.
 
     For `--spec megatron_burst.spec layer_spec --cp-comm-type burst` (Megatron-Core 0.19 or newer).
     Layers of multi-token prediction are not built from it; those need --context-parallel-impl.
-
-    Args:
-        config: Megatron's GPTModelConfig.
-        vp_stage: virtual pipeline stage.
 
     Raises:
         BurstError: if there are such layers, and the flag is not given; for what burst does not
@@ -31,19 +26,19 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """
     from megatron.training.models.gpt import default_layer_spec
 
-    if config.transformer.context_parallel_size > 1:
-        _check_model(config.transformer)
+    if config.transformer.context_parallel_size > 1:  # before Megatron builds the model
+        check_run()
+        check("attention", config.transformer, WHO, skip=PER_LAYER)
+        if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
+            check("spec", config.transformer, "--spec megatron_burst.spec layer_spec")
     return burst_spec(default_layer_spec(config, vp_stage))
 
 
 def burst_spec(spec: Any) -> Any:
     """A copy of a spec tree in which burst attention replaces Megatron's core attention.
 
-    One that has burst's already stays as it is.
-
-    Args:
-        spec: a ModuleSpec or anything that holds some: submodules, block submodules, partials,
-            lists, tuples and dicts. It is left as it is.
+    `spec`: a ModuleSpec or anything that holds some: submodules, block submodules, partials, lists,
+    tuples and dicts. One that has burst's already stays as it is.
 
     Raises:
         BurstError: if there is no core attention of Megatron's in it, nor burst's.
@@ -56,14 +51,6 @@ def burst_spec(spec: Any) -> Any:
             f"burst replaces; got none in {type(spec).__name__}; pass a layer or block spec"
         )
     return copy
-
-
-def _check_model(config: TransformerConfig) -> None:
-    """Refuse what a model of `layer_spec` would refuse or ignore, before Megatron builds it."""
-    check_run()
-    check("attention", config, WHO, skip=PER_LAYER)
-    if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
-        check("spec", config, "--spec megatron_burst.spec layer_spec")
 
 
 def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
@@ -80,14 +67,12 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
     if isinstance(node, ModuleSpec) or (
         dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
     ):
-        values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-        made = dataclasses.replace(
-            cast(Any, node), **{name: copy(value) for name, value in values.items()}
-        )
+        values = {f.name: copy(getattr(node, f.name)) for f in dataclasses.fields(node)}
+        made = dataclasses.replace(cast(Any, node), **values)
     elif isinstance(node, functools.partial):
         keywords = {name: copy(value) for name, value in node.keywords.items()}
         made = functools.partial(copy(node.func), *map(copy, node.args), **keywords)
-    elif isinstance(node, list | tuple) and type(node) in (list, tuple):
+    elif type(node) in (list, tuple):
         made = type(node)(map(copy, node))
     elif type(node) is dict:
         made = {key: copy(value) for key, value in node.items()}
@@ -95,40 +80,27 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
     return made
 
 
-# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+# ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def provide_burst(core_attention):
-    """Replacement of what Megatron's GPT specs ask for their core attention."""
-
-    def provide(self) -> type:
-        provided = core_attention(self)
-        return burst_replacements().get(provided, provided)
-
-    return provide
+def provide_burst(core_attention, /, self) -> type:
+    """What Megatron's GPT specs ask for their core attention."""
+    provided = core_attention(self)
+    return burst_replacements().get(provided, provided)
 
 
-def refuse_others(init):
-    """Replacement of the constructor of Megatron's attention layers, which build core attention."""
-    signature = inspect.signature(init)
-
-    def build(self, *arguments, **options) -> None:
-        given = signature.bind(self, *arguments, **options).arguments
-        _check_core(_class_of(given["submodules"].core_attention), **given)
-        init(self, *arguments, **options)
-        _check_core(type(self.core_attention), **given)  # of a function, or of params
-
-    return build
+def refuse_others(init, /, self, *arguments, **options) -> None:
+    """The constructor of Megatron's attention layers, which build core attention."""
+    given = inspect.signature(init).bind(self, *arguments, **options).arguments
+    _check_core(_class_of(given["submodules"].core_attention), **given)
+    init(self, *arguments, **options)
+    _check_core(type(self.core_attention), **given)  # of a function, or of params
 
 
 def _check_core(
     core: type | None, config, layer_number, attn_mask_type, attention_type, pg_collection=None, **_
 ) -> None:
-    """Refuse a layer that is to run burst and would build another core attention.
-
-    Raises:
-        BurstError: naming what the layer has; where burst cannot run it, why not.
-    """
+    """Refuse a layer that is to run burst and would build another core attention."""
     if core is None:
         return
     check("model", config, WHO)

@@ -127,7 +127,10 @@ class AttentionCall:
     def mode_why(self) -> Choice:
         """How it goes among the ranks of a row of `arranged`, with the reason."""
         between = self.between
-        if self.intra == "auto" and self._wants_whole and self.arranged.inter_size == 1:
+        one_row = self.arranged.inter_size == 1 and self.intra == "auto" and between != "a2a"
+        if one_row and self.layout is Layout.DOCUMENTS and self.mask.right == 0:
+            return Choice("gather", "chunks of each document are equal work on all ranks")
+        if one_row and self._wants_whole:
             return Choice("a2a", "each rank has all rows of some heads, whatever the documents are")
         return choose_intra(self.arranged, self.layout, self.device, self.intra, between)
 

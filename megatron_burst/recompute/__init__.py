@@ -1,7 +1,6 @@
-"""Keeps attention's results across activation recomputation, so that replays need not compute them.
+"""Keeps attention's results across activation recomputation, which then need not compute them.
 
-`frames` pairs the first pass of a checkpointed function with its replay; `recording` is one kept
-call of an attention function, made of the references in `saved`; `keep` joins the two. `keeping`
-says how much is kept and where; `half` keeps the later rows only; `offload` is the host memory
-that kept tensors may wait in.
+`keeping` pairs the first pass of a checkpointed function with its recomputation and says how much
+is kept and where; `recording` is one kept call of an attention function; `keep` joins the two;
+`half` keeps the later rows only; `offload` is host memory.
 """

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.groups import Communicator
-from megatron_burst.comm.pass_log import Marks
-from megatron_burst.comm.stamp import Kind
+from megatron_burst.comm.pass_log import Kind, Marks
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
@@ -19,7 +18,7 @@ from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_half import choose_half
 from megatron_burst.plan.half import EarlyHalf, Move
-from megatron_burst.recompute.keeping import WHO, WHOLE, Keeping, Parcel, Resident, Tensors
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
@@ -27,24 +26,17 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class LaterHalf:
-    """The policy that keeps (out, lse) of the later rows. A replay is collective; so is the first
-    pass where others keep a rank's rows.
+    """The policy that keeps (out, lse) of the later rows. Recomputation is collective; so is the
+    first pass where others keep a rank's rows."""
 
-    Attributes:
-        plan: which rows are computed again, and by whom; who keeps the others.
-        call: how: a call over the early half as a sequence of its own.
-        dealer: passes rows between any two ranks of the group.
-        marks: of the whole call.
-    """
-
-    plan: EarlyHalf
-    call: Call
-    dealer: Carrier
-    marks: Marks = field(default_factory=Marks)
+    plan: EarlyHalf  # which rows are computed again, and by whom; who keeps the others
+    call: Call  # how: a call over the early half as a sequence of its own
+    over_all: Carrier  # passes rows between any two ranks of the group
+    marks: Marks = field(default_factory=Marks)  # of the whole call
 
     @property
     def _early(self) -> slice:
-        return self.plan.early[self.dealer.cp_rank].slice
+        return self.plan.early[self.over_all.cp_rank].slice
 
     def trim(self, outs: Tensors) -> Tensors:
         """Rows of out [b, n, h, d] and lse [b, h, n] from the later half, n/2 of them."""
@@ -56,7 +48,7 @@ class LaterHalf:
         with torch.no_grad():
             half = out.shape[1] // 2
             kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
-            _pass(self.plan.kept, self.dealer, _rows_first(out, lse), _rows_first(*kept))
+            _pass(self.plan.kept, self.over_all, _rows_first(out, lse), _rows_first(*kept))
         return kept
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
@@ -68,7 +60,7 @@ class LaterHalf:
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             if self.plan.kept:
                 home = [move.home for move in self.plan.kept]
-                _pass(home, self.dealer, _rows_first(*kept), whole)
+                _pass(home, self.over_all, _rows_first(*kept), whole)
             else:
                 out[:, late], lse[:, :, late] = kept
             self._compute(inputs, whole)
@@ -81,37 +73,24 @@ class LaterHalf:
             for target, rows in zip(whole, early, strict=True):
                 target[:, self._early] = rows
             return
-        dealt = [_dense_rows(x, x.shape[1] // 2) for x in shard]
-        _pass(self.plan.moves, self.dealer, shard, dealt)
-        out, lse = self._forward(dealt)
+        evenly = [_dense_rows(x, x.shape[1] // 2) for x in shard]
+        _pass(self.plan.moves, self.over_all, shard, evenly)
+        out, lse = self._forward(evenly)
         home = [move.home for move in self.plan.moves]
-        _pass(home, self.dealer, _rows_first(out.to(whole[0].dtype), lse), whole)
+        _pass(home, self.over_all, _rows_first(out.to(whole[0].dtype), lse), whole)
 
     def _forward(self, shard: Iterable[Tensor]) -> Tensors:
         return self.call.replayed.forward(*shard)[:2]
 
 
 def keeping_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    carrier: Communicator,
-    pattern: Pattern,
-    config: BurstConfig,
-    over_all: Callable[[], Communicator],
-    marks: Marks,
-) -> tuple[Keeping | None, list[Choice]]:
+    q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig,
+    over_all: Callable[[], Communicator], marks: Marks,
+) -> tuple[Keeping | None, list[Choice]]:  # fmt: skip
     """How a call of burst attention is kept, None if it is not; what was chosen for it.
 
-    Args:
-        q: [b, n, h, d_qk].
-        k: [b, n, h_kv, d_qk].
-        v: [b, n, h_kv, d_v].
-        carrier: of the context-parallel group.
-        pattern: mask, layout, scale.
-        config: what the user asked for.
-        over_all: makes a communicator in which any two ranks exchange; all ranks together.
-        marks: of the call.
+    q, k and v are [b, n, heads, dim]; `over_all` makes a communicator in which any two ranks send,
+    all ranks together.
 
     Raises:
         BurstError: if it was asked for what only Megatron's layers can have.
@@ -120,7 +99,7 @@ def keeping_of(
     if config.keep == "none":
         return None, []
     patches.apply("checkpoints")
-    policy, said = WHOLE, []
+    policy, said = None, []
     if config.keep == "half":
         topology, shape = carrier.topology, attention_shape(q, k, v)
         problem = half_call(pattern.layout, pattern.mask, topology, shape, config)
@@ -129,17 +108,17 @@ def keeping_of(
         if choice.value == "none":
             return None, said
         plan = problem.half(choice.value == "dealt")
-        dealer = over_all() if plan.moves and topology.inter_size > 1 else carrier
+        mover = over_all() if plan.moves and topology.inter_size > 1 else carrier
         if plan.kept:
-            _meet(dealer, topology.cp_size, q.device)
+            _meet(mover, topology.cp_size, q.device)
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
-        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], dealer, marks)
+        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], mover, marks)
     return Keeping(policy, packer(q.device, config), config.tuning.keep_debug), said
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
-    """Pass a byte round all ranks. NCCL makes a communicator in its first exchange, which waits
+    """Pass a byte round all ranks. NCCL makes a communicator in its first transfer, which waits
     for all of them; of an odd number one has nothing to pass on when later rows are kept."""
     mine = carrier.cp_rank
     sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
@@ -155,12 +134,8 @@ def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Par
 
 
 def _check(config: BurstConfig) -> None:
-    of_layers = {
-        "keep": config.keep == "auto",
-        "keep_layers": config.keep_layers is not None,
-        "keep_offload": config.offloads_inputs,
-    }
-    for name, is_given in of_layers.items():
+    given = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
+    for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
         if is_given:
             raise BurstError(
                 f"{WHO}: {name} must be resolved by Megatron's layers, because a single call knows "

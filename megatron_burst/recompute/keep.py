@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.frames import Frame, framed, running
-from megatron_burst.recompute.keeping import WHOLE, Keeping, Tensors
+from megatron_burst.recompute.keeping import Frame, Keeping, Tensors, framed, running
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
 
@@ -19,7 +18,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
     """An attention function whose results `torch.utils.checkpoint` need not compute again.
 
     In the first pass of a checkpoint, reentrant or not, what the function saves for its backward
-    is kept, except its inputs; with any flash attention that is (out, lse). The replay gets it
+    is kept, except its inputs; with any flash attention that is (out, lse). Recomputation gets it
     back: it runs no kernel and sends nothing. Outside of checkpoints nothing changes. What is kept
     serves one backward: after `retain_graph` a reentrant checkpoint computes anew, and torch
     refuses a second one through another. To torch.compile it is one graph break.
@@ -31,15 +30,15 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
         attention: takes tensors, by position, by name or in lists and the like, and anything
             else; returns a tensor or a tuple of tensors. Tensors that need a gradient and are made
             inside the checkpoint must be among its arguments, not in its closure.
-        debug: compare the inputs of every replay with the first pass's, bit by bit.
+        debug: compare the inputs of recomputation with the first pass's, bit by bit.
 
     Raises:
-        BurstError: when called, if it returns anything else, or if a replay does not call it with
-            tensors of the same shapes in the same order; in backward, if what it returned was
+        BurstError: when called, if it returns anything else, or if recomputation does not call it
+            with tensors of the same shapes in the same order; in backward, if what it returned was
             written in place (`out += x`), because that is what is kept.
     """
     patches.apply("checkpoints")
-    keeping = Keeping(WHOLE, debug=debug)
+    keeping = Keeping(debug=debug)
 
     @uncompiled
     @functools.wraps(attention, updated=())
@@ -67,50 +66,34 @@ def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping:
 
 
 def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) -> Any:
-    """Outputs of a function of tensors, from the frames that run, or computed and put there.
-
-    Args:
-        function: returns a tensor or a tuple of tensors.
-        inputs: what it is called with.
-        keeping: how much is kept, and where.
-
-    Raises:
-        BurstError: see `Recording`.
-    """
+    """Outputs of a function of tensors, from the frames that run, or computed and put there."""
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
     for run in runs:
-        run.step()
-    found = [kept for run in runs if run.replays and (kept := run.take()) is not None]
+        run.place += 1
+    found = [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
     recording = found[0] if found else Recording(function, inputs, keeping)
     for run in runs:
-        if not run.replays:
+        if not run.recomputes:
             run.put(recording)
-    return recording.play(inputs, last=all(run.replays for run in runs))
+    return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
-def in_frames(forward):
-    """Replacement of a reentrant checkpoint's forward: each call runs in a frame of its own, or in
-    that which its function is bound to."""
-
-    def forward_in_frame(ctx, run_function, *args):
-        return forward(ctx, framed(run_function), *args)
-
-    return forward_in_frame
+def in_frames(forward, /, ctx, run_function, *args):
+    """A reentrant checkpoint's forward: each call runs in a frame of its own, or in that which its
+    function is bound to."""
+    return forward(ctx, framed(run_function), *args)
 
 
-def with_contexts(generator):
-    """Replacement of the generator of other checkpoints: each call runs in a frame of its own."""
+def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **options):
+    """The generator of other checkpoints: each call runs in a frame of its own."""
 
-    def generate(fn, preserve_rng_state, context_fn, *args, **options):
-        def contexts():
-            frame: Frame[Any] = Frame()
-            return tuple(_Both(context, frame) for context in context_fn())
+    def contexts():
+        frame: Frame[Any] = Frame()
+        return tuple(_Both(context, frame) for context in context_fn())
 
-        return generator(fn, preserve_rng_state, contexts, *args, **options)
-
-    return generate
+    return generator(fn, preserve_rng_state, contexts, *args, **options)
 
 
 class _Both:

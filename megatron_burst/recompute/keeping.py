@@ -1,8 +1,16 @@
-"""How calls are kept: how much of the outputs, and where they wait."""
+"""How calls are kept: in the frame of a checkpoint, how much of the outputs, and where they are.
 
+What is kept lives in the checkpoint's own frame: whoever runs the function again holds the frame,
+and when the graph lets go of the one, the other goes with it. So there is nothing to go stale,
+however many micro-batches are in flight and however a step ends.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,31 +20,90 @@ WHO = "burst keep"
 Tensors = tuple[Tensor, ...]
 
 
-class Policy(Protocol):
-    """How much of the outputs is kept."""
+class Frame[T]:
+    """One call of a checkpoint: entered for the first pass, and again for each recomputation.
 
-    def trim(self, outs: Tensors) -> Tensors:
-        """What is kept of the outputs."""
-        ...
+    What is put while it is entered first is found, place by place, when it is entered again: the
+    same function runs, so the n-th attention call of both is the same. What has been taken is gone;
+    a further recomputation (backward with retain_graph) computes anew.
+    """
 
-    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """The outputs, from what was kept and from the inputs of the replay."""
-        ...
+    def __init__(self) -> None:
+        self._kept: dict[int, T] = {}
+        self._has_run = False
+        self._tokens: list[Token] = []
+
+    def __enter__(self) -> "Frame[T]":
+        run = Run(self, recomputes=self._has_run)
+        self._has_run = True
+        self._tokens.append(_RUNNING.set((*running(), run)))
+        return self
+
+    def __exit__(self, *_) -> None:
+        if running()[-1].recomputes:
+            self._kept.clear()  # also where it failed or stopped early
+        _RUNNING.reset(self._tokens.pop())
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, entering this frame whenever it is called."""
+
+        @functools.wraps(function, updated=())
+        def run(*args, **options):
+            with self:
+                return function(*args, **options)
+
+        run.frame = self
+        return run
 
 
-class Whole:
-    """Keeps all of the outputs."""
-
-    def trim(self, outs: Tensors) -> Tensors:
-        """The outputs as they are."""
-        return outs
-
-    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """What was kept, as it is."""
-        return kept
+def framed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in a frame: in its own, if it is bound to one, else in a new one."""
+    return (
+        function if isinstance(getattr(function, "frame", None), Frame) else Frame().bind(function)
+    )
 
 
-WHOLE = Whole()
+@dataclass(slots=True)
+class Run[T]:
+    """A frame while its function runs; knows which attention call it has come to."""
+
+    frame: Frame[T]
+    recomputes: bool  # whether this is not the first pass
+    place: int = -1
+
+    def put(self, kept: T) -> None:
+        """Keep something of this call for recomputation."""
+        self.frame._kept[self.place] = kept
+
+    def take(self) -> T | None:
+        """What the first pass has kept of this call, once; None if nothing."""
+        return self.frame._kept.pop(self.place, None)
+
+
+# Which frames run in this thread, outermost first; like a call stack it is empty when none does.
+# None while an attention function is being recorded.
+_RUNNING: ContextVar[tuple[Run, ...] | None] = ContextVar("megatron_burst_frames", default=())
+
+
+def running() -> tuple[Run, ...]:
+    """The frames whose functions run in this thread right now, outermost first."""
+    return _RUNNING.get() or ()
+
+
+def recording() -> bool:
+    """Whether an attention function is being recorded: of what its graph saves, all but its inputs
+    and outputs takes memory until recomputation."""
+    return _RUNNING.get() is None
+
+
+@contextmanager
+def hidden():
+    """Within it no frame is seen to run: for the attention function that is being recorded."""
+    token = _RUNNING.set(None)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
 
 
 class Watch:
@@ -47,25 +114,22 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._counters = [_counter(x) for x in tensors]
-        self._versions = [x._version for x in self._counters]
-        self._shapes = [tuple(x.shape) for x in tensors]
+        counters = [_counter(x) for x in tensors]
+        self._seen = [
+            (x, x._version, tuple(y.shape)) for x, y in zip(counters, tensors, strict=True)
+        ]
 
     def check(self) -> None:
-        """Refuse a write.
-
-        Raises:
-            BurstError: naming the shapes of what was written.
-        """
-        pairs = zip(self._counters, self._versions, strict=True)
-        written = [counter._version != version for counter, version in pairs]
-        if any(written):
-            shapes = [shape for shape, each in zip(self._shapes, written, strict=True) if each]
+        """Refuse a write."""
+        shapes = [
+            f"{shape}" for counter, version, shape in self._seen if counter._version != version
+        ]
+        if shapes:
             raise BurstError(
-                f"{WHO}: attention's results and inputs that wait on the host must not be written "
-                "in place before their backward, because a replay takes them as they were; got a "
-                f"write to shape {', '.join(map(str, shapes))}; write elsewhere, as in "
-                "out = out + x for out += x, or keep none"
+                f"{WHO}: attention's results and inputs that are offloaded must not be written in "
+                "place before their backward, because recomputation takes them as they were; got a "
+                f"write to shape {', '.join(shapes)}; write elsewhere, as in out = out + x for "
+                "out += x, or keep none"
             )
 
 
@@ -82,11 +146,7 @@ class Parcel(Protocol):
     """Kept tensors, wherever they are."""
 
     def get(self) -> Tensors:
-        """The tensors, on the device of the replay.
-
-        Raises:
-            BurstError: if they were written in place after they were put away.
-        """
+        """The tensors, on the device; refuses those that were written in place since."""
         ...
 
 
@@ -101,21 +161,14 @@ class Resident:
         self._watch = Watch(self.tensors)
 
     def get(self) -> Tensors:
-        """The tensors themselves."""
         self._watch.check()
         return self.tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How calls are kept.
+    """How calls are kept."""
 
-    Attributes:
-        policy: how much of the outputs.
-        pack: puts kept tensors away until the replay.
-        debug: whether a replay's inputs are compared with the first pass's, bit by bit.
-    """
-
-    policy: Policy = WHOLE
-    pack: Callable[[Tensors], Parcel] = Resident
-    debug: bool = False
+    policy: Any = None  # `half.LaterHalf`; None: all of the outputs are kept
+    pack: Callable[[Tensors], Parcel] = Resident  # puts kept tensors away until recomputation
+    debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit

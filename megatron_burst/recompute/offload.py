@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.recompute.frames import Frame, running
-from megatron_burst.recompute.keeping import WHO, Resident, Tensors, Watch
+from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 from megatron_burst.say import say
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
@@ -25,13 +24,8 @@ def host_limit_bytes(limit_gib: float | None) -> int:
 
 @cache
 def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
-    """The host memory of a device: one for each limit, kept as long as the process; its bound is
-    said when it is made.
-
-    Args:
-        device: whose tensors it takes.
-        limit_gib: most that it takes; None: half of what is available now.
-    """
+    """The host memory of a device: one for each limit (None: half of what is available now), kept
+    as long as the process; its bound is told when it is made."""
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if not dist.is_initialized() or dist.get_rank() == 0:
         how = "half of what is available" if limit_gib is None else "as asked"
@@ -40,15 +34,10 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
 
 
 class HostMemory:
-    """Copies tensors of a device to pinned buffers and back, on a stream of its own.
-
-    Attributes:
-        limit_bytes: most that it takes.
-        taken_bytes: what it has taken so far, used or free.
-    """
+    """Copies tensors of a device to pinned buffers and back, on a stream of its own."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        self.limit_bytes, self.taken_bytes = limit_bytes, 0
+        self.limit_bytes, self.taken_bytes = limit_bytes, 0  # taken: used or free
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: dict[int, list[Tensor]] = {}
         self._lines: weakref.WeakKeyDictionary[Frame, _Line] = weakref.WeakKeyDictionary()
@@ -57,11 +46,9 @@ class HostMemory:
         self._has_warned = False
 
     def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
-        """Begin to copy tensors to the host; they stay on the device where it is full.
+        """Begin to copy tensors of the frame that runs to the host; where it is full they stay.
 
-        Args:
-            tensors: of the frame that runs, or the input of another.
-            input_of: whose replay needs them before all that it has packed itself.
+        `input_of`: whose recomputation needs them before all that it has packed itself.
         """
         num_bytes = _offsets(tensors)[-1]
         buffer = self._take(num_bytes)
@@ -113,25 +100,19 @@ class HostMemory:
         coming = [each for each in coming if each is not None]
         for other in (each() for each in self._ahead):
             if other is not None and other is not parcel and other not in coming:
-                other.drop()
+                other.fetched = None
         for each in coming:
             each.prefetch()
         self._ahead = [weakref.ref(each) for each in coming]
 
 
 class _Line:
-    """Parcels of one frame in the order in which its replay needs them.
-
-    Attributes:
-        parcels: in that order.
-        has_input: whether the first is the frame's own input.
-        before: the line that was made before this one: backward needs it next.
-    """
+    """Parcels of one frame in the order in which its recomputation needs them."""
 
     def __init__(self, before: "weakref.ref[_Line] | None") -> None:
         self.parcels: list[weakref.ref[HostParcel]] = []
-        self.has_input = False
-        self.before = before
+        self.has_input = False  # whether the first is the frame's own input
+        self.before = before  # the line that was made before this one: backward needs it next
 
     def after(self, parcel: "HostParcel") -> list["weakref.ref[HostParcel]"]:
         """What is needed next: the next of the line, or the beginning of the line before."""
@@ -143,18 +124,14 @@ class _Line:
 
 
 class HostParcel:
-    """Tensors that wait on the host. Its buffer is free again when nobody holds it.
+    """Tensors that are offloaded. Its buffer is free again when nobody holds it."""
 
-    Attributes:
-        line: the line that it stands in.
-    """
-
-    line: "weakref.ref[_Line]"
+    line: "weakref.ref[_Line]"  # that it stands in
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
         self._likes, self._watch = [_dense_like(x) for x in tensors], Watch(tensors)
-        self._fetched: Tensors | None = None
+        self.fetched: Tensors | None = None
         self._event: torch.cuda.Event | None = None
         if memory.stream is not None:
             memory.stream.wait_stream(torch.cuda.current_stream(memory.stream.device))
@@ -175,38 +152,30 @@ class HostParcel:
 
     def prefetch(self) -> None:
         """Begin to copy the tensors back to the device."""
-        if self._fetched is not None:
+        if self.fetched is not None:
             return
         stream = self._memory.stream
         device = "cpu" if stream is None else stream.device
-        self._fetched = tuple(
+        self.fetched = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             for x in self._likes
         )
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))  # whoever had that memory before
         with _on(stream):
-            for target, source in zip(self._fetched, self._views(), strict=True):
+            for target, source in zip(self.fetched, self._views(), strict=True):
                 target.copy_(source, non_blocking=True)
             self._event = None if stream is None else stream.record_event()
-        for tensor in self._fetched if stream is not None else ():
+        for tensor in self.fetched if stream is not None else ():
             tensor.record_stream(stream)
 
-    def drop(self) -> None:
-        """Forget what was fetched; it can be fetched again."""
-        self._fetched = None
-
     def get(self) -> Tensors:
-        """The tensors on the device; begins to fetch those of the next layer.
-
-        Raises:
-            BurstError: if they were written in place since: the copy may have been under way.
-        """
+        """The tensors on the device; begins to fetch those of the next layer."""
         self._watch.check()
         self.prefetch()
         if self._event is not None:
             torch.cuda.current_stream(self._memory.stream.device).wait_event(self._event)
-        tensors, self._fetched = self._fetched, None
+        tensors, self.fetched = self.fetched, None
         self._memory.look_ahead(self)
         return tensors
 
@@ -233,10 +202,8 @@ def _on(stream: torch.cuda.Stream | None):
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
-    """A byte buffer, page-locked by hand: torch's own allocator rounds up to powers of two.
-
-    Its pages are unlocked when nobody holds it any more. Without a stream they are not locked.
-    """
+    """A byte buffer, page-locked by hand as long as somebody holds it: torch's own allocator rounds
+    up to powers of two. Without a stream it is not locked."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     if stream is not None and num_bytes:
         address = buffer.data_ptr()

@@ -1,60 +1,107 @@
-"""One call of an attention function, kept so that a replay needs its inputs only.
+"""One call of an attention function, kept so that recomputation needs its inputs only.
 
 The first pass runs the function with its autograd graph, but of the tensors that the graph saves
-only those are kept that the replay will not have again: references stand for its inputs, which are
-recomputed, and for its outputs, which are kept once. With burst attention, or any flash attention,
-that leaves (out, lse).
+only those are kept that recomputation will not have again: references stand for its inputs, which
+are recomputed, and for its outputs, which are kept once. With burst attention, or any flash
+attention, that leaves (out, lse).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.lean import lean
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.frames import Hidden
-from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch
-from megatron_burst.recompute.saved import Saved, checksum, geometry, home, num_bytes, place
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, hidden
 from megatron_burst.transforms import refuse_transforms
 
 
-@dataclass(slots=True)
-class _Ends:
-    """Where a graph begins: takes the gradients of the inputs."""
+class Saved:
+    """What stands for a tensor that the graph saves: where its data will be, and its geometry."""
 
-    grads: tuple[Tensor | None, ...] = ()
+    __slots__ = ("_view", "index", "needs", "role", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # the data, until it refers to something
+
+    def refer(self, role: str, index: int, base: Tensor) -> None:
+        """Stand for a view of `base`, one of the "inputs", "outs" or "extras".
+
+        `needs` tells how much of its geometry it relies on: 1 its shape, 2 also its strides, 3 also
+        its place in memory, as it reaches beyond it (q, k and v in one buffer).
+        """
+        self.role, self.index = role, index
+        shape, stride, offset = geometry(self.tensor)
+        same = shape == tuple(base.shape) and stride == base.stride()
+        first = offset - base.storage_offset()
+        inside = first >= 0 and first + extent(self.tensor) <= extent(base)
+        self.needs = 1 if same and not first else 2 if inside else 3
+        self._view = None if self.needs == 1 else (shape, stride, first)
+        self.tensor = None
+
+    def find(self, bound: dict[str, Tensors]) -> Tensor:
+        """The tensor, from what the backward pass has at hand."""
+        base = bound[self.role][self.index].detach()
+        if self._view is None:
+            return base
+        shape, stride, offset = self._view
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def checksum(x: Tensor) -> bytes:
+    """A digest that other bits anywhere, or another order, change."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    return blake2b(flat.cpu().numpy(), digest_size=16).digest()
+
+
+def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a tensor in its storage, in elements."""
+    return tuple(x.shape), x.stride(), x.storage_offset()
+
+
+def extent(x: Tensor) -> int:
+    """Elements of memory from the first to the last of a tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def home(x: Tensor) -> tuple:
+    """The memory that a tensor is a view of."""
+    return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.dtype
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Bytes of the memory that the tensors are views of."""
+    return sum({home(x)[:2]: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 class _Enter(torch.autograd.Function):
     """Identity that hands the gradients to `ends`, so that no leaf of the graph holds an input."""
 
     @staticmethod
-    def forward(ctx, ends, _token, *inputs):
+    def forward(ctx, ends: list, _token, *inputs):
         ctx.ends = ends
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in inputs)
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.ends.grads = grads
+        ctx.ends.extend(grads)
         return None, None, *(None for _ in grads)
 
 
 class Recording:
-    """A kept call. Made by the first pass; `play` gives its outputs in the replay.
+    """A kept call. Made by the first pass; `play` gives its outputs in recomputation.
 
     Args:
-        function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers, a
-            replay leaves torch's default generators as it did.
+        function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers,
+            `play` leaves torch's default generators as it did.
         inputs: what it is called with.
         keeping: how much, where.
-
-    Attributes:
-        num_bytes: how much is kept.
     """
 
     def __init__(self, function: Callable, inputs: Tensors, keeping: Keeping) -> None:
@@ -62,14 +109,15 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._ends, self._bound = keeping.policy, _Ends(), {}
+        self._policy, self._bound = keeping.policy, {}
+        self._ends: list[Tensor | None] = []  # gradients of the inputs, where the graph begins
         self._saved: list[Saved] = []
         outs = self._run(function, inputs)
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
         outs = tuple(x.detach() for x in outs)
         self._reads_outs = [False] * len(outs)
         extras = self._refer(inputs, outs)
-        kept = self._policy.trim(outs)
+        kept = outs if self._policy is None else self._policy.trim(outs)
         self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
         self._num_kept = len(kept)
         self.num_bytes = num_bytes((*kept, *extras))
@@ -84,14 +132,14 @@ class Recording:
             return saved[-1]
 
         floating = [x.detach() for x in inputs if x.is_floating_point()]
-        devices = sorted({x.device.index for x in inputs if x.is_cuda})
-        state = _random_state(devices)
-        with Hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
+        one_each = {x.device: x for x in inputs}.values()
+        cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
+        with hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
-        after = _random_state(devices)
-        self._random = None if all(map(torch.equal, state, after)) else (devices, after)
+        after = torch.get_rng_state(), *get_device_states(*one_each)[1]
+        self._random = None if all(map(torch.equal, (cpu, *states), after)) else (devices, after)
         self._is_tuple = isinstance(outs, tuple)
         outs = outs if self._is_tuple else (outs,)
         if not all(isinstance(x, Tensor) for x in outs):
@@ -105,11 +153,11 @@ class Recording:
         """Let references stand for inputs and outputs; returns what else the graph saves."""
         homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
-        homes |= {place(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
         extras: list[Tensor] = []
         for saved in self._saved:
             tensor = saved.tensor
-            known = homes.get(place(tensor)) or homes.get(home(tensor))
+            known = homes.get((*home(tensor), tensor.storage_offset())) or homes.get(home(tensor))
             if known is None:
                 known = ("extras", len(extras), tensor)
                 extras.append(tensor)
@@ -124,9 +172,7 @@ class Recording:
     def play(self, inputs: Tensors, last: bool = False) -> Tensor | Tensors:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
-        Args:
-            inputs: as the first pass's.
-            last: whether nobody will ask again; what is kept is then let go.
+        `last`: whether nobody will ask again; what is kept is then let go.
 
         Raises:
             BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
@@ -141,8 +187,9 @@ class Recording:
             if last:
                 self._parcel = None
             self._draw_again()
-            outs = self._policy.restore(kept[: self._num_kept], inputs)
-            extras = kept[self._num_kept :]
+            outs, extras = kept[: self._num_kept], kept[self._num_kept :]
+            if self._policy is not None:
+                outs = self._policy.restore(outs, inputs)
         if torch.is_grad_enabled():
             again = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
             self._handed = Watch([x for x in again if x is not None])
@@ -158,22 +205,12 @@ class Recording:
         return read
 
     def backward(
-        self,
-        inputs: Sequence[Tensor | None],
-        outs: Sequence[Tensor | None],
-        extras: Tensors,
-        grads,
+        self, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], extras: Tensors, grads
     ) -> list:
         """Gradients of the inputs, None for those that have none; only once.
 
-        Args:
-            inputs: of the replay, None where backward does not read them.
-            outs: of `play`, None where backward does not read them.
-            extras: what else the graph saved.
-            grads: of the outputs, None where there is none.
-
-        Raises:
-            BurstError: if outputs that backward reads were written in place after `play`.
+        Inputs and outputs are those of `play`, None where backward does not read them; extras are
+        what else the graph saved.
         """
         self._handed.check()
         self._parcel = None  # its tensors are the caller's now
@@ -185,22 +222,21 @@ class Recording:
                 torch.autograd.backward(*map(list, zip(*roots, strict=True)))
         finally:
             self._bound.clear()
-        found, self._ends.grads = iter(self._ends.grads), ()
+        found = iter(self._ends[:])
+        self._ends.clear()
         return [next(found, None) if floats else None for floats in self._floats]
 
-    @property
-    def constants(self) -> list[bool]:
-        """Which outputs carry no gradient."""
-        return [edge is None for edge in self._edges]
+    def constants(self, outs: Tensors) -> list[Tensor]:
+        """Those of the outputs that carry no gradient."""
+        return [x for x, edge in zip(outs, self._edges, strict=True) if edge is None]
 
     def _draw_again(self) -> None:
         """Leave the generators as the function left them: what follows may draw from them."""
         if self._random is None:
             return
-        devices, (on_host, *on_device) = self._random
-        torch.set_rng_state(on_host)
-        for device, state in zip(devices, on_device, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        devices, (cpu, *states) = self._random
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states)
 
     def _check(self, inputs: Tensors) -> None:
         found = [geometry(x) for x in inputs]
@@ -211,16 +247,16 @@ class Recording:
         )
         if not matches:
             raise BurstError(
-                f"{WHO}: a replay must call attention as the first pass did, because results are "
-                f"kept by the order of calls; got inputs (shape, strides, offset) {found} after "
-                f"{self._inputs}; recompute a function that does the same every time"
+                f"{WHO}: recomputation must call attention as the first pass did, because results "
+                f"are kept by the order of calls; got inputs (shape, strides, offset) {found} "
+                f"after {self._inputs}; recompute a function that does the same every time"
             )
         if self._debug is None:
             return
         differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
         if differing:
             raise BurstError(
-                f"{WHO}: a replay's inputs must equal the first pass's bit by bit, because its "
+                f"{WHO}: recomputation's inputs must equal the first pass's bit by bit, because "
                 f"outputs are not computed again; got other bits in inputs {differing}; look for "
                 "random numbers or weights that changed between the two, or pass --burst-keep none"
             )
@@ -234,8 +270,7 @@ class _Played(torch.autograd.Function):
         outs = tuple(x.detach() for x in outs)
         ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
         ctx.save_for_backward(*saved)
-        pairs = zip(outs, recording.constants, strict=True)
-        ctx.mark_non_differentiable(*(x for x, constant in pairs if constant))
+        ctx.mark_non_differentiable(*recording.constants(outs))
         ctx.set_materialize_grads(False)
         return outs
 
@@ -246,8 +281,3 @@ class _Played(torch.autograd.Function):
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
         return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
-
-
-def _random_state(devices: list[int]) -> list[Tensor]:
-    """State of the host's generator, then of the devices'; all are read on the host."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]

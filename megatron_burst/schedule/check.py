@@ -4,7 +4,7 @@ What `order` derives is a claim here. A rank's operations are gone through with 
 knows to be over (a bit an operation): no two uses of the same memory, at least one of them a write,
 may be unordered. How ranks meet is in `check_links`, and what they compute in `check_values`.
 
-Ranks touch each other's memory only where they pull. The flow control of `comm.slots.PulledSlots`
+Ranks touch each other's memory only where they pull. The flow control of `comm.carrier.PulledSlots`
 is in here: who has passed the barrier of an exchange knows that all copies of the exchange before
 are over, since each rank copies in order; and a rank's slot is read from its own arrival on.
 """

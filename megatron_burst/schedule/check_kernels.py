@@ -66,6 +66,35 @@ def _reorder(values, program: Program, op: p.Reorder) -> None:
         values.write(program, op.target, name, made)
 
 
+def _seen_places(values, program: Program) -> list[int]:
+    """Positions of keys as a rank's chunks see them: chunk by chunk of each document."""
+    return [key for _, keys in values.chunks(program) for key in keys]
+
+
+def _repeat(values, program: Program, op: p.Repeat) -> None:
+    order = values.sample_order(program.topology.cp_size)
+    rows = [order[place] for place in _seen_places(values, program)]
+    for name, cells in values.read(program, op.source).items():
+        cells = written(name, cells, op.source)
+        values.write(program, op.target, name, [cells[row] for row in rows])
+
+
+def _sum_repeats(values, program: Program, op: p.SumRepeats) -> None:
+    places = _seen_places(values, program)
+    for name, cells in values.read(program, op.source).items():
+        copies: dict[int, list] = {place: [] for place in range(values.size)}
+        for place, row in zip(places, written(name, cells, op.source), strict=True):
+            copies[place].append(row)
+        none = [Cell(name, -1, -1)] * len(cells[0])
+        summed = {place: _join(name, [[row] for row in rows or [none]])[0]
+                  for place, rows in copies.items()}  # fmt: skip
+        order = values.sample_order(program.topology.cp_size)
+        made: Rows = [[] for _ in order]
+        for place, row in enumerate(order):
+            made[row] = summed[place]
+        values.write(program, op.target, name, made)
+
+
 def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
     found = values.first_of(program, op.sources)
     for name in values.names(program, op.target):
@@ -91,15 +120,17 @@ def _fill(values, program: Program, op: p.Fill) -> None:
         values.write(program, op.target, name, [[Cell(name, -1, -1) for _ in row] for row in cells])
 
 
-def _seen(values, op: p.Attend | p.AttendBackward, q: Rows, k: Rows, keys: list[int]) -> list[int]:
-    """What each query row of a tile sees of key rows, as `op.mask` says: inside its document, the
-    last query row and the last key row stand at one position.
+def _seen(values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k: Rows) -> list[int]:
+    """The key rows of a tile that each query row sees, as bit sets, as `op.mask` says: inside its
+    document, the last query row and the last key row stand at one position.
 
     Raises:
         WrongError: if a query row is left without a key, or rows are not where `op.places` says.
     """
     documents = [(range(len(q)), range(len(k)))]
-    if op.mask.documents:
+    if op.mask.documents and op.places is None:
+        documents = _chunks(values, program, q, k)
+    elif op.mask.documents:
         of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.places, strict=True))
         documents = [(of_q[one], of_k[one]) for one in of_q if one in of_k]
     found, mask = [0] * len(q), op.mask
@@ -110,10 +141,24 @@ def _seen(values, op: p.Attend | p.AttendBackward, q: Rows, k: Rows, keys: list[
             own = len(columns) - len(rows) + number
             first = 0 if mask.left is None else max(0, own - mask.left)
             stop = len(columns) if mask.right is None else max(0, own + mask.right + 1)
-            for key in keys[columns.start : columns.stop][first:stop]:
-                found[row] |= key
+            for key in columns[first:stop]:
+                found[row] |= 1 << key
     if not (all(found) or op.mask.documents):
         raise WrongError(f"query row {found.index(0)} of a tile sees no key")
+    return found
+
+
+def _chunks(values, program: Program, q: Rows, k: Rows) -> list[tuple[range, range]]:
+    """Rows of queries and of keys of each of a rank's chunks of documents."""
+    told = [[row[0].position for row in rows] for rows in (q, k)]
+    both = zip(*values.chunks(program), strict=True)
+    are = [[place for places in some for place in places] for some in both]
+    if told != are:
+        raise WrongError(f"rows of positions {told} are said to be at {are}")
+    found, row, key = [], 0, 0
+    for queries, keys in values.chunks(program):
+        found.append((range(row, row + len(queries)), range(key, key + len(keys))))
+        row, key = row + len(queries), key + len(keys)
     return found
 
 
@@ -148,30 +193,31 @@ def _disjoint(sets: Iterable[int], what: str) -> int:
     return total
 
 
-def _tile(values, op: p.Attend | p.AttendBackward, q: Rows, k: Rows) -> list[list[int]]:
+def _tile(
+    values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k: Rows
+) -> list[list[int]]:
     """The keys that meet each query row, by row and query head."""
-    sets, columns = [], list(zip(*k, strict=True))
+    columns = list(zip(*k, strict=True))
     if len(q[0]) != len(columns) * values.group:
         raise WrongError(f"{len(q[0])} query heads meet {len(columns)} KV heads")
     for column in columns:
         heads = {cell.head for cell in column}
         if len(heads) > 1:
             raise WrongError(f"keys of heads {sorted(heads)} in one head")
-        ones = [1 << cell.position for cell in column]
-        _disjoint(ones, "a tile of keys")
-        sets.append(_seen(values, op, q, k, ones))
+    places = [1 << row[0].position for row in k]
+    met = [_disjoint((places[key] for key in range(len(k)) if seen >> key & 1), "a tile of keys")
+           for seen in _seen(values, program, op, q, k)]  # fmt: skip
     for row in q:
         for head, cell in enumerate(row):
             if cell.head // values.group != columns[head // values.group][0].head:
                 raise WrongError(f"query head {cell.head} meets {columns[head // values.group][0]}")
-    return [[sets[head // values.group][row] for head in range(len(q[0]))]
-            for row in range(len(q))]  # fmt: skip
+    return [[keys] * len(q[0]) for keys in met]
 
 
 def _attend(values, program: Program, op: p.Attend) -> None:
     q = _taken(values.read(program, op.q), "q", (op.q,))
     k = _keys(values, values.read(program, op.kv), (op.kv,))
-    met = _tile(values, op, q, k)
+    met = _tile(values, program, op, q, k)
     for name in ("out", "lse"):
         made = [[Cell(name, cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
                 for both in zip(q, met, strict=True)]  # fmt: skip
@@ -190,14 +236,14 @@ def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
     side = values.first_of(program, op.sides)
     q = _side(values, side, op.sides)
     k = _keys(values, values.read(program, op.kv), (op.kv,))
-    met = _tile(values, op, q, k)
+    met = _tile(values, program, op, q, k)
     dq = [[Cell("dq", cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
           for both in zip(q, met, strict=True)]  # fmt: skip
     values.write(program, op.dq, "dq", dq)
-    group = values.group
+    seen = _seen(values, program, op, q, k)
     for name in ("dk", "dv"):
-        made = [[Cell(name, key.position, key.head, _queries(q, met, key, head, group))
-                 for head, key in enumerate(row)] for row in k]  # fmt: skip
+        made = [[Cell(name, key.position, key.head, _queries(values, q, seen, row, head))
+                 for head, key in enumerate(cells)] for row, cells in enumerate(k)]  # fmt: skip
         values.write(program, op.dkv, name, made)
 
 
@@ -218,16 +264,17 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
     return q
 
 
-def _queries(q: Rows, met: Sequence[Sequence[int]], key: Cell, head: int, group: int) -> int:
-    """The pairs of query and head that met a key: what its gradient is summed over."""
-    one, columns = 1 << key.position, range(head * group, (head + 1) * group)
+def _queries(values, q: Rows, seen: Sequence[int], key: int, head: int) -> int:
+    """The pairs of query and head that met a key row: what its gradient is summed over."""
+    group = values.group
+    columns = range(head * group, (head + 1) * group)
     pairs = [
         1 << row[column].position * group + row[column].head % group
-        for row, sets in zip(q, met, strict=True)
+        for row, keys in zip(q, seen, strict=True)
         for column in columns
-        if sets[column] & one
+        if keys >> key & 1
     ]
-    return _disjoint(pairs, f"gradient of key {key.position}")
+    return _disjoint(pairs, f"gradient of key row {key}")
 
 
 def _joined(name: str, cells: Sequence[Cell]) -> Cell:
@@ -292,7 +339,8 @@ def bits(of: int) -> list[int]:
 
 
 APPLY: Mapping[type, Callable] = {
-    p.Copy: _copy, p.Reorder: _reorder, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
+    p.Copy: _copy, p.Repeat: _repeat, p.SumRepeats: _sum_repeats, p.Reorder: _reorder,
+    p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
     p.Fill: _fill, p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge,
     p.Add: _add,
     p.Delta: _delta, p.StandIn: _stand_in,

@@ -7,6 +7,7 @@ gradients of keys. Rows are followed one by one, so few of them a rank say all.
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.call import Direction
@@ -57,6 +58,15 @@ class Values:
         if self.layout is not Layout.DOCUMENTS:
             return positions(self.layout, rank, size, rows)
         return places_in_documents((0, *self.boundaries, size * rows), rank, size)
+
+    def chunks(self, program: Program) -> list[tuple[list[int], list[int]]]:
+        """Positions of the queries of a rank's chunks of documents, and of the keys that each
+        sees under a causal mask."""
+        size, found = program.topology.cp_size, []
+        for start, stop in pairwise((0, *self.boundaries, self.size)):
+            chunks = places_in_documents((start, stop), program.cp_rank, size)
+            found += [(list(places), list(range(start, places.stop))) for places in chunks]
+        return found
 
     def sample_order(self, size: int) -> list[int]:
         """By position, the row where all ranks' lie one behind the other."""

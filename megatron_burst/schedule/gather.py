@@ -25,8 +25,10 @@ from megatron_burst.schedule.emitter import (
     sums_of,
     travelling_side_fields,
 )
+from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import Visitors, sums
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.program import (
     Copy,
@@ -47,7 +49,7 @@ def gather(spec: Spec) -> Program:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     check_mask(spec.mask, spec.layout, "gather", spec.topology.inter_size == 1)
-    emitter = _Gather(spec)
+    emitter = Documents(spec) if spec.layout is Layout.DOCUMENTS else _Gather(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
 

@@ -70,11 +70,12 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
         BurstError: for documents in a layout whose shards do not have their rows in a row; for
             windows in documents where a kernel does not see where these end.
     """
-    if layout is Layout.DOCUMENTS and not (mode == "a2a" and one_call):
+    together = one_call and (mode == "a2a" or (mode == "gather" and mask.right == 0))
+    if layout is Layout.DOCUMENTS and not together:
         raise BurstError(
-            "burst attention: documents that are sharded each for itself come together in the "
-            f"order of the sample by an all-to-all; got layout {layout} with intra={mode}; pass "
-            "intra='a2a' (--burst-intra a2a), on several nodes inter='a2a' (--burst-inter a2a)"
+            "burst attention: documents that are sharded each for itself must come together in one "
+            f"kernel call; got layout {layout} and mask {mask} with intra={mode}; pass intra='a2a' "
+            "(--burst-intra), on several nodes inter='a2a' (--burst-inter a2a)"
         )
     if not mask.documents:
         return

@@ -139,6 +139,31 @@ class Reorder:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """Rows of all ranks one behind the other, as this rank's queries see them: for each of its
+    chunks, all that a chunk of its document sees. Rows that several chunks see are repeated."""
+
+    source: Ref
+    target: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
+class SumRepeats:
+    """The way back: the sum of what was repeated; zeros for what was not seen."""
+
+    source: Ref
+    target: Ref
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
 class ToRanks:
     """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one."""
 
@@ -178,7 +203,7 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Attend:
     """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers; `places` as in `mask.Tile`."""
+    two buffers; `places` as in `mask.Tile`, None with documents: keys are those of a `Repeat`."""
 
     q: Ref
     kv: Ref
@@ -303,6 +328,8 @@ class Transfer:
 Op = (
     Copy
     | Reorder
+    | Repeat
+    | SumRepeats
     | ToRanks
     | FromRanks
     | Fill

@@ -15,8 +15,7 @@ from random import Random
 
 import torch
 
-from megatron_burst.comm.queues import OneQueue
-from megatron_burst.comm.slots import PulledSlots, SentSlots
+from megatron_burst.comm.carrier import OneQueue, PulledSlots, SentSlots
 from megatron_burst.schedule.topology import Link
 
 _TIMEOUT_S = 30

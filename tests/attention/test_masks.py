@@ -44,7 +44,8 @@ class Drawn:
         if self.way.layout is Layout.STRIPED and (mask.documents or self.way.mode != "ring"):
             return True
         if self.way.layout is Layout.DOCUMENTS:
-            return self.way.mode != "a2a" or not one_node
+            gathers = self.way.mode == "gather" and mask.right == 0
+            return not (one_node and (gathers or self.way.mode == "a2a"))
         if mask.documents and mask.windowed:
             gathers = self.way.mode == "gather" and mask.right == 0
             return not (one_node and (gathers or self.way.mode == "a2a"))

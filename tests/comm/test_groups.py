@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.backend import seconds_of
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import state_of
+from megatron_burst.comm.watch import seconds_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo

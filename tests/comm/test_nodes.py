@@ -7,9 +7,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_burst import environment
-from megatron_burst.comm.fabric import _FabricInfo, fabric_of
 from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.nodes import Home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.nodes import (
+    Home,
+    _FabricInfo,
+    fabric_of,
+    nvlink_domains,
+    topology_of_homes,
+)
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
 from tests.ranks import run_ranks
@@ -68,21 +73,23 @@ class FakeNvml:
         (FakeNvml(bytes(range(16)), 7, state=3, status=1), None),
     ],
 )
-def test_the_fabric_of_a_gpu(nvml, domain):
-    assert fabric_of("1234", lambda: nvml) == domain
+def test_the_fabric_of_a_gpu(monkeypatch, nvml, domain):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    assert fabric_of("1234") == domain
     assert nvml.asked == ["GPU-1234"] and nvml.open == 0
 
 
-def test_no_driver_and_an_old_one_have_no_fabric():
-    def missing():
+def test_no_driver_and_an_old_one_have_no_fabric(monkeypatch):
+    def missing(name):
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
     class Old:
         nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
         nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid, device: 0)
 
-    assert fabric_of("1234", missing) is None
-    assert fabric_of("1234", Old) is None
+    for load in (missing, lambda name: Old()):
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        assert fabric_of("1234") is None
 
 
 def test_a_node_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_path):

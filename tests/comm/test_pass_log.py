@@ -9,8 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_burst.comm.pass_log import Marks, PassLog
-from megatron_burst.comm.stamp import Kind, Stamp
+from megatron_burst.comm.pass_log import Kind, Marks, PassLog, Stamp
 from megatron_burst.comm.watch import Board
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.slots import PulledSlots, Take
+from megatron_burst.comm.carrier import PulledSlots, Take
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.slots import pulled_count
 

@@ -49,7 +49,7 @@ def failures(rank):
     plain = board.explain(RuntimeError("Connection closed\nby peer"), "test", "intra hop")
     dist.barrier()
     if rank == 1:  # posts something that rank 0 never does
-        board._store.set(board._key(1), '{"q": "(1, 2)"}')
+        board._store.set(board._keys()[1], '{"q": "(1, 2)"}')
     dist.barrier()
     return plain, board.explain(RuntimeError("x"), "test", "intra hop")
 

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.loss import passes, statistics, tiles
-from megatron_burst.loss.forecast import Forecast
-from megatron_burst.loss.options import LossOptions
+from megatron_burst.loss.main_grad import Forecast, add_product
 from megatron_burst.loss.rows import count_supervised
-from megatron_burst.loss.weight_grad import add_product
+from megatron_burst.loss.statistics import LossOptions
 from tests.gpu.heads import call, exact, fused, off, plain, problem_of
 from tests.loss import test_fused
 from tests.loss.oracle import PLAIN, relative_error

@@ -41,8 +41,7 @@ def can(case, way, nodes):
     mask, layout, _ = CASES[case]
     mode = way.get("intra")
     if layout == "zigzag-documents" or (mask.documents and mask.windowed):
-        gathers = mode == "gather" and layout != "zigzag-documents"
-        return mode is None or (nodes == 1 and (mode == "a2a" or gathers))
+        return mode is None or (nodes == 1 and mode in ("a2a", "gather"))
     return True
 
 

@@ -83,34 +83,42 @@ def beside(x: Tensor, strided: bool) -> Tensor:
     return memory[:, :, 8:-8].unflatten(2, (h, d)).copy_(x)
 
 
+def apart(stat: Tensor, strided: bool) -> Tensor:
+    """The same values [b, h, n]; strided, with a gap after each head's rows."""
+    if not strided:
+        return stat
+    memory = stat.new_full((*stat.shape[:2], stat.shape[2] + 8), 7.0)
+    return memory[:, :, :-8].copy_(stat)
+
+
 def truth_of(band: Band, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """out and lse over these keys; lse and delta over all; gradients: float64, on inputs' device.
+    """out and lse over these keys; lse and delta over all; gradients: float64.
 
     Every third row has no other keys than these.
     """
-    q, k, v, dout = (x.detach().cpu().double() for x in inputs)
+    q, k, v, dout = (x.detach().double() for x in inputs)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     group, (rows, heads) = band.heads // band.heads_kv, q.shape[1:3]
-    other = torch.randn(band.batch, heads, rows, 1, dtype=torch.float64)
+    other = torch.randn(band.batch, heads, rows, 1, dtype=torch.float64).to(q.device)
     other[:, :, ::3] = -torch.inf
     q, k, v = (x.transpose(1, 2) for x in leaves)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT * band.scale).masked_fill(~band.seen(), -torch.inf)
+    scores = (q @ k.mT * band.scale).masked_fill(~band.seen().to(q.device), -torch.inf)
     alone, _ = softmax(scores)
     weights, total = softmax(torch.cat((scores, other), dim=-1))
-    values = torch.randn(band.batch, heads, rows, band.dim_v, dtype=torch.float64)
+    values = torch.randn(band.batch, heads, rows, band.dim_v, dtype=torch.float64).to(q.device)
     out = (weights[..., :-1] @ v + weights[..., -1:] * values).transpose(1, 2)
     grads = torch.autograd.grad(out, leaves, dout)
     found = {
         "out": (alone @ v).transpose(1, 2), "lse": scores.logsumexp(-1), "total": total,
         "delta": (dout * out).sum(-1).transpose(1, 2),
     } | dict(zip(NAMES[1:], grads, strict=True))  # fmt: skip
-    return {name: x.detach().to(inputs[0].device) for name, x in found.items()}
+    return {name: x.detach() for name, x in found.items()}
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """(weights, lse); all weights are 0 where all scores are -inf."""
-    least = torch.full((*scores.shape[:-1], 1), -1e30, dtype=scores.dtype)
+    least = scores.new_full((*scores.shape[:-1], 1), -1e30)
     largest = torch.cat((scores.detach(), least), dim=-1).amax(-1, keepdim=True)
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True)
@@ -129,12 +137,12 @@ def results_of(
     q, k, v, dout = inputs
     visible = band.visible(q.device)
     out, lse = backend.forward(q, k, v, band.scale, visible)
-    delta, total = (truth[name].to(lse.dtype) for name in ("delta", "total"))
+    delta, total = (apart(truth[name].to(lse.dtype), band.strided) for name in ("delta", "total"))
     like = None if with_delta else delta_stand_in(dout, delta)
     side = QuerySide(q, dout, total, delta if with_delta else None, like)
     grads = backend.backward(side, k, v, band.scale, visible)
     if into:
-        told = beside(out + 9, True), torch.stack((lse, lse), -1).nan_to_num()[..., 0]
+        told = beside(out + 9, True), apart(torch.ones_like(lse), True)
         tolds = [beside(x + 9, True) for x in grads]
         again = backend.forward(q, k, v, band.scale, visible, into=told)
         anew = backend.backward(side, k, v, band.scale, visible, into=tuple(tolds))

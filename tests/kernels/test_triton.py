@@ -3,7 +3,6 @@
 The interpreter multiplies bf16 as integers, so fp16 and fp32 stand for it here; tests/gpu has bf16.
 """
 
-import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,7 +14,8 @@ import torch
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.triton import Triton
 from megatron_burst.kernels.visible import CAUSAL
-from tests.kernels.attention import Tile, errors_of, inputs_of
+from tests.kernels.attention import Tile, inputs_of
+from tests.kernels.bands import Band
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -34,37 +34,6 @@ HOW = {  # dtype, strided, rows and keys of a block, copy engine
     "fp16": (torch.float16, True, (16, 32), False),
     "fp32": (torch.float32, False, (32, 16), True),
 }
-
-
-def interpret(tile, sizes, tma):
-    """Errors of a tile in blocks of a given size, in a process that has not imported Triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_for_numpy(tensor, *scope):  # int(array of one element) is an error since numpy 2.5
-        patch(tensor, *scope)
-        put = scope[0].set_attr if scope else setattr  # Triton 3.5 has no scope
-        put(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_for_numpy
-    from megatron_burst.kernels import triton_backward, triton_forward
-    from megatron_burst.kernels.triton_blocks import Blocks
-
-    for module in (triton_forward, triton_backward):
-        module.blocks_for = lambda *_: Blocks(*sizes, 4, 1, tma)
-    try:
-        return errors_of(Triton(), tile, "cpu")
-    finally:
-        interpreter._patch_lang_tensor = patch
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Starts anew instead of forking: what was forked may have imported Triton before."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda *args: pool.submit(interpret, *args).result(timeout=120)
 
 
 def check(errors, dtype):
@@ -109,7 +78,7 @@ class Machine:
         return 0
 
 
-def shared_memory(arch, dims):
+def shared_memory(arch, dims, visible):
     """Bytes of shared memory of each of the table's kernels for bf16, compiled for a GPU."""
     from triton.runtime import JITFunction, driver
 
@@ -127,21 +96,22 @@ def shared_memory(arch, dims):
         module.blocks_for = lambda which, *_: blocks_of(which, arch, 2, max(dims))
     tile = Tile(256, 256, 4, 2, *dims, dtype=torch.bfloat16)
     q, k, v, dout = inputs_of(tile, "cpu")
-    _, lse = Triton().forward(q, k, v, 1.0, CAUSAL)
-    Triton().backward(QuerySide(q, dout, lse, lse, None), k, v, 1.0, CAUSAL)
+    _, lse = Triton().forward(q, k, v, 1.0, visible)
+    Triton().backward(QuerySide(q, dout, lse, lse, None), k, v, 1.0, visible)
     return used
 
 
 @pytest.mark.parametrize(
-    "arch, limit, dims",
-    [((8, 0), 163, (128, 128)), ((8, 9), 99, (256, 256)), ((9, 0), 227, (128, 128)),
-     ((9, 0), 227, (192, 128))],
-    ids=str,
+    "arch, limit, dims, visible",
+    [((8, 0), 163, (128, 128), CAUSAL), ((8, 9), 99, (256, 256), CAUSAL),
+     ((9, 0), 227, (128, 128), CAUSAL), ((9, 0), 227, (192, 128), CAUSAL),
+     ((9, 0), 227, (128, 128), Band((100, 156), (100, 156), 50, 9).visible())],
+    ids=["8.0", "8.9 256", "9.0", "9.0 192", "9.0 documents with a window"],
 )  # fmt: skip
-def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims):
+def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims, visible):
     """Catches what only the compiler refuses, and blocks of the table that are too large."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        used = pool.submit(shared_memory, arch, dims).result(timeout=300)
-    kernels = {"_forward_kernel", "_statistics_kernel", "_key_grads_kernel", "_query_grads_kernel"}
+        used = pool.submit(shared_memory, arch, dims, visible).result(timeout=300)
+    kernels = {"_forward_kernel", "_statistics_kernel", "key_grads_kernel", "query_grads_kernel"}
     assert used.keys() == kernels
     assert max(used.values()) <= limit * 1024, used

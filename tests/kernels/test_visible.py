@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, backends, choose_backend, problem_of
+from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend, problem_of
+from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import Mask
 from tests.kernels.bands import Band, errors_of
 
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)
-LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
 
 
 @st.composite
-def bands(draw, windows: bool):
-    segments = draw(LENGTHS)
+def bands(draw, windows: bool, longest=9, most=5):
+    length = st.integers(0, longest)
+    segments = draw(st.lists(st.tuples(length, length), min_size=1, max_size=most))
     packed = draw(st.booleans())
     queries, keys = zip(*(segments if packed else segments[:1]), strict=True)
     left, right = (
@@ -66,6 +67,17 @@ def test_who_cannot_is_refused_and_told_who_can(said, asked):
     problem = Problem("cuda", torch.bfloat16, 64, 64, arch=9, **asked)
     with pytest.raises(BurstError, match=f"cudnn must.*{said}; choose among .*reference"):
         choose_backend(problem, "cudnn")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "te", "torch-cpu"])
+def test_a_kernel_that_was_chosen_for_another_problem_is_not_silently_wrong(name):
+    backend, q = backends()[name], torch.zeros(1, 4, 2, 8)
+    given = [Visible(3, 0), Band((4,), (4,)).visible()]
+    for visible in given[: 1 if name == "torch-cpu" else 2]:
+        side = QuerySide(q, q, q[..., 0].mT, None, q)
+        for run, tensors in ((backend.forward, (q, q, q)), (backend.backward, (side, q, q))):
+            with pytest.raises(BurstError, match=f"{name} must be given full or causal calls"):
+                run(*tensors, 1.0, visible)
 
 
 def test_a_problem_is_what_a_call_asks_for():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_burst.loss.options import LossOptions
+from megatron_burst.loss.statistics import LossOptions
 
 PLAIN = LossOptions()
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.forecast import Forecast
+from megatron_burst.loss.main_grad import Forecast
 from tests.loss.oracle import oracle, random_problem, relative_error
 from tests.loss.test_linear import OPTIONS, call
 from tests.loss.test_memory import Live, Products

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_burst import linear_cross_entropy, token_log_probs
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import tiles
-from megatron_burst.loss.options import LossOptions
+from megatron_burst.loss.statistics import LossOptions
 from tests.loss.oracle import oracle, random_problem, relative_error
 
 PLAIN = LossOptions()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_burst.loss.options import LossOptions
+from megatron_burst.loss.statistics import LossOptions
 from tests.loss.oracle import PLAIN, Problem, oracle, random_problem, relative_error
 from tests.ranks import preload, run_ranks
 
@@ -188,7 +188,7 @@ def test_log_probabilities_and_entropy_over_two_ranks():
 def forecasts(rank):
     """Errors where the scale is expected and where it is not, and how often it was, by SP."""
     from megatron_burst import linear_cross_entropy
-    from megatron_burst.loss.forecast import Forecast
+    from megatron_burst.loss.main_grad import Forecast
 
     found = {}
     for sequence_parallel in (False, True):

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.flags import add_flags
+from megatron_burst.mcore.args import add_flags
 from megatron_burst.mcore.refusals import TABLE
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
@@ -277,4 +277,4 @@ def fused_loss_flags(rank):
 def test_the_fused_loss_has_flags_of_its_own():
     ((live, config, impl),) = run_ranks(fused_loss_flags, 1)
     assert [set(patches) for patches in live] == [{False}, {True}] and impl == "megatron"
-    assert (config.grads, config.z_loss, config.softcap) == ("forward", 0.1, 0.0)
+    assert (config.grads, config.z_loss, config.softcap) == ("auto", 0.1, 20.0)

@@ -31,7 +31,7 @@ def test_refuses_a_process_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = torch.cuda.current_device
-    with pytest.raises(BurstError, match=r"^CPU mode: no CUDA device.*got 2 of them\. Set CUDA_V"):
+    with pytest.raises(BurstError, match=r"^CPU mode: no CUDA device.*got 2 of them; set CUDA_V"):
         cpu_mode.install()
     assert torch.cuda.current_device is before
 

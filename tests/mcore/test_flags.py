@@ -7,7 +7,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.flags import add_flags
+from megatron_burst.mcore.args import add_flags
 
 FLAGS = """--burst-keep half --burst-keep-layers 3 --burst-keep-offload both
     --burst-tune keep_debug=true,keep_host_gib=2.5"""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig
 from tests.mcore import pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.mcore.pipeline import (
@@ -28,7 +28,7 @@ PAIRS, BOTH_BLOCK = (
     options | dict(recompute_num_layers=2) for options in (FULL_RECOMPUTE, BLOCK_RECOMPUTE)
 )
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0, tuning=Tuning(keep_host_gib=1.0))
+AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ CASES = {
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(OFFLOAD.tuned(keep_host_gib=1e-5)),
     "all of one layer": Case(FIRST, **ONE),
-    "auto": Case(BurstConfig.of(**AUTO)),
+    "auto": Case(BurstConfig(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload="results"), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),

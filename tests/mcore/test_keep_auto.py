@@ -29,7 +29,7 @@ def layers_and_replays(rank: int) -> tuple:
     """By how a stage is recomputed its layers, and which keep if two shall; attention calls
     of replays within budgets."""
     from megatron_burst.mcore import patches
-    from megatron_burst.mcore.recompute import settled, stage_layers
+    from megatron_burst.mcore.recompute import resolved, stage_layers
 
     numbers, keeping = [], []
     for setting in (TWO, VPP):
@@ -38,7 +38,7 @@ def layers_and_replays(rank: int) -> tuple:
             config = config_for(setting, num_layers=8, **options)
             numbers.append(stage_layers(config))
             two = BurstConfig(keep="all", keep_layers=2)
-            of_layer = (settled(two, config, number, None, None, 0.75) for number in range(1, 9))
+            of_layer = (resolved(two, config, number, None, None, 0.75) for number in range(1, 9))
             keeping.append([number for number, got in enumerate(of_layer, 1) if got.keep == "all"])
     setting, replays = Setting(mtp=True, micro_batches=1), []
     pipeline.start(setting)
@@ -65,7 +65,7 @@ def free_memory_differs(rank: int) -> tuple:
     """Of a step on two stages, whose second context-parallel rank has no host memory: error, kernel
     calls and hops of replays. Of layers on 2 x 2 ranks: their options, and how often they asked."""
     from megatron_burst.comm.watch import Board
-    from megatron_burst.mcore.recompute import settled
+    from megatron_burst.mcore.recompute import resolved
     from megatron_burst.plan import keep
     from megatron_burst.recompute import offload
 
@@ -87,7 +87,7 @@ def free_memory_differs(rank: int) -> tuple:
         heads = torch.empty(tokens, 1, 1, 8, dtype=torch.bfloat16, device="meta")
         layer_gib = tokens * (8 * 2 + 4) / 2**30
         burst = BurstConfig(keep="auto", keep_budget_gib=2 * layer_gib)
-        found = settled(burst, config, 1, heads, heads, 0.0)
+        found = resolved(burst, config, 1, heads, heads, 0.0)
         kept.append((found.keep, found.keep_offload))
     return step, kept, len(asked)
 

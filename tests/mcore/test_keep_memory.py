@@ -92,7 +92,7 @@ def fetches(rank: int) -> tuple:
         return parcel
 
     def prefetching(self):
-        if self._fetched is None:
+        if self.fetched is None:
             log.append(f"fetch {names[self]}")
         prefetch(self)
 

@@ -3,10 +3,12 @@
 Catches replays that compute though they need not, and what would not be kept without a word.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
 from tests.mcore.gpt import FULL_RECOMPUTE, SEQ
@@ -14,7 +16,7 @@ from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_er
 from tests.ranks import run_ranks
 
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0, tuning=Tuning(keep_host_gib=1.0))
+AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 
 def own_attention(rank: int) -> dict:
@@ -29,7 +31,7 @@ def own_attention(rank: int) -> dict:
         "none": None,
         "all": ALL,
         "three": BurstConfig(keep="all", keep_layers=3),
-        "auto": BurstConfig.of(**AUTO),
+        "auto": BurstConfig(**AUTO),
     }.items():
         got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
         found[name] = relative_error(got, truth), got.kernels - truth.kernels
@@ -135,7 +137,8 @@ def transformer_engines_checkpoint(rank: int) -> list:
         return x * x
 
     attend = keep(square)
-    for function in (checkpoint, framed := te_in_frames(checkpoint), inputs_on_host(framed, 1.0)):
+    framed = partial(te_in_frames, checkpoint)
+    for function in (checkpoint, framed, partial(inputs_on_host, framed, 1.0)):
         x = torch.linspace(0, 1, 2000).requires_grad_()
         calls.clear()
         y = function(lambda x: attend(x + 1), x, tp_group=3)

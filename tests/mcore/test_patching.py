@@ -23,11 +23,8 @@ from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron lo
 from tests.ranks import run_ranks
 
 
-def doubled(original):
-    def double(a, b=1):
-        return 2 * original(a, b)
-
-    return double
+def doubled(original, a, b=1):
+    return 2 * original(a, b)
 
 
 def patch_of(place="stub_of_megatron:add", parameters=("a", "b")):
@@ -90,11 +87,8 @@ def test_names_that_modules_have_for_a_function_are_rebound_and_given_back(stub,
         assert early.plus is late.add is stub.add is original and not patch.live
 
 
-def negated(original):
-    def negate(a, b=1):
-        return -original(a, b)
-
-    return negate
+def negated(original, a, b=1):
+    return -original(a, b)
 
 
 def subtract(a, b=1):

@@ -17,7 +17,7 @@ def megatron_arguments(parser):
 
 
 def parsed(words: str):
-    return with_flags(megatron_arguments, "store")(ArgumentParser()).parse_args(words.split())
+    return with_flags(megatron_arguments, ArgumentParser(), "store").parse_args(words.split())
 
 
 BURST = "--context-parallel-impl burst"
@@ -62,6 +62,5 @@ def test_keeping_works_with_megatrons_own_attention_too():
 
 def test_they_are_refused_when_arguments_are_validated():
     with pytest.raises(BurstError, match="^--burst-intra --burst-tune: must come"):
-        validate_flags(lambda args, defaults: args)(
-            parsed("--burst-intra ring --burst-tune nodes=2")
-        )
+        given = parsed("--burst-intra ring --burst-tune nodes=2")
+        validate_flags(lambda args, defaults: args, given)

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig, burst_attention, keep
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.frames import Frame
 from megatron_burst.recompute.keep import run_kept
-from megatron_burst.recompute.keeping import Keeping, Resident, Watch
+from megatron_burst.recompute.keeping import Frame, Keeping, Resident, Watch
 from megatron_burst.recompute.offload import HostMemory
 from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain

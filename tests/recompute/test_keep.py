@@ -175,5 +175,5 @@ def test_debug_mode_finds_a_replay_with_other_inputs():
 
 
 def test_refuses_a_replay_of_another_shape_always():
-    with pytest.raises(BurstError, match="a replay must call attention as the first pass did"):
+    with pytest.raises(BurstError, match="recomputation must call attention as the first pass did"):
         replay_of_other(False, lambda x: x[:, :3])

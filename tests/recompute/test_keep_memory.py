@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import keep
-from megatron_burst.recompute.frames import Frame, running
 from megatron_burst.recompute.keep import run_kept
-from megatron_burst.recompute.keeping import Keeping
+from megatron_burst.recompute.keeping import Frame, Keeping, running
 from tests.recompute.layers import (
     DIM,
     HEADS,
@@ -131,7 +130,7 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
 
         def attend_or_fail(q, k, v, scale):
             nonlocal backward_calls
-            if running() and running()[-1].replays:
+            if running() and running()[-1].recomputes:
                 backward_calls += 1
                 if fail_at == ("replay", backward_calls):
                     raise RuntimeError("injected")
@@ -170,7 +169,7 @@ def test_a_replay_that_fails_lets_go_of_what_it_has_not_taken():
     holds recordings itself."""
 
     def fails(q, k, v, scale):
-        if running()[-1].replays:
+        if running()[-1].recomputes:
             raise RuntimeError("injected")
         return attend(q, k, v, scale)
 

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron_burst.recompute.frames import Frame
-from megatron_burst.recompute.keeping import Resident
+from megatron_burst.recompute.keeping import Frame, Resident
 from megatron_burst.recompute.offload import HostMemory, HostParcel, host_memory
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
 
 
 def fetched(parcels):
-    return [name for name, parcel in parcels.items() if parcel._fetched is not None]
+    return [name for name, parcel in parcels.items() if parcel.fetched is not None]
 
 
 @pytest.fixture

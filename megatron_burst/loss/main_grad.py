@@ -1,4 +1,5 @@
-"""What the gradient of a head's losses will be, so that the weight's gradient need not wait for it.
+"""Where the weight's gradient goes: float32 sums, straight into Megatron's `main_grad` if there is
+one; and what the gradient of a head's losses will be, so that it need not wait for backward.
 
 Megatron scales a loss after it was computed: by one number for all tokens, or by one over the
 number of tokens, the same in every micro-batch. The last backward pass tells which. Under that
@@ -8,6 +9,10 @@ gradient is another one takes out what was added and computes it anew.
 `main_grad` may hold more than was asked for between a forward pass and its backward pass. So it is
 added to in forward only between `open` (it was set to zero) and `close` (it is about to be used),
 and `close` fails if a backward pass is missing.
+
+Megatron's contract (core/tensor_parallel/layers.py:690, core/distributed/
+distributed_data_parallel.py:485): whoever adds to `weight.main_grad` says so in
+`grad_added_to_main_grad`; then the hook of the weight adds `weight.grad` only if `zero_out_wgrad`.
 """
 
 import logging
@@ -18,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.weight_grad import main_grad_of
+from megatron_burst.loss.statistics import sum_dtype
 
 _SAME = 1e-6  # relative: a few roundings of float32 in the scale, far below those of the gradients
 _HITS_A_MISS = 16  # a miss costs five GEMMs, a hit saves one
@@ -27,28 +32,66 @@ _FREE_MISSES = 2
 _log = logging.getLogger(__name__)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total += a @ b, where total is in float32 or wider and the GEMM adds up in it.
+
+    `first`: whatever total had is neither read nor kept.
+    """
+    beta = 0 if first else 1
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif total.is_cuda:  # one cuBLAS call: 16-bit inputs, float32 sums read and written
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+def held_bytes(weight: Tensor) -> int:
+    """What sums of its gradient take where Megatron has some already; 0 where they are alone."""
+    return 0 if main_grad_of(weight) is None else weight.numel() * sum_dtype(weight.dtype).itemsize
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Megatron's float32 buffer of this weight's gradient, if it may be added to directly.
+
+    Not where Megatron-FSDP makes it as it goes, nor in 16 bit, in which nothing is added up.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or hasattr(weight, "__fsdp_param__"):
+        return None
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    fits = main_grad.dtype == sum_dtype(weight.dtype) and main_grad.shape == weight.shape
+    return main_grad if fits and main_grad.is_contiguous() else None
+
+
+def announce_main_grad(weight: Tensor) -> Tensor | None:
+    """Tell Megatron that `main_grad` has this call's gradient; what autograd shall get for it.
+
+    Megatron's hook wants to find a gradient. It gets one of a single zero, expanded; only a weight
+    that others give gradients to as well (`zero_out_wgrad`, `shared_embedding`) gets real zeros,
+    which theirs can be added to.
+    """
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False) or getattr(weight, "shared_embedding", False):
+        return torch.zeros_like(weight)
+    if weight.grad is None:
+        weight.grad = weight.new_zeros(1).expand_as(weight)
+    return None
+
+
 @dataclass(slots=True)
 class Forecast:
-    """Of one head.
+    """What the gradient of one head's losses will be."""
 
-    Attributes:
-        per_token: whether losses are summed; else they are divided by the sum of their mask.
-        factor: number on the device by which they are multiplied besides, as the last backward
-            pass had it; None before the first one.
-        step: how often `main_grad` was set to zero.
-        is_open: whether `main_grad` may be added to in forward.
-        pending: calls of this step that did so and had no backward pass yet.
-        hits: backward passes that found what was expected.
-        misses: those that did not.
-    """
-
-    per_token: bool
+    per_token: bool  # whether losses are summed; else they are divided by the sum of their mask
+    # number on the device by which they are multiplied besides, as the last backward pass had it
     factor: Tensor | None = None
-    step: int = 0
-    is_open: bool = False
-    pending: int = 0
-    hits: int = 0
-    misses: int = 0
+    step: int = 0  # how often `main_grad` was set to zero
+    is_open: bool = False  # whether `main_grad` may be added to in forward
+    pending: int = 0  # calls of this step that did so and had no backward pass yet
+    hits: int = 0  # backward passes that found what was expected
+    misses: int = 0  # those that did not
 
     def open(self) -> None:
         """`main_grad` was set to zero: what was added before is gone."""
@@ -56,11 +99,7 @@ class Forecast:
         self.is_open, self.pending = True, 0
 
     def close(self) -> None:
-        """`main_grad` is complete, and about to be used.
-
-        Raises:
-            BurstError: if it holds the gradient of a loss that had no backward pass.
-        """
+        """`main_grad` is complete, and about to be used."""
         self.is_open = False
         if self.pending:
             raise BurstError(
@@ -84,19 +123,12 @@ class Forecast:
 
 @dataclass(slots=True)
 class Expected:
-    """What one call expects.
-
-    Attributes:
-        forecast: of its head.
-        share: [blocks, n], what the losses' gradients are multiples of.
-        gradient: [blocks, n], what was counted on in forward; None where nothing was.
-        step: when that was.
-    """
+    """What one call expects."""
 
     forecast: Forecast
-    share: Tensor
-    gradient: Tensor | None = None
-    step: int = 0
+    share: Tensor  # [blocks, n], what the losses' gradients are multiples of
+    gradient: Tensor | None = None  # [blocks, n], what was counted on in forward, if anything
+    step: int = 0  # when that was
 
     def count_on_it(self) -> Tensor:
         """The gradient of the losses, [blocks, n]; from now on `main_grad` depends on it."""
@@ -109,12 +141,9 @@ class Expected:
         """Whether `main_grad` still has what was added: it was not set to zero since."""
         return self.step == self.forecast.step
 
-    def settle(self, grad: Tensor, group: dist.ProcessGroup | None) -> bool:
-        """In backward: was it right? The CPU waits for the GPU, to know whether to compute more.
-
-        Args:
-            grad: [blocks, n], of the losses.
-            group: of the ranks that must give the same answer.
+    def resolve(self, grad: Tensor, group: dist.ProcessGroup | None) -> bool:
+        """In backward: was it right about the losses' grad [blocks, n]? On all ranks of the group
+        alike. The CPU waits for the GPU, to know whether to compute more.
         """
         forecast, tolerance = self.forecast, _SAME * self.gradient.abs()
         off = (~((grad - self.gradient).abs() <= tolerance)).any().int()  # NaN is off

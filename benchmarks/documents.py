@@ -1,0 +1,113 @@
+"""Lengths of the documents of a packed sample: drawn from a published histogram, or made up.
+
+The histogram in document_lengths.csv, the way to draw and the seed are those of MagiAttention's
+benchmark (github.com/SandAI-org/MagiAttention, exps/dist_attn, 2c6413571c2c).
+"""
+
+import csv
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megatron_burst.errors import BurstError
+from megatron_burst.units import whole_numbers
+
+_WHO = "benchmarks.packed"
+_HISTOGRAM = Path(__file__).with_name("document_lengths.csv")
+SEED = 42
+KINDS = "drawn, half, one, each-N"
+_SAMPLES = 20  # of which one is taken
+_SHORT = 1 << 14  # samples of fewer tokens are for trying out: a thousandth of the corpus suffices
+
+
+@lru_cache
+def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]:
+    """Tokens of each document of a sample, in order.
+
+    Args:
+        kind: "drawn" from the histogram; "half": one of seq / 2 between those of seq / 64; "one";
+            "each-N": all of N tokens, as in each-2K.
+        seq: tokens of the sample.
+        seed: of what is drawn.
+        multiple: lengths are multiples of it.
+
+    Raises:
+        BurstError: if there is no such kind.
+    """
+    if kind == "drawn":
+        return _drawn(seq, seed, multiple)
+    if kind == "one":
+        return (seq,)
+    if kind == "half":
+        small = _rounded(np.arange(0, seq // 4 + 1, seq // 64), multiple)
+        return (*small, seq - 2 * sum(small), *small)
+    name, _, size = kind.partition("-")
+    if name != "each" or not size:
+        raise BurstError(
+            f"{_WHO}: --documents must list {KINDS}, because these are measured; got {kind!r}; "
+            "write for example drawn,each-2K"
+        )
+    (tokens,) = whole_numbers(size, "--documents each-N", _WHO)
+    return _rounded(np.append(np.arange(0, seq, tokens), seq), multiple)
+
+
+def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
+    """The documents of one sample of many that a corpus fills.
+
+    The corpus has each bin's documents at the bin's middle, cut to seq / 4 and shuffled. Samples
+    take them in turn, split the one that does not fit, and are shuffled. Of the first 20 it is the
+    one whose area is nearest to their mean. Then document ends are rounded down to multiples.
+    """
+    longest = seq // 4
+    middles, counts = _histogram()
+    counts = counts // (1000 if seq < _SHORT else 1)
+    tails = middles % longest
+    whole = np.full(int((middles // longest * counts).sum()), longest, dtype=np.int32)
+    rest = np.repeat(tails.astype(np.int32), np.where(tails > 0, counts, 0))
+    pieces = np.concatenate((whole, rest))
+    rng = np.random.default_rng(seed)
+    rng.shuffle(pieces)
+    ends = np.cumsum(pieces, dtype=np.int64)
+    order = np.arange(int(ends[-1]) // seq)
+    rng.shuffle(order)
+    samples = [_sample(ends, int(number) * seq, seq, multiple) for number in order[:_SAMPLES]]
+    mean = sum(map(area, samples)) / len(samples)
+    return min(samples, key=lambda lengths: abs(area(lengths) - mean))
+
+
+def _sample(ends: np.ndarray, start: int, seq: int, multiple: int) -> tuple[int, ...]:
+    """Documents, or parts of them, in `seq` tokens of a corpus from `start` on."""
+    first, last = np.searchsorted(ends, (start, start + seq), "right")
+    return _rounded(np.concatenate(([0], ends[first:last] - start, [seq])), multiple)
+
+
+def area(lengths: Sequence[int], window: int | None = None) -> float:
+    """Pairs of queries and keys that are seen: half of each document's square, or its band.
+
+    Args:
+        lengths: of the documents.
+        window: how many keys before its own a query sees; None: all.
+    """
+    if window is None:
+        return sum(length**2 for length in lengths) / 2
+    return sum(_band(length, min(window + 1, length)) for length in lengths)
+
+
+def _band(length: int, keys: int) -> float:
+    return keys * (keys + 1) / 2 + (length - keys) * keys
+
+
+def _rounded(edges: np.ndarray, multiple: int) -> tuple[int, ...]:
+    """Lengths between edges, those rounded down."""
+    return tuple(np.diff(np.unique(edges // multiple * multiple)).tolist())
+
+
+@lru_cache
+def _histogram() -> tuple[np.ndarray, np.ndarray]:
+    """Middles of the bins, and how many documents each has."""
+    with _HISTOGRAM.open(newline="") as file:
+        bins = [tuple(map(int, row.values())) for row in csv.DictReader(file)]
+    low, high, counts = (np.array(column, dtype=np.int64) for column in zip(*bins, strict=True))
+    return (low + high) // 2, counts

@@ -1,0 +1,194 @@
+"""Which packed samples and windows are measured, and what with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from benchmarks.cases import Case, Heads, Pass
+from benchmarks.documents import SEED, area, lengths_of
+from megatron_burst.errors import BurstError
+from megatron_burst.units import in_units, nearest_multiples
+
+_WHO = "benchmarks.packed"
+_K = 1024
+DOCUMENT_IMPLS = (
+    "burst:auto", "burst:auto@zigzag", "burst:a2a@zigzag", "burst:gather@zigzag",
+    "burst:ring@zigzag", "te:p2p", "te:a2a", "te:all_gather", "ceiling",
+)  # fmt: skip
+WINDOW_IMPLS = (
+    "burst:auto", "burst:a2a", "burst:gather", "burst:ring", "te:a2a", "te:all_gather", "ceiling"
+)  # fmt: skip
+_DOCUMENTS_BETWEEN = (
+    "burst:auto", "burst:auto@zigzag", "burst:inter=ring@zigzag", "te:p2p", "te:a2a",
+    "te:all_gather", "ceiling",
+)  # fmt: skip
+_WINDOWS_BETWEEN = ("burst:auto", "burst:inter=a2a", "te:a2a", "te:all_gather", "ceiling")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCase(Case):
+    """Causal attention in a packed sample, or with a window; a batch of one.
+
+    Attributes:
+        documents: how long they are: see `benchmarks.documents.lengths_of`; "" for windows.
+        window: how many keys before its own a query sees; None: all of its document.
+        seed: of lengths that are drawn.
+        multiple: lengths of documents are multiples of it.
+    """
+
+    documents: str = ""
+    window: int | None = None
+    seed: int = SEED
+    multiple: int = 4
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents."""
+        if not self.documents:
+            return (self.seq,)
+        return lengths_of(self.documents, self.seq, self.seed, self.multiple)
+
+    @property
+    def area(self) -> float:
+        """Pairs of queries and keys."""
+        return area(self.lengths, self.window)
+
+    @property
+    def kind(self) -> str:
+        """Documents, or the window, in a word."""
+        if self.window is not None:
+            return f"window-{in_units(self.window)}"
+        return f"drawn-{self.seed}" if self.documents == "drawn" else self.documents
+
+    def flops(self, pass_: Pass) -> float:
+        """Floating-point operations of all ranks, by area; 2.5 times as many in backward."""
+        forward = 2 * self.area * self.heads_q * (self.head_dim_qk + self.head_dim_v)
+        return forward * (3.5 if pass_ == "fwd_bwd" else 1.0)
+
+    def columns(self) -> dict[str, object]:
+        names = (
+            "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "dtype", "seed",
+        )  # fmt: skip
+        return {
+            **{name: getattr(self, name) for name in names},
+            "mask": self.kind,
+            "num_documents": len(self.lengths),
+            "longest": max(self.lengths),
+            "area": 2 * self.area / self.seq**2,
+        }
+
+    def check(self, ranks: int) -> None:
+        """Refuse what cannot be sharded, and unknown kinds of documents."""
+        if self.seq % self.multiple:
+            raise BurstError(
+                f"{_WHO}: --seq must be a multiple of {self.multiple}, because each rank has two "
+                f"chunks of each document; got {self.seq} on {ranks} ranks; choose a "
+                f"{nearest_multiples(self.seq, self.multiple)}"
+            )
+        _ = self.lengths
+
+    def __str__(self) -> str:
+        what = f"{len(self.lengths)} documents, {self.kind}" if self.documents else self.kind
+        return (
+            f"S {in_units(self.seq)}, heads {self.heads_q}/{self.heads_kv} x {self.head_dim_qk}, "
+            f"{what}, {100 * 2 * self.area / self.seq**2:.3g} % of causal, {self.dtype}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A case and what it is measured with, as `--impl` says it."""
+
+    case: PackedCase
+    impls: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return str(self.case)
+
+
+def _case(seq: int, heads: Heads, what: str | int) -> PackedCase:
+    window, documents = (what, "") if isinstance(what, int) else (None, what)
+    return PackedCase(
+        seq=seq, heads_q=heads[0], heads_kv=heads[1], documents=documents, window=window
+    )
+
+
+_MANY, _FEW = (64, 8), (32, 8)
+_ONE_NODE = (  # the most telling ones first: time may run out
+    (128, _MANY, "drawn"), (32, _MANY, "drawn"), (128, _MANY, 4 * _K), (64, _MANY, "drawn"),
+    (128, _MANY, "half"), (128, _MANY, "each-2K"), (256, _MANY, "drawn"), (128, _FEW, "drawn"),
+    (32, _FEW, "drawn"), (256, _MANY, 4 * _K), (64, _FEW, "drawn"), (256, _FEW, "drawn"),
+    (128, _FEW, 4 * _K), (64, _MANY, "one"), (256, _FEW, 4 * _K), (64, _FEW, "one"),
+)  # fmt: skip
+_TWO_NODES = (
+    (128, _MANY, "drawn"), (128, _FEW, "drawn"), (32, _MANY, "drawn"), (128, _MANY, 4 * _K),
+    (128, _MANY, "half"), (256, _FEW, "drawn"), (128, _MANY, "each-2K"), (128, _FEW, 4 * _K),
+    (64, _MANY, "one"),
+)  # fmt: skip
+PRESETS = {
+    "one-node": (_ONE_NODE, DOCUMENT_IMPLS, WINDOW_IMPLS),
+    "two-nodes": (_TWO_NODES, _DOCUMENTS_BETWEEN, _WINDOWS_BETWEEN),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGrid:
+    """Lists whose product is a list of problems; beside a preset they narrow it down.
+
+    Attributes:
+        seqs: tokens of the sample.
+        heads: query and KV heads.
+        documents: their kinds.
+        windows: how many keys before its own a query sees.
+    """
+
+    seqs: Sequence[int] = ()
+    heads: Sequence[Heads] = ()
+    documents: Sequence[str] = ()
+    windows: Sequence[int] = ()
+
+    def cases(self) -> tuple[PackedCase, ...]:
+        """The product."""
+        what = (*self.documents, *self.windows) or ("drawn",)
+        every = product(self.seqs or (128 * _K,), self.heads or (_MANY,), what)
+        return tuple(_case(*each) for each in every)
+
+    def admits(self, case: PackedCase) -> bool:
+        """Whether a case is in the lists."""
+        what = (*self.documents, *self.windows)
+        return (
+            (not self.seqs or case.seq in self.seqs)
+            and (not self.heads or (case.heads_q, case.heads_kv) in self.heads)
+            and (not what or case.documents in what or case.window in what)
+        )
+
+
+def packed_problems(preset: str, grid: PackedGrid, impls: Sequence[str]) -> tuple[Problem, ...]:
+    """Problems of a preset, or of lists alone if it is "".
+
+    Args:
+        preset: its name.
+        grid: lists that were given.
+        impls: instead of the usual ones.
+
+    Raises:
+        BurstError: if there is no such preset, or the lists leave nothing of it.
+    """
+    if preset and preset not in PRESETS:
+        raise BurstError(
+            f"{_WHO}: --preset must be one that there is, because it stands for a list of "
+            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
+        )
+    every, documents, windows = PRESETS[preset or "one-node"]
+    cases = grid.cases()
+    if preset:
+        cases = tuple(filter(grid.admits, (_case(seq * _K, *rest) for seq, *rest in every)))
+        if not cases:
+            raise BurstError(
+                f"{_WHO}: options beside --preset must leave some of its problems, because they "
+                f"narrow it down; got none of {preset} with {grid}; change them or leave --preset "
+                "out"
+            )
+    return tuple(
+        Problem(case, tuple(impls) or (documents if case.documents else windows)) for case in cases
+    )

@@ -1,0 +1,200 @@
+"""Who attends in packed samples and windows: burst, TransformerEngine, the kernel alone."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from benchmarks.impls import Impl
+from benchmarks.packed_cases import PackedCase
+from benchmarks.peers import Autograd, Ceiling, Peer, Shard
+from benchmarks.te_peer import TransformerEngine
+from megatron_burst.attention import burst_attention
+from megatron_burst.cli.world import World
+from megatron_burst.comm.state import release_buffers, symmetric_bytes
+from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.schedule.layout import Layout, places_in_documents, positions
+from megatron_burst.schedule.mask import Mask
+
+_SAMPLED = 128  # positions whose results are compared
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard(Shard):
+    """This rank's part in one layout; a batch of one: [s_local, 1, h, d].
+
+    Attributes:
+        places: positions of the rows in the sample, int64 on the CPU.
+        cu_seqlens: where documents begin and the last one ends, int32 on the device.
+        longest: tokens of the longest document.
+    """
+
+    places: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """This rank's parts of one sample, the same sample in each layout.
+
+    Attributes:
+        case: the problem.
+        world: all ranks.
+        parts: by layout, made when first asked for.
+    """
+
+    case: PackedCase
+    world: World
+    parts: dict[str, PackedShard] = field(default_factory=dict)
+
+    def shard(self, layout: str) -> PackedShard:
+        """The part of a layout; "" is the one in which documents, or the sequence, are usual."""
+        layout = layout or (Layout.DOCUMENTS if self.case.documents else Layout.ZIGZAG)
+        if layout not in self.parts:
+            self.parts[layout] = self._cut(Layout(layout))
+        return self.parts[layout]
+
+    def _cut(self, layout: Layout) -> PackedShard:
+        """Rows of tensors that all ranks draw alike."""
+        case, world = self.case, self.world
+        edges = (0, *accumulate(case.lengths))
+        if layout is Layout.DOCUMENTS:
+            ranges = places_in_documents(edges, world.rank, world.size)
+        else:
+            ranges = positions(layout, world.rank, world.size, case.seq // world.size)
+        places = torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges])
+        q, k, v, dout = self._tensors(places.to(world.device))
+        cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=world.device)
+        leaves = (x.detach().requires_grad_() for x in (q, k, v))
+        return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
+
+    def _tensors(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v as views of a fused projection's output, and dout; see `draw_shard`."""
+        case, device = self.case, self.world.device
+        options = {
+            "generator": torch.Generator(device).manual_seed(case.seed),
+            "device": device,
+            "dtype": getattr(torch, case.dtype),
+        }
+        group = case.heads_q // case.heads_kv * case.head_dim_qk
+        widths = (group, case.head_dim_qk, case.head_dim_v)
+        mixed = torch.randn(case.seq, 1, case.heads_kv, sum(widths), **options)[places]
+        q, k, v = mixed.split(widths, dim=-1)
+        q = q.reshape(len(places), 1, case.heads_q, case.head_dim_qk)
+        dout = torch.randn(case.seq, 1, case.heads_q, case.head_dim_v, **options)[places]
+        return q, k, v, dout
+
+
+class Packed(Autograd):
+    """Attention over the ranks' shards of a sample.
+
+    Attributes:
+        layout: in which it takes them; "" is the usual one.
+    """
+
+    layout = ""
+    shard: PackedShard | None = None
+
+    def prepare(self, sample: Sample) -> None:
+        self.shard = sample.shard(self.layout)
+
+    def sample(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Rows of the same positions in every layout, of all ranks."""
+        places, seq = self.shard.places, self.shard.case.seq
+        step = max(1, seq // _SAMPLED)
+        chosen = (places % step == step - 1).nonzero().flatten()
+        rows = [x.detach().reshape(len(places), -1)[chosen.to(x.device)].cpu() for x in results]
+        everyone = self.world.gather((places[chosen], rows))
+        order = torch.cat([where for where, _ in everyone]).argsort()
+        return tuple(
+            torch.cat(theirs)[order].float()
+            for theirs in zip(*(rows for _, rows in everyone), strict=True)
+        )
+
+
+class PackedBurst(Packed):
+    """burst_attention with one configuration in one layout, which `impl.mode` has behind an @."""
+
+    def __init__(self, impl: Impl, world: World) -> None:
+        super().__init__(impl, world)
+        self.layout = impl.mode.partition("@")[2]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shard, case = self.shard, self.shard.case
+        documents = {}
+        if case.documents:
+            documents = {"cu_seqlens": shard.cu_seqlens, "max_seqlen": shard.longest}
+        usual = Layout.DOCUMENTS if case.documents else Layout.ZIGZAG
+        return burst_attention(
+            *(x.squeeze(1) for x in (q, k, v)),
+            group=self.world.group,
+            window=None if case.window is None else (case.window, 0),
+            layout=self.layout or usual.value,
+            qkv_format="thd",
+            config=self.impl.config,
+            **documents,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        super().release()
+        release_buffers(self.world.group)
+
+    def uncounted_bytes(self) -> int:
+        return symmetric_bytes(self.world.group)
+
+
+class PackedTransformerEngine(Packed, TransformerEngine):
+    """TransformerEngine's: THD for documents, SBHD for windows, as Megatron calls it."""
+
+    def prepare(self, sample: Sample) -> None:
+        Packed.prepare(self, sample)
+        self.note, case = "", sample.case
+        dims = case.head_dim_qk, case.head_dim_v
+        self.attention.prepare((case.heads_q, case.heads_kv), dims, True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        case = self.shard.case
+        if case.documents:
+            out = self.attention(*(x.squeeze(1) for x in (q, k, v)), **self._of_documents())
+        else:
+            out = self.attention(q, k, v, window_size=(case.window, 0))
+        self.note = self.note or self.kernel_note()
+        return out
+
+    def _of_documents(self) -> dict[str, object]:
+        starts, longest = self.shard.cu_seqlens, self.shard.longest
+        names = ("q", "kv", "q_padded", "kv_padded")
+        return {
+            "qkv_format": "thd",
+            "attn_mask_type": "padding_causal",
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+            **{f"cu_seqlens_{name}": starts for name in names},
+        }
+
+
+class PackedCeiling(Ceiling):
+    """The kernel that burst would choose, on the whole sample and 1/P of the heads."""
+
+    def mask_of(self, case: PackedCase) -> Mask:
+        return Mask(case.window, 0, bool(case.documents))
+
+    def visible_of(self, case: PackedCase) -> Visible:
+        segments = None
+        if case.documents:
+            edges = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32)
+            edges = edges.to(self.world.device)
+            segments = Segments(edges, edges, max(case.lengths), max(case.lengths))
+        return Visible(case.window, 0, segments)
+
+    def prepare(self, sample: Sample) -> None:
+        super().prepare(sample.shard(""))
+
+
+PEERS: dict[str, type[Peer]] = {
+    "burst": PackedBurst,
+    "te": PackedTransformerEngine,
+    "ceiling": PackedCeiling,
+}

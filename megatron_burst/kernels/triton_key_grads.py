@@ -1,0 +1,124 @@
+"""Gradients of keys and values in Triton: a program takes a block of keys through its rows."""
+
+import triton
+import triton.language as tl
+
+from megatron_burst.kernels.triton_bands import place_of, range_of, seen_of
+from megatron_burst.kernels.triton_tiles import (
+    LOG2_E,
+    VARYING,
+    load_rows,
+    store_rows,
+    tile_of_program,
+)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def key_grads_kernel(
+    dk, dv, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box,
+    table, stride, scale, n_q, n_k, left, right, count, heads_kv, group, all_heads, together,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    block, head = tile_of_program(count, all_heads, together, False)
+    batch, head_kv = head // heads_kv, head % heads_kv
+    first_key, key_end, row_begin, row_end = place_of(table, block, n_k, n_q, KEYS)
+    ahead = key_end - row_end
+    band = (row_end, key_end, ahead - left, ahead + right)
+    start, clear, edge, stop = range_of(  # rows that are not there weigh 0, if next to no others
+        first_key, row_begin, row_end, -band[3], -band[2], RIGHT, LEFT, table is None, KEYS, ROWS
+    )
+    keys = load_rows(k, k_box, batch, head_kv, first_key, key_end, 0, DIM_QK, KEYS, WIDTH, False)
+    values = load_rows(v, v_box, batch, head_kv, first_key, key_end, 0, DIM_V, KEYS, WIDTH_V, False)
+    keys_rest = keys
+    key_grads = tl.zeros([KEYS, WIDTH], tl.float32)
+    key_grads_rest = key_grads
+    value_grads = tl.zeros([KEYS, WIDTH_V], tl.float32)
+    if REST > 0:
+        keys_rest = load_rows(
+            k, k_box, batch, head_kv, first_key, key_end, WIDTH, DIM_QK, KEYS, REST, False
+        )
+        key_grads_rest = tl.zeros([KEYS, REST], tl.float32)
+    for member in range(group):
+        head = head_kv * group + member
+        if RIGHT:
+            for first_row in range(start, clear, ROWS):
+                key_grads, key_grads_rest, value_grads = _add_rows(
+                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                    heads_kv * group, first_row, first_key, band, LEFT, RIGHT, False,
+                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                )  # fmt: skip
+        for first_row in range(clear, edge, ROWS):
+            key_grads, key_grads_rest, value_grads = _add_rows(
+                key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                heads_kv * group, first_row, first_key, band, LEFT, RIGHT, True,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+        if LEFT or table is not None:
+            for first_row in range(edge, stop, ROWS):
+                key_grads, key_grads_rest, value_grads = _add_rows(
+                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                    heads_kv * group, first_row, first_key, band, LEFT, RIGHT, False,
+                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                )  # fmt: skip
+    store_rows(dv, value_grads, batch, head_kv, first_key, key_end, 0, DIM_V, KEYS, WIDTH_V)
+    key_grads *= scale
+    store_rows(dk, key_grads, batch, head_kv, first_key, key_end, 0, DIM_QK, KEYS, WIDTH)
+    if REST > 0:
+        key_grads_rest *= scale
+        store_rows(
+            dk, key_grads_rest, batch, head_kv, first_key, key_end, WIDTH, DIM_QK, KEYS, REST
+        )
+
+
+@triton.jit
+def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
+    """[1, ROWS] of a statistic that is ready."""
+    if box is not None:
+        return box.load([head, first_row])
+    return tl.load(x + tl.cast(head, tl.int64) * stride + first_row + tl.arange(0, ROWS))[None, :]
+
+
+@triton.jit
+def _add_rows(
+    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
+    q_box, dout_box, lse_box, delta_box, stride, scale, batch, head, heads, first_row, first_key,
+    band, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What one more block of query rows adds to dk / scale and dv; all transposed: keys x rows.
+
+    What keys beyond the last collect is not stored, so only the edges of a band or of a segment
+    need a mask.
+    """
+    queries = load_rows(q, q_box, batch, head, first_row, band[0], 0, DIM_QK, ROWS, WIDTH, False)
+    queries_rest = queries
+    scores = tl.dot(keys, tl.trans(queries), input_precision="tf32x3")
+    if REST > 0:
+        queries_rest = load_rows(
+            q, q_box, batch, head, first_row, band[0], WIDTH, DIM_QK, ROWS, REST, False
+        )
+        scores = tl.dot(keys_rest, tl.trans(queries_rest), scores, input_precision="tf32x3")
+    row_lse = _load_statistics(lse, lse_box, batch * heads + head, stride, first_row, ROWS)
+    row_delta = _load_statistics(delta, delta_box, batch * heads + head, stride, first_row, ROWS)
+    weights = tl.exp2(scores * (scale * LOG2_E) - row_lse)
+    if not CLEAR:
+        seen = seen_of(first_row, first_key, band, LEFT, RIGHT, ROWS, KEYS)
+        weights = tl.where(tl.trans(seen), weights, 0.0)
+    out_grads = load_rows(
+        dout, dout_box, batch, head, first_row, band[0], 0, DIM_V, ROWS, WIDTH_V, False
+    )
+    value_grads = tl.dot(
+        weights.to(out_grads.dtype), out_grads, value_grads, input_precision="tf32x3"
+    )
+    weight_grads = tl.dot(values, tl.trans(out_grads), input_precision="tf32x3")
+    score_grads = (weights * (weight_grads - row_delta)).to(queries.dtype)
+    key_grads = tl.dot(score_grads, queries, key_grads, input_precision="tf32x3")
+    if REST > 0:
+        key_grads_rest = tl.dot(score_grads, queries_rest, key_grads_rest, input_precision="tf32x3")
+    return key_grads, key_grads_rest, value_grads

@@ -1,0 +1,92 @@
+"""Every kernel that is there, with windows and packed documents, against float64.
+
+Inputs are exact; weights, gradients of scores and results are rounded once each, and gradients of
+each head where a kernel sums those of a group after it: four times at most 2^-9.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_burst.kernels.backends import QuerySide, backends, problem_of
+from tests.kernels.bands import Band, errors_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+]
+BOUND = 4 * 2**-9
+GROUPED = {"heads": 64, "heads_kv": 8, "dim_qk": 128, "dim_v": 128}
+PLAIN = {"heads": 4, "heads_kv": 4, "dim_qk": 64, "dim_v": 64}
+SEGMENTS = (0, 1, 1000, 63, 0, 200)
+CASES = {
+    "window": Band((700,), (700,), 200, 0, packed=False, batch=2),
+    "two sides, more keys": Band((300,), (900,), 100, 60, packed=False),
+    "to the right, more rows": Band((900,), (300,), None, 350, packed=False),
+    "to the left, more rows": Band((900,), (300,), 50, None, packed=False),
+    "documents": Band(SEGMENTS, SEGMENTS, None, 0),
+    "documents, full": Band(SEGMENTS, SEGMENTS),
+    "documents, more keys": Band((1, 100, 0, 300), (1, 612, 40, 700), None, 0),
+    "documents, fewer keys": Band((5, 300, 129, 0, 77), (64, 0, 33, 31, 20), None, 0),
+    "documents, other keys": Band((5, 300, 129, 0, 77), (64, 0, 500, 31, 20)),
+    "documents of one query": Band((1, 1, 0, 1), (3, 200, 7, 0), None, 0),
+    "documents with a window": Band((1, 600, 200, 0), (1, 600, 350, 9), 128, 0),
+    "documents with two sides": Band((0, 400, 65), (3, 130, 65), 10, 40),
+    "no keys": Band((30, 0), (0, 0)),
+    "no queries": Band((0, 0), (20, 3), None, 0),
+}
+SHAPES = {f"{name}, 64/8": replace(band, **GROUPED) for name, band in CASES.items()} | {
+    f"{name}, 4/4": replace(CASES[name], **PLAIN)
+    for name in ("window", "documents", "documents, fewer keys", "documents with a window")
+}
+
+
+def kernels():
+    """Backends for GPUs that can be used here."""
+    if not torch.cuda.is_available():
+        return ["none"]
+    named = [(name, b) for name, b in backends().items() if "cuda" in b.capability.devices]
+    able = [name for name, b in named if b.capability.packed or b.capability.windows]
+    return [name for name in able if not backends()[name].missing()]
+
+
+def backend_for(name, band):
+    backend = backends()[name]
+    q, k, v, _ = replace(band, queries=(1,), keys=(1,), dtype=torch.bfloat16).inputs("cuda")
+    problem = problem_of(q, k, v, visible=band.visible())
+    if why := backend.capability.refusal(problem):
+        pytest.skip(why)
+    return backend
+
+
+@pytest.mark.parametrize("with_delta", [True, False], ids=["delta", "out"])
+@pytest.mark.parametrize("band", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", kernels())
+def test_equals_float64(name, band, with_delta):
+    """Catches segments and bounds in another's convention, empty rows, strides, targets."""
+    backend = backend_for(name, band)
+    if with_delta and not backend.capability.takes_delta:
+        pytest.skip("it takes no delta")
+    for strided in (False, True):
+        given = replace(band, dtype=torch.bfloat16, strided=strided)
+        errors = errors_of(backend, given, "cuda", into=strided, with_delta=with_delta)
+        assert all(error <= BOUND for error in errors.values()), (strided, errors)
+
+
+@pytest.mark.parametrize("case", ["window", "documents", "documents with a window"])
+@pytest.mark.parametrize("name", kernels())
+def test_the_same_bits_twice(name, case):
+    """Catches sums in any order; and kernels that wait for a block that they never start."""
+    band = replace(CASES[case], dtype=torch.bfloat16, **GROUPED)
+    backend = backend_for(name, band)
+    if not backend.capability.deterministic:
+        pytest.skip("its gradients are not deterministic")
+    q, k, v, dout = band.inputs("cuda")
+    visible = band.visible("cuda")
+    out, lse = backend.forward(q, k, v, band.scale, visible)
+    side = QuerySide(q, dout, lse, None, out.to(q.dtype))
+    one, other = (
+        backend.backward(side, k, v, band.scale, visible, deterministic=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

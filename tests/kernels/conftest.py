@@ -1,0 +1,15 @@
+"""What tests of kernels share."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from tests.kernels.interpreter import interpret
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Starts anew instead of forking: what was forked may have imported Triton before."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda *args: pool.submit(interpret, *args).result(timeout=120)

@@ -1,0 +1,41 @@
+"""Windows and packed documents of our Triton attention, in Triton's interpreter against float64."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.kernels.bands import Band
+from tests.kernels.test_triton import HOW, check
+from tests.kernels.test_visible import bands
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+BANDS = {
+    "a window to the left": Band((50,), (50,), 20, 0, packed=False, batch=2),
+    "two sides, more keys": Band((33,), (101,), 7, 40, packed=False),
+    "to the right, more rows": Band((90,), (40,), None, 5, packed=False),
+    "to the left, no end": Band((40,), (90,), 3, None, packed=False),
+    "narrower than a block": Band((50,), (50,), 1, 1, packed=False),
+    "documents": Band((1, 0, 33, 20, 5), (1, 7, 33, 40, 0), None, 0),
+    "documents, full": Band((16, 17, 0, 31), (32, 15, 9, 5)),
+    "documents with a window": Band((3, 40, 0, 17), (30, 40, 4, 12), 18, 6, heads_kv=2),
+    "two parts": Band((20, 19), (20, 25), 9, 0, dim_qk=48, dim_v=32),
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_bands_and_segments_equal_float64(interpreter, band, how):
+    """Catches wrong edges of bands, blocks that straddle documents, rows of the next document."""
+    dtype, strided, sizes, tma = how
+    check(interpreter(replace(band, dtype=dtype, strided=strided), sizes, tma), dtype)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(bands(windows=True, longest=40, most=3))
+def test_any_band_equals_float64(interpreter, band):
+    band = replace(band, heads=2, heads_kv=1, batch=1, dtype=torch.float32)
+    check(interpreter(band, (16, 16), False), torch.float32)
