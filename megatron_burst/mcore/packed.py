@@ -12,7 +12,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_burst.comm.latest import Latest
+from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.mcore.args import global_args
 from megatron_burst.schedule.layout import Layout, positions

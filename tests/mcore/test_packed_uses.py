@@ -205,6 +205,10 @@ def with_loss(parallel: Parallel, mtp: int) -> Run:
     gpt = fuse_loss(gpt.double())
     whole = SAMPLE.batch()
     whole["cu_seqlens"] = whole["cu_seqlens_padded"]  # as pretrain_gpt.py; MTP's roll needs it
+    if mtp:
+        # Megatron divides MTP's loss by a rank's own count of tokens behind the roll: with every
+        # other token each chunk has as many there as before, whatever the ranks are
+        whole["loss_mask"] *= torch.arange(SAMPLE.tokens) % 2
     mine = shard(dict(whole))
     losses = gpt(
         mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
