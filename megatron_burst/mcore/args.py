@@ -105,8 +105,7 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     nodes = given_tuning(args).nodes
     check("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
     with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
-    mixed = len(args.cp_comm_type or ()) > 1  # layers then see to their windows one by one
-    check("attention", args, who, skip=("window_size",) if mixed else ())
+    check("attention", args, who)
 
 
 def check_keep_args(args: Namespace) -> None:

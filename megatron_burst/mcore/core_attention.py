@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
-from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -23,20 +19,32 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
-from megatron_burst.installed import require_megatron
-from megatron_burst.mcore.args import burst_config_of, check_args, global_args
-from megatron_burst.mcore.patches import switch_on_keep
+from megatron_burst.mcore import packed
+from megatron_burst.mcore.args import burst_config_of
+from megatron_burst.mcore.checks import (
+    WHO,
+    check_call,
+    check_layer,
+    check_packed,
+    check_run,
+    check_tokens,
+)
+from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.choose_half import replayed_share
-from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
+from megatron_burst.terms import window_of
 
-WHO = "burst core attention"
-PER_LAYER = ("attention_dropout", "window_size")  # options that a layer may have otherwise
-CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}  # the masks that are supported
+PER_LAYER = ("attention_dropout",)  # options that a layer may have otherwise
+CAUSAL = {  # the masks that are supported; of packed samples padding is at the documents' ends
+    AttnMaskType.causal: True,
+    AttnMaskType.no_mask: False,
+    AttnMaskType.padding_causal: True,
+    AttnMaskType.padding: False,
+}
 
 
 class BurstCoreAttention(MegatronModule):
@@ -69,7 +77,8 @@ class BurstCoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:  # fmt: skip
-        """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+        """Attention of [s_local, b, h, d] tensors, of packed samples [t_local, h, d]; returns
+        [s_local, b, h * d_v], or [t_local, h * d_v]."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         return self.burst(query, key, value, *extras)
 
@@ -112,7 +121,7 @@ if HAVE_TE:
             attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
             packed_seq_params=None, num_splits: int | None = None,
         ) -> Tensor:  # fmt: skip
-            """Attention of [s_local, b, h, d] tensors; returns [s_local, b, h * d_v]."""
+            """As of `BurstCoreAttention`."""
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
                 return super().forward(query, key, value, *extras, num_splits)
@@ -161,6 +170,7 @@ class BurstForward:
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         check_run()
+        apply("packed")
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
@@ -178,27 +188,53 @@ class BurstForward:
         return cls(cp_group, hcp_groups, softmax_scale, of_calls, config, layer_number, topology)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type, *extras
-    ) -> Tensor:
-        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]."""
-        check_call(attention_mask, attn_mask_type, *extras)
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
+        attention_bias, packed_seq_params,
+    ) -> Tensor:  # fmt: skip
+        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v], and of packed samples
+        [t_local, h, d] to [t_local, h * d_v]."""
+        check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        check_packed(packed_seq_params, self.config.keep, self.cp_group)
         check_tokens(query, key)
+        group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]
-        saves = self._half_saves(query, key, value, causal) if self.config.keep == "auto" else 0.0
-        config = resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
+        window = window_of_layer(self.layer_config, self.layer_number, causal)
+        mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))
         out = burst_attention(
-            query, key, value, group=self.cp_group, causal=causal,
-            softmax_scale=self.softmax_scale, qkv_format="sbhd", config=config,
-            hcp_groups=self.hcp_groups, layer=self.layer_number,
+            query, key, value, group=group, causal=causal, window=window,
+            softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
+            hcp_groups=self.hcp_groups if group is self.cp_group else None,
+            layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
-        return out.flatten(2)
+        return out.flatten(-2)
 
-    def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
+    def _resolved(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> BurstConfig:
+        """Options of this layer's calls: whether it keeps is resolved."""
+        if query.dim() == 3:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        saves = self._half_saves(query, key, value, mask) if self.config.keep == "auto" else 0.0
+        return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
+
+    def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> float:
         """Share of the replay that keeping half saves."""
-        mask = Mask.CAUSAL if causal else Mask.FULL
         shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
         call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
         return 1 - replayed_share(call)
+
+
+def window_of_layer(
+    config: TransformerConfig, layer_number: int, causal: bool
+) -> tuple[int, int] | None:
+    """Positions before its own and behind it that a layer's queries see; None: all.
+
+    (left, right) means to Megatron what it means to burst: `left` + 1 keys with the query's own,
+    and with a causal mask none behind it. Without one TransformerEngine takes (-1, 0) as no window.
+    """
+    window = config.window_size
+    if not is_layer_window_attention(window, config.window_attn_skip_freq, layer_number):
+        return None
+    left, right = window
+    return None if (left, right) == (-1, 0) and not causal else (left, right)
 
 
 def cp_group_of(pg_collection) -> dist.ProcessGroup:
@@ -221,71 +257,3 @@ def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGr
     ranks = [dist.get_process_group_ranks(group) for group in hcp]
     inside = all(members.issuperset(group_ranks) for group_ranks in ranks)
     return hcp if inside and len(ranks[0]) * len(ranks[1]) == len(members) else None
-
-
-# ---- what is refused: see refusals.py -------------------------------------------------------
-
-
-def check_run() -> None:
-    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
-
-    Also for what the flag's door would have set in the command line, if there is one.
-    """
-    _say_once(f"burst attention: {require_megatron(WHO)}")
-    args = global_args()
-    if args is not None:
-        check_args(args, WHO)
-        check("built", args, WHO)
-
-
-@cache
-def _say_once(sentence: str) -> None:
-    """Say it on the first rank, once in a process."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        say(sentence)
-
-
-def check_layer(
-    config: TransformerConfig,
-    layer_number: int,
-    attn_mask_type: AttnMaskType,
-    attention_type: str,
-    attention_dropout: float | None,
-) -> None:
-    """Refuse a layer whose configuration asks for something that burst does not do."""
-    window = is_layer_window_attention(
-        config.window_size, config.window_attn_skip_freq, layer_number
-    )
-    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
-    if attention_dropout is not None:
-        own["attention_dropout"] = attention_dropout
-    if not window:
-        own["window_size"] = None
-    layer = SimpleNamespace(**vars(config) | own)
-    check("attention", layer, f"{WHO}: layer {layer_number}")
-
-
-def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
-    extras = attention_mask, attention_bias, packed_seq_params
-    if attn_mask_type in CAUSAL and all(extra is None for extra in extras):
-        return
-    call = SimpleNamespace(
-        attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
-        attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
-        packed_seq_params=None if packed_seq_params is None else packed_seq_params.qkv_format,
-        attn_mask_type=attn_mask_type,
-    )
-    check("call", call, WHO)
-
-
-def check_tokens(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
-
-    Args:
-        query, key: [tokens, b, h, d].
-    """
-    engine = InferenceMode.is_active()
-    place = "an inference engine" if engine else "one call"
-    tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
-    check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

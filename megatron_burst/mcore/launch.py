@@ -138,7 +138,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         check_loss_args(args)
     validated = validate_args(args, {} if defaults is None else defaults)
     if wants_burst(args):
-        patches.apply("attention")
+        patches.apply("attention", "packed")
         say_attention_backend(args)
     patches.switch_on_keep(burst)
     if has_loss:

@@ -21,6 +21,7 @@ _DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"
 _LAUNCH = "megatron_burst.mcore.launch"
 _SPECS = "megatron_burst.mcore.specs"
 _RECOMPUTE = "megatron_burst.mcore.recompute"
+_PACKED = "megatron_burst.mcore.packed"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
 _CPU = "megatron_burst.mcore.cpu_mode"
@@ -131,6 +132,19 @@ TABLE: tuple[Patch, ...] = (
         (f"{_TE}_spec_provider:TESpecProvider.core_attention", f"{_SPECS}:provide_burst", "self",
          _PROVIDED),
         with_te=True,
+    ),
+    # what packed samples need, with burst in a model or asked for
+    *_of(
+        "packed",
+        (f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing",
+         f"{_PACKED}:shard_without_te", "batch cp_group",
+         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
+         "without TransformerEngine there is none"),
+        (f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+         f"{_PACKED}:rotate_anywhere",
+         "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
+         "takes each document to be sharded for itself (rope_utils.py:184), also with "
+         "--dataloader-inter-document-masking, whose samples are sharded as a whole"),
     ),
     # what burst relies on as it is
     *_of(

@@ -105,7 +105,22 @@ def _cuda_graphs() -> Iterator[Refusal]:
         yield _on_gpus(name, "CUDA graphs")
 
 
+def _packed(o: Options) -> bool:
+    return getattr(o, "packed_seq_params", None) == "thd"
+
+
+def _shards_documents(o: Options) -> bool:
+    """Whether the model has parts that take a packed sample to be sharded document by document."""
+    yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
+    fused_yarn = yarn and getattr(o, "multi_latent_attention", False)
+    mamba = "M" in (getattr(o, "hybrid_layer_pattern", None) or "")
+    return bool(fused_yarn or mamba or getattr(o, "mtp_num_layers", None))
+
+
 _WITHOUT = "train this model without burst"
+_MASKS = ("causal", "no_mask", "padding_causal", "padding")
+_OTHER_MASKS = "masks other than causal and none are not supported"
+_OTHER_KEYS = "keys of another sample"
 _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
@@ -144,15 +159,19 @@ TABLE: tuple[Refusal, ...] = (
     # burst attention, by arguments, configurations and layers
     Refusal("attention", "attention_dropout", (0.0,), "kernels of a ring drop no weights",
         "pass --attention-dropout 0"),
-    Refusal("attention", "reset_attention_mask", OFF, "it would silently be ignored"),
-    Refusal("attention", "dataloader_inter_document_masking", OFF,
-        "packed documents are not supported yet"),
-    Refusal("attention", "sft", OFF, "packed documents are not supported yet"),
-    Refusal("attention", "hybrid_context_parallel", OFF, "its groups change from batch to batch"),
+    Refusal("attention", "reset_attention_mask", OFF,
+        "Megatron tells documents apart in a dense mask then, which causal attention ignores",
+        "pass --dataloader-inter-document-masking"),
+    Refusal("attention", "dataloader_inter_document_masking",
+        lambda on, o: not on or o.context_parallel_size == 1 or not _shards_documents(o),
+        "multi-token prediction, Mamba and MLA with fused yarn take each document to be sharded "
+        "for itself, and these are sharded as one sequence",
+        "leave these out (--no-rope-fusion does for yarn), or run with one context parallel rank"),
+    Refusal("attention", "hybrid_context_parallel", OFF,
+        "Megatron 0.19 shards its samples over a group that does not change",
+        "leave it out (a script that shards them itself needs only packed_seq_params.cp_group)"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
-    Refusal("attention", "window_size", (), "sliding windows are not supported yet",
-        f"leave it out, or {_WITHOUT}"),
     Refusal("attention", "qk_clip", OFF, "the largest logit is not tracked"),
     Refusal("attention", "log_max_attention_logit", OFF, "it is not tracked"),
     Refusal(
@@ -174,8 +193,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "attention", "attention_type", ("self",), "queries and keys are sharded alike", _WITHOUT,
         asked="another attention than to the queries' own sequence"),
-    Refusal("attention", "attn_mask_type", ("causal", "no_mask"),
-        "masks other than causal and none are not supported", _WITHOUT, asked="this mask"),
+    Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
     Refusal("backend", "attention_backend", ("flash", "fused", "unfused"),
         "it is Megatron's own attention, which burst replaces",
         "leave it out, or pass unfused for attention in plain PyTorch"),
@@ -186,12 +204,26 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("call", "attention_bias", (), "kernels of a ring add none",
         "use a position embedding such as rope", asked="an attention bias",
         got="one of shape {value}"),
-    Refusal("call", "packed_seq_params", (), "masks between documents are not supported yet",
-        "switch packing off, or train without burst", asked="packed sequences",
-        got="packed_seq_params in {value}"),
-    Refusal("call", "attn_mask_type", lambda mask, o: mask in ("causal", "no_mask"),
-        "masks other than causal and none are not supported", "use a causal mask without padding",
-        asked="this mask"),
+    Refusal("call", "packed_seq_params", ("thd",),
+        "documents are kept apart in the format thd only",
+        "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
+        got="qkv_format={value}"),
+    Refusal("call", "attn_mask_type",
+        lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and _packed(o)),
+        f"{_OTHER_MASKS}, and padding is known of packed samples only",
+        "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
+    Refusal("packed", "cu_seqlens_q", (), "it tells where documents begin",
+        "pass packed_seq_params with cu_seqlens_q", asked="packed sequences without boundaries"),
+    Refusal("packed", "cu_seqlens_kv", (), "queries and keys must be of the same tokens",
+        "pass cu_seqlens_q as cu_seqlens_kv, and with the padding likewise", _OTHER_KEYS),
+    Refusal("packed", "local_cp_size", lambda size, o: size in (None, o.cp_group_size),
+        "the group of a micro-batch must have as many ranks, and without one it is one rank",
+        "pass both", asked="this group",
+        got="local_cp_size={value} and a cp_group of {o.cp_group_size}"),
+    Refusal("packed", "keep", ("none", "all", "half"),
+        "ranks that attend together must choose alike, which only those of the layer's own group "
+        "have agreed upon", f"pass {KEEP_FLAG} all", asked="keep=auto",
+        got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
     Refusal("cache", "key_tokens", lambda tokens, o: tokens == o.query_tokens and not o.engine,
         "KV caches are not supported: queries and keys must be of the same tokens, in training or "
         "evaluation", "generate with a model that is built at --context-parallel-size 1",

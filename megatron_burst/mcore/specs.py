@@ -9,14 +9,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.mcore.core_attention import (
-    PER_LAYER,
-    WHO,
-    asks_for_burst,
-    burst_replacements,
-    check_layer,
-    check_run,
-)
+from megatron_burst.mcore.checks import WHO, check_layer, check_run
+from megatron_burst.mcore.core_attention import PER_LAYER, asks_for_burst, burst_replacements
 from megatron_burst.mcore.refusals import check
 
 

@@ -186,13 +186,7 @@ class Model:
     @property
     def refused(self) -> str:
         """What burst attention refuses of it, in words; empty: nothing."""
-        windows, parts = self.windows, []
-        if windows:
-            layers = f"{windows.count} of {self.layers} layers"
-            parts.append(f"sliding windows of {windows.size} tokens ({layers})")
-        if self.sinks:
-            parts.append("attention sinks")
-        return " and ".join(parts)
+        return "attention sinks" if self.sinks else ""
 
     @property
     def full_layers(self) -> int:

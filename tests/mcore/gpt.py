@@ -103,13 +103,13 @@ def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrid
     return MLATransformerConfig(**options | overrides)
 
 
-def build(config, spec, tied: bool = False):
+def build(config, spec, tied: bool = False, positions: str = "rope"):
     """A GPTModel from a spec; equal weights for equal configurations and tensor-parallel sizes."""
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(1234)
     gpt = GPTModel(
-        config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
+        config, spec, VOCAB, SEQ, position_embedding_type=positions, parallel_output=False,
         share_embeddings_and_output_weights=tied,
     )  # fmt: skip
     return gpt.double()  # torch's RMSNorm is built in float32
@@ -162,18 +162,23 @@ def megatrons_own(model: Model, parallel: Parallel) -> Run:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    class ForLatent(DotProductAttention):
-        """Megatron's, which computes MLA rightly but does not know its two extra arguments."""
-
-        def __init__(self, *args, k_channels=None, v_channels=None, **options):
-            super().__init__(*args, **options)
-
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=model.latent)
     if model.latent:
-        spec.submodules.self_attention.submodules.core_attention = ForLatent
+        spec.submodules.self_attention.submodules.core_attention = core_for_latent()
     gpt = build(config_of(parallel, model), spec, model.tied)
     assert isinstance(gpt.decoder.layers[0].self_attention.core_attention, DotProductAttention)
     return loss_and_grads(gpt)
+
+
+def core_for_latent() -> type:
+    """Megatron's own, which computes MLA rightly but does not know its two extra arguments."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class ForLatent(DotProductAttention):
+        def __init__(self, *args, k_channels=None, v_channels=None, **options):
+            super().__init__(*args, **options)
+
+    return ForLatent
 
 
 def relative_errors(got: Run, truth: Run) -> dict[str, float]:

@@ -81,8 +81,8 @@ def config_for(setting: Setting, burst=None, **overrides):
     return config
 
 
-def build(setting: Setting, config) -> list:
-    """This rank's model chunks; equal weights for equal settings."""
+def build(setting: Setting, config, burst: bool = False) -> list:
+    """This rank's model chunks; equal weights for equal settings. `burst`: also on one rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -95,7 +95,7 @@ def build(setting: Setting, config) -> list:
         stage = chunk if setting.vp > 1 else None
         place = dict(ignore_virtual=False, vp_stage=stage)
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-        spec = burst_spec(spec) if setting.cp > 1 else spec
+        spec = burst_spec(spec) if burst or setting.cp > 1 else spec
         mtp = None
         if setting.mtp:
             mtp = specs.get_gpt_mtp_block_spec(config, spec, False, vp_stage=stage)

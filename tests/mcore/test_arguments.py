@@ -156,12 +156,12 @@ REFUSED = {  # and what was got
     "--cp-comm-type p2p p2p": "--cp-comm-type p2p p2p",
     "--attention-dropout 0.1": "attention_dropout=0.1",
     "--reset-attention-mask": "reset_attention_mask=True",
-    "--dataloader-inter-document-masking": "dataloader_inter_document_masking=True",
-    "--sft": "sft=True",
+    "--dataloader-inter-document-masking --mtp-num-layers 1": (
+        "dataloader_inter_document_masking=True"
+    ),
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
     "--use-kitchen-attention": "use_kitchen_attention=True",
     "--softmax-type off-by-one": "softmax_type=off-by-one",
-    "--window-size 8,0": "window_size=(8, 0)",
     "--qk-clip": "qk_clip=True",
     "--log-max-attention-logit": "log_max_attention_logit=True",
     "--cuda-graph-impl local": "cuda_graph_impl=local",

@@ -5,11 +5,11 @@ Catches a contract of Megatron that has changed, and options that would be silen
 
 import inspect
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import CoreAttentionBuilder, CoreAttentionInterface
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -17,13 +17,10 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.core_attention import (
-    BurstCoreAttention,
-    check_call,
-    check_layer,
-    check_tokens,
-)
+from megatron_burst.mcore.checks import check_call, check_layer, check_tokens
+from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.terms import window_of
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -66,7 +63,6 @@ def test_parameters_are_in_the_order_of_the_class_that_is_replaced():
 REFUSED_CONFIGS = [  # fields of the configuration, arguments of a layer
     (dict(attention_dropout=0.1), {}),
     ({}, dict(attention_dropout=0.2)),
-    (dict(window_size=(8, 0)), {}),
     (dict(softmax_type="learnable"), {}),
     (dict(fp8_dot_product_attention=True), {}),
     (dict(fp8_multi_head_attention=True), {}),
@@ -77,7 +73,6 @@ REFUSED_CONFIGS = [  # fields of the configuration, arguments of a layer
     (dict(batch_invariant_mode=True), {}),
     (dict(experimental_attention_variant="dsa"), {}),
     ({}, dict(attention_type="cross")),
-    ({}, dict(attn_mask_type=AttnMaskType.padding)),
     ({}, dict(attn_mask_type=AttnMaskType.arbitrary)),
 ]
 
@@ -96,12 +91,24 @@ def test_refuses_a_layer_that_asks_for_something_else(overrides, arguments):
         BurstCoreAttention(config=config, **layer | arguments)
 
 
-def test_refuses_only_the_layers_with_a_window():
-    """window_attn_skip_freq=2 gives every second layer full attention."""
-    config = config_of(CP4, window_size=(8, 0), window_attn_skip_freq=2)
-    with pytest.raises(BurstError, match=r"layer 1: .*window_size=\(8, 0\)"):
-        check_layer(config, 1, CAUSAL, "self", None)
-    check_layer(config, 2, CAUSAL, "self", None)
+@pytest.mark.parametrize("freq, with_window", [(None, [1, 2]), (2, [1]), ([0, 1], [2])])
+def test_only_the_layers_with_a_window_have_it(freq, with_window):
+    """window_attn_skip_freq=2 gives every second layer full attention, a list tells each."""
+    config = config_of(CP4, window_size=(8, 0), window_attn_skip_freq=freq)
+    windows = {layer: window_of_layer(config, layer, causal=True) for layer in (1, 2)}
+    assert windows == {layer: (8, 0) if layer in with_window else None for layer in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    "given, causal, full",
+    [((8, 0), (8, 0), (8, 0)), ((-1, 0), (None, 0), (None, None)), ((8, 4), (8, 0), (8, 4)),
+     ((-1, -1), (None, 0), (None, None))],
+)  # fmt: skip
+def test_a_window_means_what_it_means_to_transformer_engine(given, causal, full):
+    """Its check_set_window_size: none behind with a causal mask, (-1, 0) is none without."""
+    config = config_of(CP4, window_size=given)
+    for is_causal, means in ((True, causal), (False, full)):
+        assert window_of(window_of_layer(config, 1, is_causal), is_causal) == means
 
 
 def test_refuses_megatrons_own_attention_as_a_backend():
@@ -122,10 +129,18 @@ def test_refuses_megatrons_own_context_parallelism_without_transformer_engine(ot
         BurstCoreAttention(config_of(CP4), 3, CAUSAL, "self", cp_comm_type=other)
 
 
+def packed(**others) -> PackedSeqParams:
+    """Of a sample of two documents of 8 tokens."""
+    given = dict(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8, 16], dtype=torch.int32))
+    return PackedSeqParams(**given | others)
+
+
 REFUSED_CALLS = [
     (dict(attention_mask=torch.ones(1, 1, 4, 4)), r"shape \(1, 1, 4, 4\); pass --no-create-att"),
     (dict(attention_bias=torch.ones(1, 2, 4, 4)), r"shape \(1, 2, 4, 4\); "),
-    (dict(packed_seq_params=SimpleNamespace(qkv_format="thd")), "packed_seq_params in thd; "),
+    (dict(packed_seq_params=packed(qkv_format="sbhd")), "qkv_format=sbhd; pass .* thd$"),
+    (dict(packed_seq_params=packed(qkv_format=None)), "qkv_format=None; pass .* thd$"),
+    (dict(packed_seq_params=packed(), attn_mask_type=AttnMaskType.arbitrary), "type=arbitrary; "),
     (dict(attn_mask_type=AttnMaskType.padding), "attn_mask_type=padding; "),
     (dict(attn_mask_type=AttnMaskType.padding_causal), "attn_mask_type=padding_causal; "),
     (dict(attn_mask_type=None), "attn_mask_type=None; "),
@@ -133,6 +148,16 @@ REFUSED_CALLS = [
 PLAIN_CALL = dict(
     attention_mask=None, attn_mask_type=CAUSAL, attention_bias=None, packed_seq_params=None
 )
+
+
+OTHER = torch.tensor([0, 4, 16], dtype=torch.int32)
+REFUSED_SAMPLES = [
+    (packed(cu_seqlens_q=None), "cu_seqlens_q=none; pass packed_seq_params with cu_seqlens_q$"),
+    (packed(cu_seqlens_kv=OTHER), "cu_seqlens_kv=other boundaries; pass cu_seqlens_q as"),
+    (packed(cu_seqlens_kv_padded=OTHER), "cu_seqlens_kv=other boundaries; "),
+    (packed(cu_seqlens_kv=OTHER[:2]), "cu_seqlens_kv=other boundaries; "),
+    (packed(local_cp_size=2), "local_cp_size=2 and a cp_group of 1; "),
+]
 
 
 @pytest.mark.parametrize("arguments, message", REFUSED_CALLS)
@@ -228,6 +253,10 @@ def errors_of_a_layer(rank):
     for arguments, message in REFUSED_CALLS:
         with pytest.raises(BurstError, match=message):
             core(*leaves, **PLAIN_CALL | arguments)
+    rows = [x[:, 0] for x in leaves]
+    for sample, message in REFUSED_SAMPLES:
+        with pytest.raises(BurstError, match=f"^burst core attention: .*{message}"):
+            core(*rows, **PLAIN_CALL | dict(packed_seq_params=sample))
     return shapes, errors, list(core.state_dict())
 
 

@@ -47,8 +47,8 @@ def names_bound_before(rank):
     args = own.parse_args()
     with redirect_stdout(io.StringIO()):
         own.check(args, {})
-    with pytest.raises(BurstError, match="cannot run with --sft"):
-        own.check(Namespace(**vars(args) | {"sft": True}), {})
+    with pytest.raises(BurstError, match="cannot run with --qk-clip"):
+        own.check(Namespace(**vars(args) | {"qk_clip": True}), {})
     return args.cp_comm_type, args.create_attention_mask_in_dataloader, args.transformer_impl
 
 
@@ -176,9 +176,8 @@ def built_by_spec(flags: str, spec=None, **overrides):
 
 
 REFUSED_BY_SPEC = {
-    "--reset-attention-mask": "reset_attention_mask=True; leave it out",
-    "--dataloader-inter-document-masking": "dataloader_inter_document_masking=",
-    "--sft": "sft=True; leave it out",
+    "--reset-attention-mask": "reset_attention_mask=True; pass --dataloader-inter-document-mask",
+    "--dataloader-inter-document-masking --mtp-num-layers 1": "dataloader_inter_document_masking=",
     "--hybrid-context-parallel": "hybrid_context_parallel=True; leave it out",
     "--cuda-graph-impl local": "cuda_graph_impl=local; leave it out",
     "--flash-attention-version 3": "flash_attention_version=3; leave it out",

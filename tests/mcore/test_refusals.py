@@ -21,6 +21,8 @@ GRAPHS = {
     "external_cuda_graph": ([True], [False]),
 }
 FLAG = ([True], [False])
+ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
+FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusion=True)
 SELECTIVE = dict(recompute_granularity="selective")
 # By feature and argument: values that are refused, and some that are not; a dict has more options.
 CASES = {
@@ -41,12 +43,15 @@ CASES = {
     "attention": GRAPHS | {
         "attention_dropout": ([0.1], [0.0]),
         "reset_attention_mask": FLAG,
-        "dataloader_inter_document_masking": FLAG,
-        "sft": FLAG,
+        "dataloader_inter_document_masking": (
+            [ANYWHERE | dict(mtp_num_layers=1), ANYWHERE | dict(hybrid_layer_pattern="M*"),
+             ANYWHERE | FUSED_YARN],
+            [True, False, ANYWHERE | dict(mtp_num_layers=1, context_parallel_size=1),
+             ANYWHERE | FUSED_YARN | dict(apply_rope_fusion=False)],
+        ),
         "hybrid_context_parallel": FLAG,
         "use_kitchen_attention": FLAG,
         "softmax_type": (["off-by-one", "learnable"], ["vanilla"]),
-        "window_size": ([(8, 0)], []),
         "qk_clip": FLAG,
         "log_max_attention_logit": FLAG,
         "flash_attention_version": ([3], []),
@@ -56,14 +61,23 @@ CASES = {
         "fp8_dot_product_attention": FLAG,
         "fp8_multi_head_attention": FLAG,
         "attention_type": (["cross"], ["self"]),
-        "attn_mask_type": (["padding", "arbitrary"], ["causal", "no_mask"]),
+        "attn_mask_type": (["arbitrary"], ["causal", "no_mask", "padding", "padding_causal"]),
     },
     "backend": {"attention_backend": (["local"], ["flash", "fused", "unfused"])},
     "call": {
         "attention_mask": ([(1, 1, 4, 4)], []),
         "attention_bias": ([(1, 2, 4, 4)], []),
-        "packed_seq_params": (["thd"], []),
-        "attn_mask_type": (["padding", "padding_causal", None], ["no_mask"]),
+        "packed_seq_params": (["sbhd", "None"], ["thd"]),
+        "attn_mask_type": (
+            ["padding", "padding_causal", None, THD | dict(attn_mask_type="arbitrary")],
+            ["no_mask", THD | dict(attn_mask_type="padding")],
+        ),
+    },
+    "packed": {
+        "cu_seqlens_q": (["none"], []),
+        "cu_seqlens_kv": (["other boundaries"], []),
+        "local_cp_size": ([2], [4]),
+        "keep": (["auto"], ["none", "half", "all"]),
     },
     "cache": {
         "key_tokens": (
@@ -132,7 +146,7 @@ CASES = {
 BASE = dict(
     context_parallel_size=4, seq_length=64, cp_comm_type=["burst"], context_parallel_impl="burst",
     recompute_granularity="full", attn_mask_type="causal", burst_keep_layers=None,
-    query_tokens=1, key_tokens=1, engine=False, place="one call", layer_number=3,
+    cp_group_size=4, query_tokens=1, key_tokens=1, engine=False, place="one call", layer_number=3,
 )  # fmt: skip
 REFUSED = [
     (feature, argument, value)
@@ -201,8 +215,7 @@ def arguments(**changes) -> Namespace:
     "ask, changes, who",
     [
         (check_args, dict(burst_tune=["nodes=3"]), "--context-parallel-impl burst"),
-        (check_args, dict(sft=True), "--context-parallel-impl burst"),
-        (check_args, dict(window_size=(8, 0)), "--context-parallel-impl burst"),
+        (check_args, dict(qk_clip=True), "--context-parallel-impl burst"),
         (check_keep_args, dict(recompute_granularity=None), "--burst-keep"),
         (check_keep_args, dict(attention_dropout=0.1), "--burst-keep"),
         (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),
@@ -216,10 +229,6 @@ def test_a_command_line_is_asked_for_each_of_its_features(ask, changes, who):
     ask(arguments())
     with pytest.raises(BurstError, match=f"^{who}: cannot run with "):
         ask(arguments(**changes))
-
-
-def test_windows_are_left_to_layers_where_they_differ():
-    check_args(arguments(window_size=(8, 0), cp_comm_type=["burst", "p2p"]))
 
 
 def test_inputs_alone_may_wait_on_the_host_whatever_attention_is():

@@ -1,0 +1,104 @@
+"""What is refused of runs, layers and calls with burst attention: see refusals.py."""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_burst.installed import require_megatron
+from megatron_burst.mcore import packed
+from megatron_burst.mcore.args import check_args, global_args
+from megatron_burst.mcore.refusals import check
+from megatron_burst.say import say
+
+WHO = "burst core attention"
+
+
+def check_run() -> None:
+    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
+
+    Also for what the flag's door would have set in the command line, if there is one.
+    """
+    _say_once(f"burst attention: {require_megatron(WHO)}")
+    args = global_args()
+    if args is not None:
+        check_args(args, WHO)
+        check("built", args, WHO)
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """Say it on the first rank, once in a process."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(sentence)
+
+
+def check_layer(
+    config: TransformerConfig,
+    layer_number: int,
+    attn_mask_type: AttnMaskType,
+    attention_type: str,
+    attention_dropout: float | None,
+) -> None:
+    """Refuse a layer whose configuration asks for something that burst does not do."""
+    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
+    if attention_dropout is not None:
+        own["attention_dropout"] = attention_dropout
+    layer = SimpleNamespace(**vars(config) | own)
+    check("attention", layer, f"{WHO}: layer {layer_number}")
+
+
+def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
+    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
+    call = SimpleNamespace(
+        attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
+        attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
+        packed_seq_params=packed.format_of(packed_seq_params),
+        attn_mask_type=attn_mask_type,
+    )
+    check("call", call, WHO)
+
+
+def check_packed(params: PackedSeqParams | None, keep: str, cp_group) -> None:
+    """Refuse a packed sample, or a group, that burst cannot take.
+
+    Boundaries of keys have to be those of the queries. Where they are other tensors they are
+    compared, once a sample; on a GPU that waits for it.
+
+    Args:
+        params: of the call.
+        keep: of the layer's configuration.
+        cp_group: the layer's own.
+
+    Raises:
+        BurstError: naming what to change.
+    """
+    if params is None:
+        return
+    own = params.cp_group is None and params.local_cp_size is None
+    call = SimpleNamespace(
+        cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
+        cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
+        local_cp_size=params.local_cp_size,
+        cp_group_size=cp_group.size() if own else packed.group_size(params),
+        keep="none" if own else keep,
+    )
+    check("packed", call, WHO)
+
+
+def check_tokens(query: Tensor, key: Tensor) -> None:
+    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
+
+    Args:
+        query, key: [tokens, b, h, d], or [tokens, h, d].
+    """
+    engine = InferenceMode.is_active()
+    place = "an inference engine" if engine else "one call"
+    tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
+    check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

@@ -1,0 +1,217 @@
+"""Megatron's packed samples (PackedSeqParams) as burst takes them, and what Megatron lacks for them
+without TransformerEngine, or where documents begin anywhere in a sample."""
+
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_burst.comm.watch import Latest
+from megatron_burst.errors import Need, require
+from megatron_burst.mcore.args import global_args
+from megatron_burst.schedule.layout import Layout, positions
+
+# Caches of this process. What follows from boundaries, once a sample instead of once a layer:
+_FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
+# a group of this rank alone, as long as the default group lives
+_ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+# ---- a layer's call -------------------------------------------------------------------------
+
+
+def is_packed(params: PackedSeqParams | None) -> bool:
+    """Whether a call's tensors are [tokens, heads, dim] of a packed sample."""
+    return params is not None and params.qkv_format == "thd"
+
+
+def format_of(params: PackedSeqParams | None) -> str | None:
+    """Of the tensors of a call that is packed, in words; None where nothing is.
+
+    Parameters without boundaries, in Megatron's usual format, only name a group.
+    """
+    if params is None or (params.qkv_format == "sbhd" and params.cu_seqlens_q is None):
+        return None
+    return str(params.qkv_format)
+
+
+def group_size(params: PackedSeqParams) -> int:
+    """Of the group that a micro-batch names; without one it names this rank alone."""
+    return 1 if params.cp_group is None else params.cp_group.size()
+
+
+def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The context-parallel group of a micro-batch: its own if it names one, else the layer's."""
+    if params is None or (params.cp_group is None and params.local_cp_size is None):
+        return cp_group
+    if params.cp_group is not None:
+        return params.cp_group
+    return cp_group if cp_group.size() == 1 else _alone()
+
+
+def _alone() -> dist.ProcessGroup:
+    """A group of this rank only; ranks that make one count more groups than others, which burst's
+    later ones level out (comm/subgroups.py)."""
+    default = dist.group.WORLD
+    if default not in _ALONE:
+        _ALONE[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _ALONE[default]
+
+
+def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
+    """How the tensors of a call are laid out: arguments of `burst_attention`."""
+    if params is None or not is_packed(params):
+        return {"qkv_format": "sbhd"}
+    padded = params.cu_seqlens_q_padded
+    return {
+        "qkv_format": "thd",
+        "layout": str(layout_of(cp_size)),
+        "cu_seqlens": params.cu_seqlens_q,
+        "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
+        "max_seqlen": _longest(params.max_seqlen_q),
+    }
+
+
+def layout_of(cp_size: int) -> Layout:
+    """How a packed sample is sharded.
+
+    As TransformerEngine does, each document for itself, but with Megatron's
+    --dataloader-inter-document-masking, whose documents are of any length
+    (get_batch_on_this_cp_rank, core/utils.py:2601, is then told to shard the whole sample).
+    """
+    args = global_args()
+    anywhere = getattr(args, "dataloader_inter_document_masking", False)
+    if cp_size == 1 or (anywhere and not getattr(args, "sft", False)):
+        return Layout.ZIGZAG
+    return Layout.DOCUMENTS
+
+
+def _longest(max_seqlen: int | Tensor | None) -> int | None:
+    """As a number, unless it would have to be waited for; burst then finds it once a sample."""
+    if max_seqlen is None or (isinstance(max_seqlen, Tensor) and max_seqlen.is_cuda):
+        return None
+    return int(max_seqlen)
+
+
+def keys_are_alike(params: PackedSeqParams) -> bool:
+    """Whether keys have the boundaries of the queries."""
+    pairs = (
+        (params.cu_seqlens_q, params.cu_seqlens_kv),
+        (params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded),
+    )
+    return all(_alike(q, kv) for q, kv in pairs)
+
+
+def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
+    if kv is None or q is kv:
+        return True
+    if q is None or q.shape != kv.shape:
+        return False
+    return _once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
+
+
+def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
+    """What follows from boundaries; held together with them, so that they are known again."""
+    key = what, *((id(x), 0 if x.is_inference() else x._version) for x in boundaries)
+    found = _FOUND.recent(key)
+    if found is None:
+        found = _FOUND[key] = find(), boundaries
+    return found[0]
+
+
+# ---- TransformerEngine's rows of a rank -----------------------------------------------------
+
+
+def partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
+) -> Tensor:
+    """Rows of a packed sample that a rank holds: chunks r and 2P-1-r of every document.
+
+    Equal to TransformerEngine's `thd_get_partitioned_indices`, on any device.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], where documents begin and the last one ends.
+        total_tokens: of the sample; what follows the last document counts as more of it.
+        world_size: ranks of the context-parallel group.
+        rank: the one that is asked for.
+
+    Returns:
+        int32 [total_tokens / world_size], on the device of `cu_seqlens`.
+
+    Raises:
+        BurstError: if documents cannot be cut into chunks, as far as that is known on the CPU.
+    """
+    require("packed samples", _of_boundaries(cu_seqlens, total_tokens, world_size))
+    starts = cu_seqlens // world_size
+    rows = torch.arange(total_tokens // world_size, dtype=torch.int32, device=starts.device)
+    document = torch.searchsorted(starts[1:-1].contiguous(), rows, right=True)
+    start = starts[document]
+    chunk = (starts[document + 1] - start) // 2
+    row = rows - start
+    chunks_before = torch.where(row < chunk, rank, 2 * (world_size - 1) - rank)
+    return (row + start * world_size + chunk * chunks_before).to(torch.int32)
+
+
+def _of_boundaries(cu_seqlens: Tensor, total_tokens: int, world_size: int):
+    pieces = 2 * world_size
+    on_cpu = cu_seqlens.device.type == "cpu"
+    cut = not on_cpu or not bool((cu_seqlens % pieces).any())
+    need: Need = (
+        cut and total_tokens % pieces == 0,
+        f"each document must be padded to a multiple of {pieces} tokens, because each of "
+        f"{world_size} ranks holds two chunks of it",
+        f"boundaries {cu_seqlens[:8].tolist()} of {total_tokens} tokens" if on_cpu
+        else f"{total_tokens} tokens",
+        "pad them",
+    )  # fmt: skip
+    yield need
+
+
+# ---- what functions of Megatron are replaced by: see patches.py -----------------------------
+
+
+def shard_without_te(shard, /, batch, cp_group):
+    """What shards each document of a batch, by rows that TransformerEngine tells, or burst."""
+    if utils.tex is not None:
+        return shard(batch, cp_group)
+    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    try:
+        return shard(batch, cp_group)
+    finally:
+        utils.tex = None
+
+
+def rotate_anywhere(
+    rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None,
+    mla_rotary_interleaved=False,
+):  # fmt: skip
+    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too."""
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    options = mscale, group, mla_rotary_interleaved
+    if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
+        return rotate(t, freqs, config, cu_seqlens, *options)
+    of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
+    rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
+    return rotate(t.unsqueeze(1), freqs[rows], config, None, *options).squeeze(1)
+
+
+def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:
+    """Of this rank's rows, in the sample or each in its document."""
+
+    def find() -> Tensor:
+        spans = positions(Layout.ZIGZAG, group.rank(), group.size(), tokens)
+        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        places = places.to(cu_seqlens.device)
+        if not in_documents:
+            return places
+        document = torch.searchsorted(cu_seqlens.long(), places, right=True) - 1
+        return places - cu_seqlens[document]
+
+    what = "positions", tokens, group.rank(), group.size(), in_documents
+    return _once(find, what, cu_seqlens)

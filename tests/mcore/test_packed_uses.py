@@ -1,0 +1,234 @@
+"""Packed samples beside what else a run has: pipelines that keep, groups of a micro-batch's own,
+documents that begin anywhere, the fused loss, multi-token prediction.
+
+Catches boundaries of another micro-batch in backward or in a replay, groups of the layer where the
+micro-batch has its own, and parts of Megatron that take rows to be elsewhere.
+"""
+
+from argparse import Namespace
+from itertools import cycle
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_burst.config import BurstConfig
+from tests.mcore import pipeline
+from tests.mcore.gpt import (
+    FULL_RECOMPUTE,
+    SEQ,
+    Model,
+    Parallel,
+    Run,
+    build,
+    config_of,
+    relative_errors,
+    start,
+)
+from tests.mcore.packed_sample import (
+    ANYWHERE,
+    OTHER,
+    SAMPLE,
+    one_by_one,
+    packed,
+    params_of,
+    shard,
+    spec_of,
+)
+from tests.mcore.test_packed import GQA, RECOMPUTED, TOLERANCE
+from tests.ranks import run_ranks
+
+ALL = BurstConfig(keep="all")
+TWO_GROUPS = Model()  # fewer KV heads than four ranks
+
+
+def burst_model(parallel: Parallel, model: Model, burst=None, positions: str = "rope", **options):
+    from megatron_burst import burst_spec
+
+    config = config_of(parallel, model, **options)
+    config.burst = burst
+    return build(config, burst_spec(spec_of(model)), positions=positions)
+
+
+# ---- pipelines ------------------------------------------------------------------------------
+
+
+def a_step(setting: pipeline.Setting, burst=None, **options) -> pipeline.Step:
+    """Of micro-batches whose documents differ, two of which are under way at a time."""
+    batches = cycle([SAMPLE.batch(), OTHER.batch()])
+
+    def forward_step(_, model):
+        whole = next(batches)
+        mine = shard(dict(whole))
+        out = model(mine["tokens"], mine["position_ids"], None, packed_seq_params=params_of(whole))
+
+        def loss_of(logits):
+            losses = F.cross_entropy(logits.flatten(0, 1), mine["labels"][0], reduction="none")
+            total = (losses * mine["loss_mask"][0]).sum()
+            return total, torch.tensor(losses.numel()), {"loss": total.detach()}
+
+        return out, loss_of
+
+    pipeline.start(setting)
+    chunks = pipeline.build(setting, pipeline.config_for(setting, burst, **options), burst=True)
+    step = pipeline.run_step(setting, chunks, step=forward_step)
+    for grad in step.grads.values():
+        summed_over_cp(grad)
+    return step
+
+
+def summed_over_cp(x: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(x, group=parallel_state.get_context_parallel_group())
+    return x
+
+
+def pipelines(rank: int) -> float:
+    truth = a_step(pipeline.Setting(pp=2), calculate_per_token_loss=True)
+    kept = a_step(pipeline.Setting(pp=2, cp=2), ALL, **FULL_RECOMPUTE)
+    return pipeline.relative_error(kept, truth)
+
+
+def test_micro_batches_under_way_keep_their_own_documents():
+    """Beside one rank a sequence without recomputation, which test_packed.py compares."""
+    assert max(run_ranks(pipelines, 4)) <= TOLERANCE
+
+
+# ---- groups of a micro-batch's own ----------------------------------------------------------
+
+
+def groups_of_size() -> dict[int, dist.ProcessGroup | None]:
+    """By size: this rank's, in the order of ranks; none for this rank alone."""
+    mine = {1: None, 4: dist.group.WORLD}
+    for ranks in ([0, 1], [2, 3]):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine[2] = group
+    return mine
+
+
+def own_group(gpt, group, kind: str) -> Run:
+    """A micro-batch that one group has, as a script of dynamic context parallelism passes it."""
+    from megatron.core import utils
+
+    whole = SAMPLE.batch()
+    if kind == "sbhd":  # one document, whose positions Megatron shards over that group
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        whole = {name: whole[name] for name in names}
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        params = PackedSeqParams(qkv_format="sbhd", max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
+    else:
+        params = params_of(whole, max_seqlen_q=None, max_seqlen_kv=None)
+    params.cp_group, params.local_cp_size = group, group.size() if group else 1
+    mine = whole
+    if group:
+        mine = utils.get_batch_on_this_cp_rank(dict(whole), is_hybrid_cp=False, cp_group=group)
+    run = packed(gpt, mine, params)
+    for x in (run.loss, *run.grads.values()) if group else ():
+        dist.all_reduce(x, group=group)
+    return run
+
+
+def own_groups(rank: int) -> dict:
+    """Errors beside the same model in this rank alone, by size and format."""
+    start(Parallel())
+    groups, errors = groups_of_size(), {}
+    for kind, positions in (("thd", "learned_absolute"), ("sbhd", "rope")):
+        runs = {}
+        for size, group in groups.items():
+            options = dict(positions=positions, cp_comm_type="burst")
+            gpt = burst_model(Parallel(), RECOMPUTED, ALL, **options)
+            runs[size] = own_group(gpt, group, kind)
+        truth = runs[1]
+        if kind == "thd":
+            truth = one_by_one(SAMPLE, Parallel(), GQA, positions=positions)
+        errors |= {(kind, size): relative_errors(run, truth) for size, run in runs.items()}
+    return errors
+
+
+def test_a_micro_batch_may_have_a_group_of_its_own():
+    for errors in run_ranks(own_groups, 4):
+        assert {size for _, size in errors} == {1, 2, 4}
+        assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
+
+
+# ---- documents anywhere, the loss, multi-token prediction -----------------------------------
+
+
+def anywhere(rank: int) -> dict:
+    """Errors by context parallel size, of a sample that is sharded as one sequence."""
+    from megatron_burst.mcore import packed as module
+
+    errors, args = {}, Namespace(dataloader_inter_document_masking=True)
+    start(Parallel())
+    truth = one_by_one(ANYWHERE, Parallel(), TWO_GROUPS)
+    for parallel in (Parallel(cp=2), Parallel(cp=4)):
+        start(parallel)
+        whole = ANYWHERE.batch()
+        params = params_of(whole, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+        with mock.patch.object(module, "global_args", return_value=args):
+            gpt = burst_model(parallel, TWO_GROUPS)
+            mine = shard(dict(whole), use_per_sequence_balancing=True)
+            errors[parallel.cp] = relative_errors(packed(gpt, mine, params), truth)
+    return errors
+
+
+def test_documents_may_begin_anywhere_in_a_sample():
+    """Megatron's --dataloader-inter-document-masking."""
+    for errors in run_ranks(anywhere, 4):
+        assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
+
+
+def with_loss(parallel: Parallel, mtp: int) -> Run:
+    """The fused loss, whose gradients are float64 as the model is."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_burst import burst_spec
+    from megatron_burst.mcore.fused_loss import fuse_loss
+    from tests.mcore.gpt import VOCAB, _complete_grads, _sum_over_cp
+
+    start(parallel)
+    MTPLossLoggingHelper.tracker.clear()
+    options = dict(mtp_num_layers=mtp or None, calculate_per_token_loss=True)
+    config, spec = config_of(parallel, GQA, **options), burst_spec(spec_of(GQA))
+    block = burst_spec(get_gpt_mtp_block_spec(config, spec, False)) if mtp else None
+    torch.manual_seed(1234)
+    gpt = GPTModel(
+        config, spec, VOCAB, SEQ, position_embedding_type="rope", mtp_block_spec=block,
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    gpt = fuse_loss(gpt.double())
+    whole = SAMPLE.batch()
+    whole["cu_seqlens"] = whole["cu_seqlens_padded"]  # as pretrain_gpt.py; MTP's roll needs it
+    if mtp:
+        # Megatron divides MTP's loss by a rank's own count of tokens behind the roll: with every
+        # other token each chunk has as many there as before, whatever the ranks are
+        whole["loss_mask"] *= torch.arange(SAMPLE.tokens) % 2
+    mine = shard(dict(whole))
+    losses = gpt(
+        mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
+        loss_mask=mine["loss_mask"], packed_seq_params=params_of(whole),
+    )  # fmt: skip
+    loss = (losses * mine["loss_mask"]).sum()
+    loss.backward()
+    return Run(_sum_over_cp(loss.detach().double()), _complete_grads(gpt))
+
+
+def losses(rank: int) -> dict:
+    start(Parallel())
+    truths = {0: one_by_one(SAMPLE, Parallel(), GQA), 1: with_loss(Parallel(), 1)}
+    return {
+        mtp: relative_errors(with_loss(Parallel(cp=2), mtp), truth) for mtp, truth in truths.items()
+    }
+
+
+def test_the_fused_loss_and_multi_token_prediction():
+    """The first beside documents alone; the second beside one rank, packed too."""
+    for errors in run_ranks(losses, 4):
+        assert max(errors[0].values()) <= TOLERANCE, errors[0]
+        assert max(errors[1].values()) <= TOLERANCE, errors[1]
