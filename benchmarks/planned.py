@@ -12,9 +12,9 @@ from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
-from megatron_burst.plan.calibration import preset_of
 from megatron_burst.plan.cost import exchange_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
+from megatron_burst.plan.hardware_file import preset_of
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Model
@@ -31,7 +31,8 @@ _SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more i
 _HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
-    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ nodes( of one machine)?"
+    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
+    r"( of one machine)?"
 )
 
 

@@ -11,11 +11,11 @@ from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, ri
 from megatron_burst.cli.timing import clean_up
 from megatron_burst.cli.world import World
 from megatron_burst.comm.nodes import my_home, topology_of_homes
-from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
+from megatron_burst.plan.hardware_file import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.schedule.topology import Link
 
 _HEAD_DIMS = (64, 128)
-_KINDS_OF_LINKS = 6
+_KINDS_OF_LINKS = 4
 _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 
@@ -98,11 +98,8 @@ class _Run:
         for link in Link:
             if found[link]:
                 yield from self._speeds(link.value, lambda n, link=link: (mover.shift(link, n),))
-        if found[Link.INTRA]:
-            yield from self._speeds("all_to_all", lambda n: (mover.all_to_all(n),))
-            yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
-            if read := mover.puller(max(self.sizes.messages)):
-                yield from self._speeds("copy_engine", lambda n: (read(n),))
+        if found[Link.INTRA] and (read := mover.puller(max(self.sizes.messages))):
+            yield from self._speeds("copy_engine", lambda n: (read(n),))
         yield from self._speeds("node", mover.host_copies)
 
     def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:

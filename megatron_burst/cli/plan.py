@@ -17,8 +17,8 @@ from megatron_burst.cli.terminal import check_writable, in_one_sentence, unwrita
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
-from megatron_burst.plan.hardware import preset_names
 from megatron_burst.plan.hardware_file import hardware as hardware_of
+from megatron_burst.plan.hardware_file import preset_names
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.report import as_json

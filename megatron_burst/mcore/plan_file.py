@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.tables import nearest
+from megatron_burst.errors import BurstError, nearest
 from megatron_burst.say import say
 
 FLAG = "--burst-plan"

@@ -7,8 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware_file import nearest
+from megatron_burst.errors import BurstError, nearest
 from megatron_burst.plan.hub import cached_config, is_on_hub
 from megatron_burst.plan.layer_kinds import (
     dense_layers,

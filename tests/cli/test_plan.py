@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
 from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
 from megatron_burst.cli.plan_notes import warnings_of
-from megatron_burst.plan.hardware import GIB, preset
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.layouts import layouts
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import search

@@ -16,7 +16,8 @@ from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.cost import exchange_bytes
-from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
+from megatron_burst.plan.hardware import Curve, LinkSpeed
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.flags import megatron_flags
-from megatron_burst.plan.hardware import GIB, preset
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import candidate, loses, search
