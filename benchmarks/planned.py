@@ -12,7 +12,7 @@ from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import attention_time
 from megatron_burst.plan.buffers import buffer_bytes
-from megatron_burst.plan.cost import exchange_widths
+from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.plan.hardware_file import preset_of
 from megatron_burst.plan.kernel_time import Timer
@@ -109,7 +109,7 @@ def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
     if call.mode != "a2a" or call.again:
         return call.left_bytes
-    there, _ = exchange_widths(call.shape)[Direction.FORWARD]
+    there, _ = a2a_widths(call.shape)[Direction.FORWARD]
     return call.shape.batch * call.shape.tokens * there
 
 

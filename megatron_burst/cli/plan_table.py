@@ -12,8 +12,8 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time, sent_bytes
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.choose_half import Rates, choose_half
 from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
+from megatron_burst.plan.half import Rates, choose_half
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.search import Candidate, loses

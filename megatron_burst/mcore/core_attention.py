@@ -28,7 +28,7 @@ from megatron_burst.mcore.args import burst_config_of, check_args, global_args
 from megatron_burst.mcore.patches import switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, settled
 from megatron_burst.mcore.refusals import check
-from megatron_burst.plan.choose_half import replayed_share
+from megatron_burst.plan.half import recomputed_share
 from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -198,7 +198,7 @@ class BurstForward:
         mask = Mask.CAUSAL if causal else Mask.FULL
         shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
         call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
-        return 1 - replayed_share(call)
+        return 1 - recomputed_share(call)
 
 
 def cp_group_of(pg_collection) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from math import inf
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.timing import Timeline, Wiring, simulate
+from megatron_burst.plan.timing import Timeline, simulate
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -42,10 +42,9 @@ def attention_time(
     """
     timer = Timer(hardware, call.backend, pass_tflop)
     some = _simulated(call) if ranks is None else ranks
-    wiring = Wiring(hardware, _inter_share(call, hardware))
     with _no_collection():
         programs = {rank: call.program(rank, direction) for rank in some}
-        return simulate(programs, timer, wiring, call.overlap, with_spans)
+        return simulate(programs, timer, _inter_share(call, hardware), call.overlap, with_spans)
 
 
 @contextmanager
@@ -85,9 +84,9 @@ def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
 
 
 def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
-    """The call as it is settled, or on fewer nodes and on still fewer, and how many times the
+    """The call as it is resolved, or on fewer nodes and on still fewer, and how many times the
     difference has to be added: each further node is one more step of each round."""
-    call = call.settled(direction)
+    call = call.resolved(direction)
     few, more = _MANY_NODES
     nodes = call.arranged.inter_size
     if call.between != "ring" or nodes <= more:
@@ -98,7 +97,7 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 
 @lru_cache(maxsize=4096)
 def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """Of a settled call; many calls are alike on few nodes."""
+    """Of a resolved call; many calls are alike on few nodes."""
     return attention_time(call, hardware, direction, with_spans=False)
 
 
@@ -107,8 +106,8 @@ def _simulated(call: AttentionCall) -> range:
     last one, for which they wait.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
-    queries and half of the keys; the others' times lie between theirs. Ranks that exchange heads
-    over all nodes have equal tiles.
+    queries and half of the keys; the others' times lie between theirs. In an all-to-all
+    over all nodes ranks have equal tiles.
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"

@@ -27,7 +27,7 @@ def buffer_bytes(call: AttentionCall) -> int:
     The forward pass needs less, except for its output in float32 where results are merged.
     """
     if call.arranged.inter_size > _MOST_NODES:
-        return buffer_bytes(call.settled(Direction.BACKWARD).on_nodes(_MOST_NODES))
+        return buffer_bytes(call.resolved(Direction.BACKWARD).on_nodes(_MOST_NODES))
     programs = [call.program(0, direction) for direction in Direction]
     return kept_bytes(programs) + passing_bytes(programs[-1])
 

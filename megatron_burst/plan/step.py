@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.choose_half import HalfCall, Rates, choose_half, replayed_share
+from megatron_burst.plan.half import HalfCall, Rates, choose_half, recomputed_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import Memory
@@ -158,7 +158,7 @@ class _Layer:
             return 0.0
         if strategy.keep == "none":
             return 1.0
-        return replayed_share(half_call(self._job, strategy))
+        return recomputed_share(half_call(self._job, strategy))
 
     def _deal_seconds(self) -> float:
         """Time that early rows, dealt out anew in the replay, pass between nodes."""

@@ -17,6 +17,7 @@ def spec(direction, circulate=Circulate.KV):
 @pytest.mark.parametrize("suffix, magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magic, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from draw_ring import save_picture
 
     path = tmp_path / f"schedule.{suffix}"
     save_picture([spec(Direction.FORWARD), spec(Direction.BACKWARD, Circulate.Q)], path)
