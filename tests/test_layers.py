@@ -161,8 +161,8 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import megatron_burst",
-        "import megatron_burst.schedule.check, megatron_burst.plan.draw_times",
-        "import megatron_burst.plan.report, megatron_burst.plan.auto",
+        "import megatron_burst.schedule.check, megatron_burst.plan.picture",
+        "import megatron_burst.plan.flags, megatron_burst.plan.auto",
         "import megatron_burst.cli.plan",
     ],
 )

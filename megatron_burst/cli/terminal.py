@@ -25,17 +25,22 @@ def check_writable(who: str, option: str, path: Path) -> None:
     Raises:
         BurstError: if its folder is missing, it is a folder, or the system will not write it.
     """
-    if not path.parent.is_dir() or path.is_dir():
-        raise BurstError(
-            f"{who}: {option} must name a file in a folder that is there, because results go "
-            f"there; got {path}; make the folder, or choose another path"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise unwritable(who, option, path, "it is write-protected")
+    if not path.parent.is_dir():
+        raise _unwritable(who, option, path, "its folder is not there")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _unwritable(who, option, path, "a folder" if path.is_dir() else "write-protected")
 
 
-def unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
-    """That the system does not write a file."""
+@contextmanager
+def writing(who: str, option: str, path: Path) -> Iterator[None]:
+    """A file that the system will not write is refused in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(who, option, path, error.strerror or str(error)) from None
+
+
+def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
     return BurstError(
         f"{who}: {option} must name a file that can be written, because results go there; got "
         f"{path}: {reason}; choose another path"

@@ -10,30 +10,20 @@ from megatron_burst.schedule.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of Megatron's model parallelism; what is left is data parallel.
+    """Sizes of Megatron's model parallelism; what is left is data parallel."""
 
-    Attributes:
-        tp: tensor parallel size; neighbours of a context-parallel group are so many ranks apart.
-        cp: context parallel size.
-        pp: pipeline parallel size.
-    """
-
+    # tensor parallel size; neighbours of a context-parallel group are so many ranks apart
     tp: int = 1
-    cp: int = 1
-    pp: int = 1
+    cp: int = 1  # context parallel size
+    pp: int = 1  # pipeline parallel size
 
 
 @dataclass(frozen=True, slots=True)
 class CpGroup:
-    """A context-parallel group.
+    """A context-parallel group."""
 
-    Attributes:
-        ranks: its global ranks; cp rank i is the i-th.
-        topology: their arrangement, in cp ranks.
-    """
-
-    ranks: tuple[int, ...]
-    topology: Topology
+    ranks: tuple[int, ...]  # its global ranks; cp rank i is the i-th
+    topology: Topology  # their arrangement, in cp ranks
 
 
 def cp_groups(

@@ -30,23 +30,14 @@ _POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy with its memory and, if it fits, its time.
+    """A strategy with its memory and, if it fits, its time."""
 
-    Attributes:
-        strategy: how the job is dealt out.
-        memory: that it needs.
-        time: of a step; None if it does not fit.
-        over_gib: GPU memory that is missing; 0 if none is.
-        host_over_gib: host memory that is missing.
-        refused: what burst attention refuses of the model, where the strategy needs it.
-    """
-
-    strategy: Strategy
-    memory: Memory
-    time: StepTime | None
-    over_gib: float
-    host_over_gib: float
-    refused: str = ""
+    strategy: Strategy  # how the job is dealt out
+    memory: Memory  # that it needs
+    time: StepTime | None  # of a step; None if it does not fit
+    over_gib: float  # GPU memory that is missing; 0 if none is
+    host_over_gib: float  # host memory that is missing
+    refused: str = ""  # what burst attention refuses of the model, where the strategy needs it
 
     @property
     def fits(self) -> bool:

@@ -26,19 +26,13 @@ REPLAY, UPDATE = "computing again", "gradients and optimizer"
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step.
+    """One step."""
 
-    Attributes:
-        seconds: of a step.
-        parts: what they are made of, on the slowest pipeline stage; they add up.
-        tokens_per_gpu: tokens a second and GPU.
-        mfu: model FLOPs (`Model.flops_per_token`) over the peak.
-    """
-
-    seconds: float
+    seconds: float  # of a step
+    # what they are made of, on the slowest pipeline stage; they add up
     parts: tuple[tuple[str, float], ...]
-    tokens_per_gpu: float
-    mfu: float
+    tokens_per_gpu: float  # tokens a second and GPU
+    mfu: float  # model FLOPs (`Model.flops_per_token`) over the peak
 
     @property
     def tokens(self) -> str:

@@ -19,23 +19,14 @@ Intra = Literal["auto", "ring", "gather", "a2a"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be trained on what.
+    """What is to be trained on what."""
 
-    Attributes:
-        model: the model.
-        seq: tokens of a sequence.
-        gpus: of the job.
-        gpus_per_node: of an NVLink domain; a job on a single one may be smaller.
-        batch: sequences of a step, all GPUs together; micro-batches hold one.
-        hardware: the cluster's.
-    """
-
-    model: Model
-    seq: int
-    gpus: int
-    gpus_per_node: int
-    batch: int
-    hardware: Hardware
+    model: Model  # the model
+    seq: int  # tokens of a sequence
+    gpus: int  # of the job
+    gpus_per_node: int  # of an NVLink domain; a job on a single one may be smaller
+    batch: int  # sequences of a step, all GPUs together; micro-batches hold one
+    hardware: Hardware  # the cluster's
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
@@ -75,36 +66,24 @@ def even_share(gpus: int, gpus_per_node: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a job is dealt out.
+    """How a job is dealt out."""
 
-    Attributes:
-        tp: tensor-parallel size, with sequence parallelism.
-        cp: context-parallel size.
-        pp: pipeline-parallel size.
-        dp: data-parallel size.
-        ep: expert-parallel size.
-        recompute: activations that backward computes again: none, feed-forward ("selective"), or
-            everything but the layers' inputs.
-        keep: which of attention's results full recomputation has at hand.
-        offload: whether they wait on the host.
-        offload_inputs: whether layers' inputs do too.
-        fused_loss: whether the loss is computed without all logits.
-        shard_weights: whether weights and gradients are dealt out over data-parallel ranks too
-            (ZeRO-3), as BurstEngine has it; not offered by the search.
-        intra: how queries and keys come together inside a node; the search leaves it to burst.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
+    tp: int = 1  # tensor-parallel size, with sequence parallelism
+    cp: int = 1  # context-parallel size
+    pp: int = 1  # pipeline-parallel size
+    dp: int = 1  # data-parallel size
+    ep: int = 1  # expert-parallel size
+    # activations that backward computes again: none, feed-forward ("selective"), or everything
+    # but the layers' inputs
     recompute: Recompute = "full"
-    keep: Keep = "none"
-    offload: bool = False
-    offload_inputs: bool = False
-    fused_loss: bool = True
+    keep: Keep = "none"  # which of attention's results full recomputation has at hand
+    offload: bool = False  # whether they wait on the host
+    offload_inputs: bool = False  # whether layers' inputs do too
+    fused_loss: bool = True  # whether the loss is computed without all logits
+    # whether weights and gradients are dealt out over data-parallel ranks too (ZeRO-3), as
+    # BurstEngine has it; not offered by the search
     shard_weights: bool = False
+    # how queries and keys come together inside a node; the search leaves it to burst
     intra: Intra = "auto"
 
     @property

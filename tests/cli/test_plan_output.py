@@ -183,11 +183,6 @@ def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_left_open(tmp_p
     assert "8 sequences a step" in run(f"{path} --gpus 8 --global-batch-size 8")
 
 
-def test_a_model_is_named_once():
-    assert "a model must be named once" in run("--seq-length 1M --gpus 8", code=2)
-    assert "got llama3-8b and llama3-70b" in run(f"{LLAMA} --model llama3-70b", code=2)
-
-
 def test_progress_is_shown_on_terminals_only():
     def shown(**environment):
         done = CliRunner().invoke(

@@ -83,7 +83,7 @@ def test_time_of_a_message():
         ('name = "h200"', "name = 200", ": name must be a text"),
         ("[links.inter]", "[links.outer]", ": links must .*'outer', did you mean 'inter'"),
         ("[node]", "[node", r"must be TOML.*line \d+"),
-        ("[sources]", "[source]", "unknown key 'source', did you mean 'sources'"),
+        ("\n[sources]", "\n[source]", "unknown key 'source', did you mean 'sources'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_named(old, new, match):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.flags import megatron_flags
+from megatron_burst.plan.flags import as_words, flag_values
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.memory import memory_of
@@ -19,6 +19,10 @@ from megatron_burst.plan.strategy import Job, Strategy, misfit
 
 M = 1 << 20
 EIGHT = Job(PRESETS["llama3-8b"], M // 4, 16, 8, 8, preset("h200"))
+
+
+def megatron_flags(*of):
+    return as_words(flag_values(*of))
 
 
 @pytest.mark.parametrize(
