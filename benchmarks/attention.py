@@ -26,6 +26,7 @@ from benchmarks.sweep import (
     Out,
     check_out,
     clock,
+    interleave,
     new_app,
     save,
     sweep,
@@ -35,7 +36,7 @@ from benchmarks.tables import reasons, terminal_table
 from benchmarks.te_peer import TransformerEngine
 from benchmarks.trial import Trial, try_out
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.timing import attempt, clean_up, interleave
+from megatron_burst.cli.timing import attempt, clean_up
 from megatron_burst.cli.world import World, started
 
 _WHO = "benchmarks.attention"
@@ -101,8 +102,8 @@ class _Bench:
         """All rows of one problem; on disk when this returns."""
         shard = draw_shard(case, self.world)
         self.trials, truth = {}, None
-        for number, peer in enumerate(peers):
-            self.world.progress.now(f"{peer.impl}: trying it out", number / len(peers) / 2)
+        for peer in peers:
+            self.world.progress.now(f"{peer.impl}: trying it out")
             trial = try_out(peer, shard, self.world, truth)
             if peer.comparable and trial.status == "ok":
                 truth = truth or trial.sample

@@ -33,6 +33,7 @@ from benchmarks.sweep import (
     Out,
     check_out,
     clock,
+    interleave,
     new_app,
     save,
     sweep,
@@ -40,7 +41,7 @@ from benchmarks.sweep import (
 )
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.terminal import Device, in_one_sentence
-from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
+from megatron_burst.cli.timing import Memory, attempt, clean_up, timed_ms
 from megatron_burst.cli.world import World, started
 
 _WHO = "benchmarks.loss"
@@ -128,8 +129,8 @@ class _Head:
         x = draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
         truth = truth_of(small)
-        for number, peer in enumerate(self.plan.peers):
-            world.progress.now(f"{peer.name}: trying it out", number / len(self.plan.peers) / 2)
+        for peer in self.plan.peers:
+            world.progress.now(f"{peer.name}: trying it out")
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
         able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
         runs = {peer.name: partial(peer.run, x) for peer in able}

@@ -99,18 +99,32 @@ def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
         world.progress.now(f"{name}: trying it out")
         sample = _try_out(one, name, world, truth)
         truth = truth or sample
-    able = {name: one for name, one in found.items() if not one.failure}
-    counts = dict.fromkeys(able, reps)
-    forward, both = (
-        timing.interleave(
-            {name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool
-        )
+    able = [one for one in found.values() if not one.failure]
+    times = [
+        _in_turns([getattr(one, pass_) for one in able], reps, world)
         for pass_ in ("forward", "both")
-    )
-    for name, one in able.items():
-        one.ms = forward[name], both[name]
+    ]
+    for one, forward, both in zip(able, *times, strict=True):
+        one.ms = forward, both
     world.progress.end()
     return found
+
+
+def _in_turns(runs: list[Callable[[], object]], reps: int, world: World) -> list[list[float]]:
+    """Milliseconds of the slowest rank for each repetition of each run.
+
+    Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
+    that none always follows the same one.
+    """
+    mine: list[list[float]] = [[] for _ in runs]
+    for turn in range(reps):
+        world.progress.now(f"repetition {turn + 1} of {reps}")
+        for ms, run in list(zip(mine, runs, strict=True))[:: -1 if turn % 2 else 1]:
+            ms.append(timing.timed_ms(run, world))
+    return [
+        [max(times) for times in zip(*ranks, strict=True)]
+        for ranks in zip(*world.gather(mine), strict=True)
+    ]
 
 
 def _dtype(world: World) -> torch.dtype:

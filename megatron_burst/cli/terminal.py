@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.status import Status as RichStatus
+from rich.text import Text
 from typer import Option
 
 from megatron_burst.errors import BurstError
@@ -60,36 +60,29 @@ def in_one_sentence() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Progress:
-    """What a user sees of a run on standard error: a bar on a terminal, a line for each problem
+    """What a user sees of a run on standard error: what is done at the moment on a terminal, lines
     elsewhere, nothing where nobody looks."""
 
     talks: bool = False  # whether lines are printed
-    bars: Bars | None = field(default=None, repr=False)  # of a terminal
-    number: int = 0  # of the problem that is under way, counted from 0
-    total: int = 1
+    status: RichStatus | None = field(default=None, repr=False)  # of a terminal
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self.bars:
-            self.bars.console.print(text, markup=False, highlight=False)
+        if self.status:
+            self.status.console.print(text, markup=False, highlight=False)
         elif self.talks:
             typer.echo(text, err=True)
 
-    def begin(self, number: int, total: int) -> None:
-        """Of so many problems."""
-        self.number, self.total = number, total
-
-    def now(self, text: str, fraction: float = 0.0) -> None:
-        """What is done at the moment, and how much of the problem is behind."""
-        for task in self.bars.task_ids if self.bars else ():
-            done = (self.number + fraction) / self.total
-            self.bars.update(task, description=text, completed=done)
+    def now(self, text: str) -> None:
+        """What is done at the moment."""
+        if self.status:
+            self.status.update(Text(text))
 
     def end(self) -> None:
-        """Take the bar away: what follows is the result."""
-        if self.bars:
-            self.bars.stop()
-            self.bars, self.talks = None, True
+        """Take it away: what follows is the result."""
+        if self.status:
+            self.status.stop()
+            self.status, self.talks = None, True
 
 
 @contextmanager
@@ -99,7 +92,5 @@ def shown(rank: int) -> Iterator[Progress]:
     if rank or not console.is_terminal:
         yield Progress(talks=rank == 0)
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        bars.add_task("starting", total=1)
-        yield Progress(True, bars)
+    with console.status("starting") as status:
+        yield Progress(True, status)

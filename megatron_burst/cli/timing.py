@@ -1,7 +1,7 @@
 """Time, memory and agreement of calls that all ranks make together."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -38,45 +38,6 @@ def timed_ms(run: Callable[[], object], world: World) -> float:
     return first.elapsed_time(last)
 
 
-def interleave(
-    runs: Mapping[str, Callable[[], object]],
-    reps: Mapping[str, int],
-    world: World,
-    out_of_time: Callable[[], bool],
-    before: Callable[[str], object] | None = None,
-) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank for each repetition of each run.
-
-    Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
-    that none always follows the same one.
-
-    Args:
-        runs: what is timed, by name.
-        reps: repetitions of each.
-        world: all ranks.
-        out_of_time: asked on rank 0 after each turn; stops the repetitions.
-        before: called with the name before each repetition, untimed.
-    """
-    mine: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(max((reps[name] for name in runs), default=0)):
-        if turn and world.decide(out_of_time()):
-            break
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            if turn < reps[name]:
-                share = turn / max(reps.values())
-                world.progress.now(
-                    f"{name}: repetition {turn + 1} of {reps[name]}", 0.5 + share / 2
-                )
-                if before:
-                    before(name)
-                mine[name].append(timed_ms(runs[name], world))
-    everyone = world.gather(mine)
-    return {
-        name: [max(times) for times in zip(*(theirs[name] for theirs in everyone), strict=True)]
-        for name in runs
-    }
-
-
 def attempt(action: Callable[[], object], world: World) -> str | None:
     """Why an action failed, in one line, or None; the same on all ranks.
 
@@ -87,7 +48,8 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
         action()
         failure = None
     except Exception as error:  # whatever a peer raises becomes a row with its reason
-        failure = _in_one_line(error)
+        kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
+        failure = (kind + " ".join(str(error).split()))[:400]
     failures = world.gather(failure)
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
@@ -99,12 +61,6 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     if not failed:
         world.synchronize()
     return failures[0]
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
-    return (kind + text)[:400]
 
 
 @dataclass(slots=True)

@@ -36,10 +36,10 @@ class LinkSpeed:
     """How fast ranks move data, all of them at once; the slowest rank's median.
 
     "intra" and "inter" are ring shifts inside and between nodes; "copy_engine": ranks of a node
-    read the next one's symmetric memory; "node": pinned copies, the slower of both directions.
+    read the next one's symmetric memory; "host": pinned copies, the slower of both directions.
     """
 
-    kind: Literal["intra", "inter", "copy_engine", "node"]
+    kind: Literal["intra", "inter", "copy_engine", "host"]
     message_bytes: int  # that a rank sends in the call
     gb_per_s: float  # message_bytes over the time of the call, start included
     latency_us: float  # of the same call with next to nothing in it
@@ -226,7 +226,7 @@ def _measured(found: Calibration, name: str) -> Hardware:
             # ranks that shared a network card while all of them sent
             ranks = max(1.0, base.node.gpus / base.node.nics) if kind == "inter" else 1.0
             links[ours] = _link(rows, ranks)
-    copies = [row.gb_per_s for row in found.links if row.kind == "node"]
+    copies = [row.gb_per_s for row in found.links if row.kind == "host"]
     gpu = replace(
         base.gpu, memory_gib=found.memory_gib, matmul_tflops=found.matmul_tflops,
         host_gbs=max(copies, default=base.gpu.host_gbs),

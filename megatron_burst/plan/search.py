@@ -137,7 +137,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
 
 
 def _rank(one: Candidate) -> tuple:
-    if one.time:  # of equal ones the one without node copies, which are free on paper only
+    if one.time:  # of equal ones the one without host copies, which are free on paper only
         copies = one.strategy.offload + one.strategy.offload_inputs
         return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
     return 2, one.over_gib + one.host_over_gib, 0

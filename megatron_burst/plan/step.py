@@ -20,7 +20,7 @@ from megatron_burst.schedule.topology import Link
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
-NODE, HEAD, BUBBLE = "waiting for node copies", "LM head and loss", "pipeline bubble"
+HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
 REPLAY, UPDATE = "computing again", "gradients and optimizer"
 
 
@@ -142,7 +142,7 @@ class _Layer:
         parts[REPLAY] += share * self._elementwise()
         parts[TENSOR] += share * self._tensor_seconds()
         parts[EXPERT] += self._expert_seconds() if share else 0.0
-        parts[NODE] += self._host_seconds(sum(parts.values()))
+        parts[HOST] += self._host_seconds(sum(parts.values()))
         return parts
 
     def _replay(self) -> float:

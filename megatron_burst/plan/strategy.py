@@ -101,7 +101,7 @@ class Strategy:
         """What is computed again, in words."""
         if self.recompute != "full":
             return f"recompute {self.recompute}"
-        where = " on node" if self.offload else ""
+        where = " on host" if self.offload else ""
         inputs = ", inputs on host" if self.offload_inputs else ""
         return f"recompute full, keep {self.keep}{where}{inputs}"
 

@@ -133,7 +133,7 @@ def stub_world(others, answers=()):
 
 
 def test_turns_alternate_in_order_and_the_slowest_rank_counts():
-    from megatron_burst.cli.timing import interleave
+    from benchmarks.sweep import interleave
 
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -146,7 +146,7 @@ def test_turns_alternate_in_order_and_the_slowest_rank_counts():
 
 
 def test_repetitions_end_when_time_is_up():
-    from megatron_burst.cli.timing import interleave
+    from benchmarks.sweep import interleave
 
     order = []
     world = stub_world({"a": [1.0, 1.0]}, answers=(False, True))

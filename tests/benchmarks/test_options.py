@@ -122,7 +122,7 @@ OTHER_COMMANDS = {
     "loss, case": (["loss", "--case", "1,x,3"], "benchmarks.loss: --case must be a .*got 'x'"),
     "loss, folder": (
         ["loss", "--out", "no/a.csv"],
-        "benchmarks.loss: --out must .*got no/a.csv; make",
+        "benchmarks.loss: --out must .*got no/a.csv: its",
     ),
     "sequence": (["recompute", "--seq", "x"], "benchmarks.recompute: --seq must be a .*got 'x'"),
     "heads": (
@@ -132,7 +132,7 @@ OTHER_COMMANDS = {
     "two pairs": (["recompute", "--heads", "8/2,4/2"], "recompute: --heads must be one pair"),
     "mode": (["recompute", "--mode", "foo"], "benchmarks.recompute: --mode must name .*got 'foo'"),
     "nodes": (["recompute", "--nodes", "3"], "benchmarks.recompute: --nodes must divide .*1 rank;"),
-    "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv; make"),
+    "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv: its"),
 }
 
 

@@ -32,8 +32,8 @@ def kinds(found):
 @pytest.mark.parametrize(
     "nodes, links",
     [
-        ("aa", {"intra", "node"}),
-        ("ab", {"inter", "node"}),
+        ("aa", {"intra", "host"}),
+        ("ab", {"inter", "host"}),
     ],
 )
 def test_two_ranks_measure_what_they_have(nodes, links):
@@ -71,7 +71,7 @@ def test_rings_of_even_and_uneven_nodes():
 
 def moved(rank):
     """What arrives: the shift from the rank before in the ring, the parts of the node's ranks."""
-    mover = Mover.of(world_of("cpu"), topology_of("abab"))
+    mover = Mover(world_of("cpu"), topology_of("abab"))
     sent = []
     whole = dist.batch_isend_irecv
 
@@ -98,7 +98,7 @@ def test_the_command_writes_what_is_read(tmp_path):
     assert done.exit_code == 0, done.output
     found = parse_calibration(out.read_text(), str(out))
     assert "measuring kernels and links" in done.stderr and done.stdout == out.read_text()
-    assert found.gpu == "CPU" and kinds(found) == {"node"} and len(found.kernels) == 8
+    assert found.gpu == "CPU" and kinds(found) == {"host"} and len(found.kernels) == 8
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):

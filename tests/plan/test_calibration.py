@@ -20,7 +20,7 @@ texts = st.text(st.characters(codec="utf-8"))
 kernels = st.builds(
     KernelSpeed, texts, st.sampled_from(["forward", "backward"]), sizes, sizes, numbers
 )
-links = st.builds(LinkSpeed, st.sampled_from(["intra", "inter", "node"]), sizes, numbers, numbers)
+links = st.builds(LinkSpeed, st.sampled_from(["intra", "inter", "host"]), sizes, numbers, numbers)
 calibrations = st.builds(
     Calibration, texts, texts, numbers, numbers,
     st.lists(kernels, max_size=3).map(tuple), st.lists(links, max_size=3).map(tuple),

@@ -153,7 +153,7 @@ message_bytes = 1000000000
 gb_per_s = 10.0
 latency_us = 0.0
 [[links]]
-kind = "node"
+kind = "host"
 message_bytes = 1000000000
 gb_per_s = 25.0
 latency_us = 10.0
