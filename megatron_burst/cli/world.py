@@ -78,8 +78,7 @@ def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[
     Args:
         who: refuses.
         device: "cuda", "cpu"; None takes GPUs where there are any.
-        nodes: pretend that this machine is so many nodes of contiguous ranks: NCCL then uses
-            sockets between them.
+        nodes: that this machine pretends to be, of contiguous ranks: with sockets between them.
 
     Raises:
         BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.
@@ -112,13 +111,11 @@ def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[
 def _ranks_of_a_node(who: str, size: int, nodes: int) -> int:
     """Ranks of each pretended node; they are contiguous."""
     if size % nodes:
-        divisors = [str(n) for n in range(2, size + 1) if size % n == 0]
-        change = "start more ranks with torchrun, or leave it out"
-        if divisors:
-            change = f"choose {' or '.join(divisors)}, or leave it out"
+        divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise BurstError(
             f"{who}: --nodes must divide the ranks of the run, because each pretended node has "
-            f"equally many; got {nodes} nodes and {size} rank{'s' * (size > 1)}; {change}"
+            f"equally many; got {nodes} nodes and {size} rank{'s' * (size > 1)}; choose "
+            f"{divisors}, or start more ranks with torchrun"
         )
     return size // nodes
 

@@ -39,7 +39,7 @@ def test_a_shell_completes_commands():
 
 def test_the_ranks_of_a_pretended_node_are_told():
     assert _ranks_of_a_node("bench", 12, 3) == 4 and _ranks_of_a_node("bench", 1, 1) == 1
-    match = "calibrate: --nodes must .*got 4 nodes and 6 ranks; choose 2 or 3 or 6, or leave it out"
+    match = "calibrate: --nodes must .*got 4 nodes and 6 ranks; choose 1 or 2 or 3 or 6, or start"
     with pytest.raises(BurstError, match=match):
         _ranks_of_a_node("calibrate", 6, 4)
 

@@ -11,9 +11,8 @@ from megatron_burst.cli.main import app
 from megatron_burst.cli.plan_notes import warnings_of
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.layouts import layouts
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.search import search
+from megatron_burst.plan.search import layouts, search
 from megatron_burst.plan.strategy import Job
 from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, MIXTRAL_8X7B
 

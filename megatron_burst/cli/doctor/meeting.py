@@ -41,44 +41,43 @@ class Launch:
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
-    """The launch in the environment, or None if there is none.
+    """The launch by torchrun and its like, or by srun; None if there is none.
 
     torchrun's variables count before Slurm's: it may itself have been started by srun.
 
     Raises:
         BurstError: if a variable is missing or no number.
     """
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environ.get(name, "" if default is None else str(default))
+        if not text.isdigit():
+            raise BurstError(
+                f"doctor: {name} must be a number, because ranks find each other by it; got "
+                f"{text!r}; start it with torchrun or srun, or unset RANK to look at this machine "
+                "alone"
+            )
+        return int(text)
+
     if "RANK" in environ:
-        size, address = _number(environ, "WORLD_SIZE"), environ.get("MASTER_ADDR", "localhost")
-        local = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", size)
-        joins = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        port = _number(environ, "MASTER_PORT")
-        return Launch(_number(environ, "RANK"), size, *local, address, port, joins)
-    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        return _srun(environ)
-    return None
-
-
-def _srun(environ: Mapping[str, str]) -> Launch:
-    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
-    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+        size = number("WORLD_SIZE")
+        return Launch(
+            number("RANK"), size, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size),
+            environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT"),
+            joins=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )  # fmt: skip
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environ.keys():
+        return None
+    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    size = number("SLURM_STEP_NUM_TASKS")
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    local_size = int(per_node[0]) if per_node else max(1, size // max(1, len(nodes)))
-    address = environ.get("MASTER_ADDR") or (nodes[0] if nodes else "localhost")
-    usual_port = _PORTS[_number(environ, "SLURM_JOB_ID", 0) % len(_PORTS)]
-    port = _number(environ, "MASTER_PORT", usual_port)
-    local_rank = _number(environ, "SLURM_LOCALID", 0)
-    return Launch(rank, size, local_rank, local_size, address, port, nodes=nodes)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "" if default is None else str(default))
-    if not text.isdigit():
-        raise BurstError(
-            f"doctor: {name} must be a number, because ranks find each other by it; got {text!r}; "
-            "start it with torchrun or srun, or unset RANK to look at this machine alone"
-        )
-    return int(text)
+    usual_port = _PORTS[number("SLURM_JOB_ID", 0) % len(_PORTS)]
+    return Launch(
+        number("SLURM_PROCID"), size, number("SLURM_LOCALID", 0),
+        int(per_node[0]) if per_node else max(1, size // max(1, len(nodes))),
+        environ.get("MASTER_ADDR") or next(iter(nodes), "localhost"),
+        number("MASTER_PORT", usual_port), nodes=nodes,
+    )  # fmt: skip
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
@@ -117,9 +116,9 @@ class Meeting:
         """Say something under a topic."""
         self.store.set(_key(topic, self.launch.rank), pickle.dumps(value))
 
-    def collect(self, topic: str, ranks: Sequence[int]) -> dict[int, object]:
+    def collect(self, topic: str, ranks: Sequence[int], patience: float = 1.0) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
-        deadline, found = time.monotonic() + self.timeout_s, {}
+        deadline, found = time.monotonic() + patience * self.timeout_s, {}
         while True:
             for rank in ranks:
                 if rank not in found and self.store.check([_key(topic, rank)]):
@@ -136,7 +135,7 @@ class Meeting:
     def part(self, verdict: bool | None) -> bool:
         """End together: rank 0's verdict on all; it stays until the others have read it."""
         if self.leads:
-            self.store.set(_key("verdict", 0), pickle.dumps(verdict))
+            self.post("verdict", verdict)
             self.collect("bye", [rank for rank in self.present if rank])
             return bool(verdict)
         found = self.collect("verdict", [0])
@@ -177,18 +176,16 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     meeting = Meeting(launch, store, timeout_s)
     meeting.post("here", mine)
     if meeting.leads:
-        here = meeting.collect("here", range(launch.size))
-        store.set(_key("present", 0), pickle.dumps([*here]))
-    patient = Meeting(launch, store, 2 * timeout_s)  # rank 0 may have come last
-    present = patient.collect("present", [0]).get(0)
-    if present is None or launch.rank not in present:
-        why = "rank 0 never said who is there" if present is None else "this rank came too late"
+        meeting.post("present", tuple(meeting.collect("here", range(launch.size))))
+    # rank 0 may have come last
+    meeting.present = meeting.collect("present", [0], patience=2.0).get(0, ())
+    if launch.rank not in meeting.present:
         raise BurstError(
             f"doctor: all ranks must come within {timeout_s:g} s, because they check each other; "
-            f"got rank {launch.rank} alone: {why}; start them together, or raise --timeout-s"
+            f"got rank {launch.rank} beside {len(meeting.present)} that rank 0 has seen; start "
+            "them together, or raise --timeout-s"
         )
-    meeting.present = tuple(present)
-    return meeting, meeting.collect("here", present)
+    return meeting, meeting.collect("here", meeting.present)
 
 
 def check_attendance(meeting: Meeting) -> Check:
@@ -197,10 +194,10 @@ def check_attendance(meeting: Meeting) -> Check:
     missing = [rank for rank in range(launch.size) if rank not in meeting.present]
     if not missing:
         return ok("attendance", f"all {launch.size} ranks are there")
-    nodes = sorted({launch.node_of(rank) for rank in missing})
+    nodes = ", ".join(sorted({launch.node_of(rank) for rank in missing}))
     what = f"ranks {missing} of {launch.size} did not come within {meeting.timeout_s:g} s"
-    change = f"see that {', '.join(nodes)} runs them and reaches {launch.address}:{launch.port}"
-    return fail("attendance", what, change, ", ".join(nodes))
+    change = f"see that {nodes} runs them and reaches {launch.address}:{launch.port}"
+    return fail("attendance", what, change, nodes)
 
 
 @dataclass
@@ -229,12 +226,12 @@ class Watch:
             self.meeting.post(f"done {self.stage}", True)
 
     def _expire(self) -> None:
-        launch = self.meeting.launch
+        meeting = self.meeting
         try:
             # the main thread may hold the other connection's lock
-            store = open_store(replace(launch, joins=True), self.meeting.timeout_s)
-            if self.meeting.leads:
-                self.give_up(self._failure(Meeting(launch, store, 1.0, self.meeting.present)))
+            store = open_store(replace(meeting.launch, joins=True), meeting.timeout_s)
+            if meeting.leads:
+                self.give_up(self._failure(Meeting(meeting.launch, store, 1.0, meeting.present)))
                 sys.stdout.flush()
             else:
                 time.sleep(_LAST_WORD_S)  # rank 0 keeps the store and has the floor
@@ -244,11 +241,10 @@ class Watch:
     def _failure(self, asked: Meeting) -> Check:
         done = asked.collect(f"done {self.stage}", asked.present)
         late = [rank for rank in asked.present if rank not in done]
-        asked.timeout_s = 0.0
-        reasons = asked.collect(f"failed {self.stage}", late)
+        reasons = asked.collect(f"failed {self.stage}", late, patience=0.0)
         what = f"ranks {late} did not finish {self.stage} within {self.limit_s:g} s"
         what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
         stuck = [rank for rank in late if rank not in reasons]
-        nodes = sorted({asked.launch.node_of(rank) for rank in stuck or late})
-        change = f"look at the links and logs of {', '.join(nodes)}, with NCCL_DEBUG=INFO"
+        nodes = ", ".join(sorted({asked.launch.node_of(rank) for rank in stuck or late}))
+        change = f"look at the links and logs of {nodes}, with NCCL_DEBUG=INFO"
         return fail("time-out", what, change, f"ranks {late}")

@@ -134,9 +134,7 @@ def check_network(survey: Survey) -> list[Check]:
         change = f"have those that are down looked at: {', '.join(down)}" if down else ""
         found.append(warn("hcas", f"{', '.join(far)} have no HCA near them", change))
     if gpus_of(survey) and not survey.lines("modules"):
-        change = (
-            "have it loaded, unless the driver uses DMA-BUF: data would pass through the host"
-        )
+        change = "have it loaded, unless the driver uses DMA-BUF: data would pass through the host"
         found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
 
