@@ -36,8 +36,7 @@ from benchmarks.tables import reasons, terminal_table
 from benchmarks.te_peer import TransformerEngine
 from benchmarks.trial import Trial, try_out
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.timing import attempt, clean_up
-from megatron_burst.cli.world import World, started
+from megatron_burst.cli.world import World, attempt, clean_up, started
 
 _WHO = "benchmarks.attention"
 _PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}

@@ -41,8 +41,7 @@ from benchmarks.sweep import (
 )
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.terminal import Device, in_one_sentence
-from megatron_burst.cli.timing import Memory, attempt, clean_up, timed_ms
-from megatron_burst.cli.world import World, started
+from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
 
 _WHO = "benchmarks.loss"
 _CHECKED_TOKENS = 1024

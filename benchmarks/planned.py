@@ -10,8 +10,7 @@ from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.attention_cost import attention_time, buffer_bytes
 from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.plan.hardware_file import preset_of

@@ -34,8 +34,7 @@ from benchmarks.sweep import (
     usual_dtype,
 )
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.timing import Memory, attempt, clean_up, timed_ms
-from megatron_burst.cli.world import World, started
+from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
 from megatron_burst.config import BurstConfig
 from megatron_burst.units import whole_numbers
 

@@ -12,10 +12,17 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli import timing
 from megatron_burst.cli.speeds import Attention
 from megatron_burst.cli.te import MODES, TransformerEngine
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import (
+    Memory,
+    World,
+    attempt,
+    clean_up,
+    disagreement,
+    sample_of,
+    timed_ms,
+)  # fmt: skip
 from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
 from megatron_burst.units import in_units, nearest_multiples
@@ -120,7 +127,7 @@ def _in_turns(runs: list[Callable[[], object]], reps: int, world: World) -> list
     for turn in range(reps):
         world.progress.now(f"repetition {turn + 1} of {reps}")
         for ms, run in list(zip(mine, runs, strict=True))[:: -1 if turn % 2 else 1]:
-            ms.append(timing.timed_ms(run, world))
+            ms.append(timed_ms(run, world))
     return [
         [max(times) for times in zip(*ranks, strict=True)]
         for ranks in zip(*world.gather(mine), strict=True)
@@ -146,9 +153,7 @@ def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Cont
     engine, dims = TransformerEngine(mode, world), (problem.dim, problem.dim)
     refusals = world.gather(engine.refusal(problem.heads[1]))
     failure = next(filter(None, refusals), None)
-    failure = failure or timing.attempt(
-        lambda: engine.prepare(problem.heads, dims, causal=True), world
-    )
+    failure = failure or attempt(lambda: engine.prepare(problem.heads, dims, causal=True), world)
     return Contender(failure=failure) if failure else _attention(engine, tensors)
 
 
@@ -165,7 +170,7 @@ def _kernel(problem: Problem, world: World) -> Contender:
 def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results:
     """Run it twice, the second time for its memory; a wrong answer is a failure."""
     results: list[Tensor] = []
-    memory = timing.Memory(world)
+    memory = Memory(world)
 
     def run() -> None:
         results[:] = []
@@ -173,15 +178,15 @@ def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results
 
     for _ in range(2):
         memory.restart()
-        one.failure = one.failure or timing.attempt(run, world)
-    sample = timing.sample_of(results)
+        one.failure = one.failure or attempt(run, world)
+    sample = sample_of(results)
     if not one.failure and truth and name != KERNEL:
-        one.failure = timing.disagreement(sample, truth, world)
+        one.failure = disagreement(sample, truth, world)
     if not one.failure:
         uncounted = symmetric_bytes(world.group) if name == BURST else 0
         one.gib = memory.peak_gib(sum(x.nbytes for x in results), uncounted)
     results[:] = []
-    timing.clean_up(world)
+    clean_up(world)
     return sample
 
 

@@ -8,8 +8,7 @@ from time import monotonic
 import torch
 
 from megatron_burst.cli.speeds import Attention, Mover, Run, host_copies, matmul, rank_ms
-from megatron_burst.cli.timing import clean_up
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, clean_up
 from megatron_burst.comm.nodes import my_home, topology_of_homes
 from megatron_burst.plan.hardware_file import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.schedule.topology import Link

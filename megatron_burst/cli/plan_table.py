@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time, sent_bytes
+from megatron_burst.plan.attention_cost import pass_time, sent_bytes
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.flags import as_words, flag_values, model_flags
 from megatron_burst.plan.half import Rates, choose_half

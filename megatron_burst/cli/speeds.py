@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.cli.timing import attempt, timed_ms
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, attempt, timed_ms
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 from megatron_burst.schedule.topology import Link, Topology
 

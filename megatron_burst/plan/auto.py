@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.attention_cost import buffer_bytes, pass_time
 from megatron_burst.plan.choose_heads import most_heads
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.schedule.call import Direction

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.attention_cost import buffer_bytes
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.keep import in_flight
 from megatron_burst.plan.model import Model

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.attention_time import attention_time
+from megatron_burst.plan.attention_cost import attention_time
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.plan.timing import Span, Timeline
 from megatron_burst.schedule.call import Direction

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time
+from megatron_burst.plan.attention_cost import pass_time
 from megatron_burst.plan.half import HalfCall, Rates, choose_half, recomputed_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer

@@ -26,8 +26,7 @@ TOGETHER = ["burst", "burst", "te", "te", "te", "te", "ceiling"]
 def bench(rank, folder):
     """What every rank has after a run, a run without time, and a failure of rank 0 alone."""
     from benchmarks.attention import Plan, measure
-    from megatron_burst.cli.timing import attempt
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.cli.world import attempt, world_of
 
     world, said = world_of("cpu"), []
     impls, out = impls_of(IMPLS), folder / "attention.csv"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time, pass_time, sent_bytes
+from megatron_burst.plan.attention_cost import attention_time, pass_time, sent_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed
 from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.kernel_time import OpTimer, Timer

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan import buffers
+from megatron_burst.plan import attention_cost
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time, pass_time
+from megatron_burst.plan.attention_cost import attention_time, buffer_bytes, pass_time
 from megatron_burst.plan.auto import choose_call, ways
-from megatron_burst.plan.buffers import buffer_bytes
 from megatron_burst.plan.choose import Choice, a2a_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed
 from megatron_burst.plan.hardware_file import preset
@@ -83,7 +82,7 @@ def test_a_resolved_call_passes_as_the_call_does(call, data):
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_more_nodes_need_no_more_buffers(intra, circulate, heads, monkeypatch):
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    monkeypatch.setattr(buffers, "_MOST_NODES", 100)
+    monkeypatch.setattr(attention_cost, "_MOST_NODES", 100)
     sizes = {
         buffer_bytes.__wrapped__(
             AttentionCall(
