@@ -82,15 +82,7 @@ class Contender:
 
 
 def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
-    """Burst, each mode of TransformerEngine, and burst's kernel alone; all ranks together.
-
-    Args:
-        problem: the same on all ranks.
-        world: all ranks.
-        reps: repetitions, in turns.
-
-    Returns:
-        by name, the same on all ranks.
+    """Burst, each mode of TransformerEngine, and burst's kernel alone, by name; all ranks together.
 
     Raises:
         BurstError: if the problem cannot be sharded.

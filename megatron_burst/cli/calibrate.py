@@ -43,11 +43,8 @@ def calibrate(
 ) -> Calibration:
     """Measure, all ranks together; the same on all ranks.
 
-    Args:
-        world: all ranks.
-        name: of the machine; None takes the GPU's.
-        budget_s: seconds after which nothing new is measured.
-        say: takes lines on rank 0: what begins, what there was no time for.
+    After `budget_s` seconds nothing new is measured; `say` takes lines on rank 0. A machine without
+    a name is called by its GPU's.
     """
     run = _Run(world, _SIZES[world.device.type], monotonic() + budget_s)
     tell = say if world.rank == 0 else lambda text: None

@@ -205,12 +205,8 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def peak_gib(self, outputs: int, uncounted: int = 0) -> float | None:
-        """The worst rank's peak in GiB above what was there; None on CPU.
-
-        Args:
-            outputs: bytes of results, which do not count.
-            uncounted: bytes past torch's caching allocator, which do.
-        """
+        """The worst rank's peak in GiB above what was there; None on CPU. Bytes of `outputs` do not
+        count, those that torch's caching allocator does not see (`uncounted`) do."""
         if self.world.device.type != "cuda":
             return None
         extra = (

@@ -61,12 +61,8 @@ def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
 def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values:
     """What to add to a Megatron-LM command: values by flag, true for one that takes none.
 
-    False stands for a flag that must not be there, because the figures would be others.
-
-    Args:
-        job: the job.
-        strategy: how it is sharded.
-        host_bytes: pinned memory of a node, of `Memory.node`.
+    False stands for a flag that must not be there, because the figures would be others;
+    `host_bytes`: pinned memory of a node, of `Memory.node`.
     """
     flags: Values = {
         "--seq-length": job.seq,

@@ -48,14 +48,8 @@ def early_half(layout: Layout, cp_size: int, tokens: int, deal: bool) -> EarlyHa
     In zigzag every rank holds chunk r of the early half's P: contiguous, so the last rank would
     pay (2P - 1)/(4P) of a forward. Dealt out anew, sub-chunk j of 2P goes to rank j or 2P-1-j, and
     all pay a quarter. In the contiguous layout the first ranks hold all of the early half, the last
-    ones all of the later: both are dealt out.
-
-    Args:
-        layout: of the whole sequence.
-        cp_size: P.
-        tokens: rows on a rank.
-        deal: whether to deal out anew; rows must be a multiple of 4. The contiguous layout of
-            several ranks must, striped rows need not.
+    ones all of the later: both are dealt out. To `deal` them so, the `tokens` of a rank must be a
+    multiple of 4; the contiguous layout of several ranks must be, striped rows need not.
     """
     halves = (Span(0, tokens // 2),) * cp_size
     if layout is Layout.STRIPED:

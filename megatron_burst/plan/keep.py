@@ -16,7 +16,7 @@ class KeepProblem:
     in_flight: float
     layer_bytes: int  # out and lse of one layer and micro-batch
     tokens: int  # of the whole sequence
-    # share of its replay that a layer saves by keeping the later half; 0: none can
+    # share of its recomputation that a layer saves by keeping the later half; 0: none can
     half_saves: float = 0.75
 
 
@@ -48,16 +48,11 @@ def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
 
 
 def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0) -> KeepChoice:
-    """The cheapest replay whose kept results fit into a budget of device memory.
+    """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
     Everything if it fits; else everything on the host if the copy hides behind attention, which
     for any model depends on the sequence's length alone; else half of it or all of some layers,
-    whichever saves more of the replays.
-
-    Args:
-        problem: the stage.
-        budget_bytes: of device memory for kept results.
-        host_bytes: of host memory for them.
+    whichever saves more of the recomputation.
     """
     per_layer = problem.layer_bytes * problem.in_flight
     total, layers = per_layer * problem.layers, problem.layers

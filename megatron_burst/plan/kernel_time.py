@@ -5,23 +5,10 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from megatron_burst.plan.hardware import Hardware
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import (
-    Add,
-    Attend,
-    AttendBackward,
-    Copy,
-    Delta,
-    Fill,
-    FromRanks,
-    Merge,
-    Op,
-    Program,
-    Ref,
-    StandIn,
-    ToRanks,
-)  # fmt: skip
+from megatron_burst.schedule.program import Op, Program, Ref
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
@@ -106,9 +93,9 @@ class OpTimer:
 
     def seconds(self, op: Op) -> float:
         """Of an operation that is no transfer, with the GPU to itself."""
-        if isinstance(op, Attend):
+        if isinstance(op, ops.Attend):
             return self._tile(op.q, op.kv, op.mask)
-        if isinstance(op, AttendBackward):
+        if isinstance(op, ops.AttendBackward):
             queries = next(side for side in op.sides if "q" in self._fields(side))
             return self._tile(queries, op.kv, op.mask)
         return self._timer.memory(self._moved(op))
@@ -157,22 +144,22 @@ class OpTimer:
         """Bytes that an operation without products reads and writes."""
         fields = self._fields
         match op:
-            case Copy() | ToRanks():
+            case ops.Copy() | ops.ToRanks():
                 source, target = self._first(op.sources), fields(op.target)
                 return _sum(source.keys() & target.keys(), source, target)
-            case FromRanks():
+            case ops.FromRanks():
                 target = self._first(op.targets)
                 return _sum(target, fields(op.source), target)
-            case Fill():
+            case ops.Fill():
                 return sum(fields(op.target).values())
-            case Merge():
+            case ops.Merge():
                 return _sum(("out", "lse"), self._first(op.into), *map(fields, op.parts))
-            case Add():
+            case ops.Add():
                 every = [fields(op.into), *map(fields, op.parts)]
                 return _sum(set.intersection(*map(set, every)), *every)
-            case Delta():
+            case ops.Delta():
                 return _sum(("dout", "out"), fields(op.side)) + fields(op.into)["delta"]
-            case StandIn():
+            case ops.StandIn():
                 made = fields(op.into)["out"]
                 return _sum(("dout", "delta"), self._first(op.sides)) + made
         raise AssertionError(op)

@@ -18,10 +18,10 @@ class Memory:
 
     weights: float  # bf16
     gradients: float  # float32
-    # float32 weights and two moments, dealt out over data and context parallel ranks
+    # float32 weights and two moments, sharded over data- and context-parallel ranks
     optimizer: float
     saved: float  # activations that wait for backward, all layers and micro-batches
-    kept: float  # attention's results for the replays of layers that wait
+    kept: float  # attention's results, kept for layers that wait
     # of the one in backward, at its fullest moment: what recomputation brings back, gradients,
     # attention's buffers if it is attention's moment
     layer: float
@@ -125,7 +125,7 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
-    # a replay brings the rest back, and its output is held while backward goes through it
+    # recomputation brings the rest back, and its output is held while backward goes through it
     again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
     gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
     buffers = buffer_bytes(call)

@@ -94,10 +94,8 @@ def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate,
     """All candidates, the fastest first, then those that burst refuses, then what does not fit,
     the nearest to fitting first.
 
-    Args:
-        job: the job.
-        fixed: fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")).
-        watch: goes through the layouts, to show how far it is.
+    `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
+    through the layouts, to show how far it is.
 
     Raises:
         BurstError: if nothing divides evenly.
@@ -111,13 +109,8 @@ def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate,
 
 
 def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
-    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits.
-
-    Args:
-        job: the job.
-        fixed: as in `search`.
-        batch: of a job with so many GPUs.
-    """
+    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits;
+    `batch`: of a job with so many GPUs."""
     node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
     gpus = 2 * job.gpus
     while gpus <= _MOST_GPUS:

@@ -21,7 +21,7 @@ ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "elemen
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
 HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
-REPLAY, UPDATE = "computing again", "gradients and optimizer"
+AGAIN, UPDATE = "computing again", "gradients and optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,7 @@ class StepTime:
 
 
 def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
-    """Time of a step; `misfit` must have found nothing.
-
-    Args:
-        job: the job.
-        strategy: how it is dealt out.
-        memory: that it needs, of `memory_of`.
-    """
+    """Time of a step that needs this memory; `misfit` must have found nothing."""
     # a layer is the same in every stage and for every micro-batch
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
     micro_batches = job.batch // strategy.dp
@@ -77,18 +71,13 @@ def _layer(job: Job, strategy: Strategy) -> tuple[tuple[tuple[str, float], ...],
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
-    """Time of an average layer, forward, replay and backward, for one sequence.
-
-    Args:
-        job: the job.
-        strategy: how it is dealt out.
-        call: of attention; None: burst's.
-    """
+    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: of
+    attention, if not burst's."""
     return sum(_Layer(job, strategy, call).parts().values())
 
 
 class _Layer:
-    """Time of an average layer of a stage, forward, replay and backward, for one micro-batch."""
+    """Time of an average layer of a stage, with recomputation, for one micro-batch."""
 
     def __init__(self, job: Job, strategy: Strategy, call: AttentionCall | None = None) -> None:
         self._job, self._strategy = job, strategy
@@ -119,9 +108,9 @@ class _Layer:
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
         parts: dict[str, float] = defaultdict(float)
-        replay = self._replay()
+        again = self._again()
         for direction, timeline in self._passes.items():
-            times = self._full * (1 + (replay if direction is Direction.FORWARD else 0))
+            times = self._full * (1 + (again if direction is Direction.FORWARD else 0))
             waits = 0.0
             for link, name in ((Link.INTRA, INTRA), (Link.INTER, INTER)):
                 parts[name] += timeline.exposed(link) * times
@@ -129,23 +118,23 @@ class _Layer:
             kernels = self._full * (timeline.seconds - waits) + self._windows[direction]
             parts[ATTENTION] += kernels
             if direction is Direction.FORWARD:
-                parts[REPLAY] += replay * kernels
+                parts[AGAIN] += again * kernels
         parts[INTER] += self._full * self._deal_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()
         parts[TENSOR] += 2 * self._tensor_seconds()
         parts[EXPERT] += 2 * self._expert_seconds()
-        again = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
-        parts[REPLAY] += self._matmul(again)
-        share = again / params
-        parts[REPLAY] += share * self._elementwise()
+        weights = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
+        parts[AGAIN] += self._matmul(weights)
+        share = weights / params
+        parts[AGAIN] += share * self._elementwise()
         parts[TENSOR] += share * self._tensor_seconds()
         parts[EXPERT] += self._expert_seconds() if share else 0.0
         parts[HOST] += self._host_seconds(sum(parts.values()))
         return parts
 
-    def _replay(self) -> float:
+    def _again(self) -> float:
         """Share of attention's forward that backward computes again."""
         strategy = self._strategy
         if strategy.recompute != "full" or strategy.keep == "all":
@@ -155,7 +144,7 @@ class _Layer:
         return recomputed_share(half_call(self._job, strategy))
 
     def _deal_seconds(self) -> float:
-        """Time that early rows, dealt out anew in the replay, pass between nodes."""
+        """Time that early rows, dealt out anew for recomputation, pass between nodes."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
         call = half_call(self._job, self._strategy)
@@ -208,8 +197,8 @@ class _Layer:
 def half_call(job: Job, strategy: Strategy) -> HalfCall:
     """A layer's attention whose later half is kept."""
     call = attention_call(job, strategy)
-    exchanged = call.mode == "a2a" and call.arranged.inter_size == 1
-    known = Rates.of(job.hardware), exchanged
+    over_all = call.mode == "a2a" and call.arranged.inter_size == 1
+    known = Rates.of(job.hardware), over_all
     return HalfCall(Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, *known)
 
 

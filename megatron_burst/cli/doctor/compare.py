@@ -157,12 +157,8 @@ class Sizes:
 def cp_groups(
     nodes: Sequence, sizes: Sizes, places: Sequence | None = None
 ) -> dict[tuple[int, ...], Topology]:
-    """Topologies of all context-parallel groups, by global ranks, in Megatron's order tp-cp-dp-pp.
-
-    Args:
-        nodes: of each global rank.
-        sizes: of the run.
-        places: of each global rank on its node.
+    """Topologies of all context-parallel groups, by global ranks, in Megatron's order tp-cp-dp-pp;
+    nodes, and places on them, are those of each global rank.
 
     Raises:
         BurstError: if the sizes do not divide the number of ranks.

@@ -19,13 +19,7 @@ _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0
 def check_machine(
     survey: Survey | Answer, environ: Mapping[str, str], in_job: bool = False
 ) -> list[Check]:
-    """Everything about this machine.
-
-    Args:
-        survey: of this machine, or why there is none.
-        environ: environment variables.
-        in_job: whether they are those of a training job.
-    """
+    """Everything about this machine, in whose environment a job runs or not."""
     installed, gpus = software.software(), 0
     found = [software.check_versions(installed), *software.check_te_kernels(installed, environ)]
     if isinstance(survey, Answer):
