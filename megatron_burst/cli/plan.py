@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -19,7 +19,7 @@ from megatron_burst.plan.hardware_file import preset_names
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
 from megatron_burst.plan.picture import save_picture
-from megatron_burst.plan.search import search
+from megatron_burst.plan.search import Candidate, Fixed, search
 from megatron_burst.plan.strategy import Job, Strategy, even_share
 from megatron_burst.units import whole_number
 
@@ -40,9 +40,7 @@ def plan(
     model: Annotated[str, Argument(help=_MODEL)],
     gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")],
     seq_length: Annotated[str, Option(help="tokens of a sequence, e.g. 1M, 128k, 1048576")] = "",
-    gpus_per_node: Annotated[
-        int | None, Option(min=1, help="of an NVLink domain; default: the hardware's")
-    ] = None,
+    gpus_per_node: Annotated[int | None, Option(min=1, help="default: the hardware's")] = None,
     hardware: Annotated[
         str, Option(help=f"{', '.join(preset_names())}, or a TOML file of calibrate's")
     ] = "h200",
@@ -58,9 +56,7 @@ def plan(
     keep: Annotated[Literal["none", "half", "all"] | None, Option(help="--burst-keep")] = None,
     offload: Annotated[bool | None, Option(help="--burst-keep-offload")] = None,
     offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload-inputs")] = None,
-    do_search: Annotated[
-        bool, Option("--search", help="show the strategies that the best was chosen among")
-    ] = False,
+    do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
     picture: Annotated[
         Path | None, Option(help="draw one layer's attention, ranks x time (.png, .svg)")
@@ -76,26 +72,28 @@ def plan(
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
-        described, in_file = model_of(model), _arguments_in(model)
-        given = _sizes_in(in_file) | {name: v for name, v in asked.items() if v is not None}
-        _check_policy(given)
-        fixed = tuple(sorted(given.items()))
+        in_file = _arguments_in(model)
+        fixed = _fixed(in_file, asked)
         tokens = _tokens(seq_length or in_file.get("seq_length", ""))
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
-        job = Job(described, tokens, count, on_node, batch(count), machine)
+        job = Job(model_of(model), tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         show(Shown(job, found, warnings_of(job, found, fixed), missing, do_search, not in_file))
-        if json:
-            with writing("plan", "--json", json):
-                json.write_text(as_json(job, found))
-        if picture:
-            with writing("plan", "--picture", picture):
-                save_picture(job, found[0].strategy, picture)
+        _write(job, found, json, picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
+
+
+def _write(job: Job, found: Sequence[Candidate], json: Path | None, picture: Path | None) -> None:
+    if json:
+        with writing("plan", "--json", json):
+            json.write_text(as_json(job, found))
+    if picture:
+        with writing("plan", "--picture", picture):
+            save_picture(job, found[0].strategy, picture)
 
 
 def _arguments_in(model: str) -> dict[str, str]:
@@ -107,13 +105,17 @@ def _arguments_in(model: str) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if "$" not in str(value)}
 
 
-def _sizes_in(arguments: dict[str, str]) -> dict[str, object]:
-    """Sizes that a file of Megatron's arguments has; those of options count before them."""
-    return {
+def _fixed(arguments: dict[str, str], asked: dict[str, Any]) -> Fixed:
+    """What is given: sizes that a file of Megatron's arguments has, and options, which count before
+    them."""
+    given = {
         name: whole_number(arguments[flag], f"--{flag}".replace("_", "-"))
         for name, flag in _IN_FILE.items()
         if flag in arguments
     }
+    given |= {name: value for name, value in asked.items() if value is not None}
+    _check_policy(given)
+    return tuple(sorted(given.items()))
 
 
 def _tokens(seq: str) -> int:

@@ -119,10 +119,12 @@ def print_report(report: Report, as_json: bool) -> None:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
         return
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    table = _table("megatron-burst doctor", "check", "status", "where", "found", "what to change")
+    where = ["where"] if any(check.where for check in report.checks) else []
+    table = _table("megatron-burst doctor", "check", "status", *where, "found", "what to change")
     for check in sorted(report.checks, key=lambda check: list(Status).index(check.status)):
         status = Text(check.status, style=_STYLE[check.status])
-        table.add_row(check.name, status, *map(Text, (check.where, check.what, check.change)))
+        texts = *[check.where for _ in where], check.what, check.change
+        table.add_row(check.name, status, *map(Text, texts))
     console.print(table)
     if report.links:
         table = _table(f"links, the slowest {_MOST_LINKS}; --json has all",
