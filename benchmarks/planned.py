@@ -82,15 +82,25 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     if is_standin(row):
         call = _as_megatron(call, hardware)
     hardware = _with_links(row, hardware, call)
-    work = call.tflop(Direction.FORWARD)
+    work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
     gib = None
     if row.pass_ == "fwd_bwd":
-        work += call.tflop(Direction.BACKWARD)
+        work += _tflop(call, Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
+
+
+def _tflop(call: AttentionCall, direction: Direction) -> float:
+    """Work of one GPU in a pass, TFLOP: of the whole sequence, sharded evenly."""
+    shape, size = call.shape, call.topology.cp_size
+    pairs = shape.tokens * size * shape.tokens * (0.5 if call.mask == Mask.CAUSAL else 1)
+    dims = shape.dim_qk + shape.dim_v
+    if direction is Direction.BACKWARD:
+        dims = 3 * shape.dim_qk + 2 * shape.dim_v
+    return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
 
 
 def _is_outdated(row: Row, call: AttentionCall) -> bool:
@@ -161,7 +171,7 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
     passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
     work = seconds = 0.0
     for direction in passes:
-        work += call.tflop(direction)
+        work += _tflop(call, direction)
         seconds += Timer(hardware, row.mode, work).tile(tile, shape, direction)
     return Prediction(1e3 * seconds, None)
 

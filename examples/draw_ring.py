@@ -122,7 +122,7 @@ def _work(program: Program, step: int, tokens: int) -> str:
     if not found:
         return "idle"
     ((_, queries, keys, mask),) = found
-    if mask is Mask.CAUSAL:
+    if mask == Mask.CAUSAL:
         return "causal"
     if keys < tokens:
         return "½ kv"

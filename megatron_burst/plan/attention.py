@@ -207,15 +207,6 @@ class AttentionCall:
         """The same for a spec that is other than this call's in a detail."""
         return program_of(self.mode, spec)
 
-    def tflop(self, direction: Direction) -> float:
-        """Work of one GPU in a pass, TFLOP: of the whole sequence, sharded evenly."""
-        shape, size = self.shape, self.topology.cp_size
-        pairs = shape.tokens * size * shape.tokens * (0.5 if self.mask is Mask.CAUSAL else 1)
-        dims = shape.dim_qk + shape.dim_v
-        if direction is Direction.BACKWARD:
-            dims = 3 * shape.dim_qk + 2 * shape.dim_v
-        return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
-
 
 @lru_cache(maxsize=256)
 def _flat(topology: Topology) -> Topology:

@@ -123,7 +123,7 @@ def _simulated(call: AttentionCall) -> range:
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
-    even = call.layout is Layout.ZIGZAG or call.mask is Mask.FULL
+    even = call.layout is Layout.ZIGZAG or call.mask == Mask.FULL
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1

@@ -26,10 +26,8 @@ class Chosen:
 
 
 @lru_cache(maxsize=1024)
-def choose_call(
-    call: AttentionCall, hardware: Hardware, most_bytes: float = float("inf")
-) -> Chosen:
-    """The fastest way to run a call whose buffers fit; of equally fast ones the smallest.
+def choose_call(call: AttentionCall, hardware: Hardware) -> Chosen:
+    """The fastest way to run a call; of equally fast ones that with the smallest buffers.
 
     A pure function of what all ranks know alike (shape, topology, machine's figures), so they
     agree without a broadcast.
@@ -37,20 +35,18 @@ def choose_call(
     Args:
         call: options that are not "auto" or None stay as they are.
         hardware: of all ranks.
-        most_bytes: of buffers on a rank.
 
     Raises:
         BurstError: if what was asked for cannot run.
     """
-    check_ways(call)
     found = [
         (sum(pass_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
         for way in ways(call)
     ]
-    smallest = min(found, key=lambda one: one[1])
-    fitting = [one for one in found if one[1] <= most_bytes] or [smallest]
-    least = min(one[0] for one in fitting)
-    near = [one for one in fitting if one[0] <= least * _TIE]
+    if not found:  # refuses what its own way does not have
+        check_asked(call)
+    least = min(one[0] for one in found)
+    near = [one for one in found if one[0] <= least * _TIE]
     seconds, num_bytes, best = min(near, key=lambda one: one[1])
     reason = f"{1e3 * seconds:.3g} ms, {num_bytes / GIB:.2f} GiB"
     others = [one for one in found if _mode(one[2]) != _mode(best)]
@@ -62,12 +58,6 @@ def choose_call(
 
 def _mode(call: AttentionCall) -> str:
     return f"{call.mode} over all ranks" if call.arranged.spans_nodes else call.mode
-
-
-def check_ways(call: AttentionCall) -> None:
-    """Refuse a call whose options leave no way open, for what its own way does not have."""
-    if next(ways(call), None) is None:
-        check_asked(call)
 
 
 def ways(call: AttentionCall) -> Iterator[AttentionCall]:

@@ -156,7 +156,7 @@ class HalfCall:
 def choose_half(call: HalfCall) -> Choice:
     """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing."""
     rates, tokens = call.rates, call.shape.tokens
-    if call.mask is not Mask.CAUSAL:
+    if call.mask != Mask.CAUSAL:
         return Choice("none", "without a causal mask half of the rows cost half of the time")
     if tokens < 2:
         return Choice("none", "one row a rank cannot be halved")

@@ -53,15 +53,6 @@ def test_nothing_else_is_faster_than_what_is_chosen(call):
     assert chosen.num_bytes == min(buffer_bytes(way) for way in near)
 
 
-@settings(max_examples=20, deadline=None)
-@given(open_calls(), st.floats(0.0, 1.0))
-def test_a_bound_on_memory_is_kept_where_it_can_be(call, part):
-    sizes = [buffer_bytes(way) for way in ways(call)]
-    bound = min(sizes) + part * (max(sizes) - min(sizes))
-    assert choose_call(call, H200, bound).num_bytes <= bound
-    assert choose_call(call, H200, 0.0).num_bytes == min(sizes)
-
-
 @settings(max_examples=40, deadline=None)
 @given(open_calls(), st.data())
 def test_a_resolved_call_passes_as_the_call_does(call, data):

@@ -47,45 +47,34 @@ def check_state(survey: Survey) -> list[Check]:
     found = [ok("gpus", what)]
     if len(kinds) > 1:
         found = [warn("gpus", what, "give a job GPUs of one kind: the slowest sets the pace")]
-    found += [_faults("ecc", gpus, "no uncorrected error"), _clocks(gpus)]
-    found.append(_faults("modes", gpus, f"compute mode {gpus[0].compute_mode}"))
+    found += [*_faults(gpus), _clocks(gpus)]
     if taken := [gpu.index for gpu in gpus if gpu.index not in free_gpus(survey)]:
         what = f"GPUs {taken} are in use by other processes"
         return [*found, warn("free", what, "wait for them, or leave these GPUs out")]
     return [*found, ok("free", f"all {len(gpus)} GPUs are free")]
 
 
-class _Fault(NamedTuple):
-    """What some GPUs may have: its check, whether a GPU has it, how bad it is, what to say."""
+def _faults(gpus: list[Gpu]) -> list[Check]:
+    """ECC and modes: the worst fault of each that any GPU has."""
 
-    name: str
-    has: Callable[[Gpu], object]
-    status: Status
-    what: str
-    change: str
+    def having(fault: Callable[[Gpu], object]) -> list[int]:
+        return [gpu.index for gpu in gpus if fault(gpu)]
 
-
-_FAULTS = (
-    _Fault("ecc", lambda gpu: gpu.ecc_errors, Status.FAIL,
-           "GPUs {} had memory errors that ECC could not correct",
-           "have these GPUs reset or replaced: results cannot be trusted"),
-    _Fault("ecc", lambda gpu: gpu.ecc == "Disabled", Status.WARN, "ECC is off on GPUs {}",
-           "have it switched on"),
-    _Fault("modes", lambda gpu: gpu.compute_mode == "Prohibited", Status.FAIL,
-           "compute mode Prohibited on GPUs {}", "ask for compute mode Default"),
-    _Fault("modes", lambda gpu: gpu.mig == "Enabled", Status.FAIL,
-           "MIG is on on GPUs {}: no NVLink and no peer access between slices",
-           "ask for whole GPUs"),
-)  # fmt: skip
-
-
-def _faults(name: str, gpus: list[Gpu], fine: str) -> Check:
-    """The first fault of a check that any GPU has."""
-    for fault in _FAULTS:
-        having = [gpu.index for gpu in gpus if fault.has(gpu)]
-        if fault.name == name and having:
-            return Check(name, fault.status, fault.what.format(having), fault.change)
-    return ok(name, fine)
+    ecc = ok("ecc", "no uncorrected error")
+    if bad := having(lambda gpu: gpu.ecc_errors):
+        what = f"GPUs {bad} had memory errors that ECC could not correct"
+        change = "have these GPUs reset or replaced: results cannot be trusted"
+        ecc = fail("ecc", what, change)
+    elif bad := having(lambda gpu: gpu.ecc == "Disabled"):
+        ecc = warn("ecc", f"ECC is off on GPUs {bad}", "have it switched on")
+    modes = ok("modes", f"compute mode {gpus[0].compute_mode}")
+    if bad := having(lambda gpu: gpu.compute_mode == "Prohibited"):
+        what = f"compute mode Prohibited on GPUs {bad}"
+        modes = fail("modes", what, "ask for compute mode Default")
+    elif bad := having(lambda gpu: gpu.mig == "Enabled"):
+        what = f"MIG is on on GPUs {bad}: no NVLink and no peer access between slices"
+        modes = fail("modes", what, "ask for whole GPUs")
+    return [ecc, modes]
 
 
 def _clocks(gpus: list[Gpu]) -> Check:
