@@ -22,7 +22,7 @@ from megatron_burst.cli.world import (
     disagreement,
     sample_of,
     timed_ms,
-)  # fmt: skip
+)
 from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
 from megatron_burst.units import in_units, nearest_multiples

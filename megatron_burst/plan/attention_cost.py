@@ -23,7 +23,7 @@ from megatron_burst.schedule.program import (
     Home,
     Program,
     Ref,
-)  # fmt: skip
+)
 from megatron_burst.schedule.topology import Link
 
 _MANY_NODES = 8, 16  # whose times tell that of more

@@ -20,7 +20,7 @@ from megatron_burst.plan.strategy import (
     least_multiple,
     misfit,
     size_misfit,
-)  # fmt: skip
+)
 from megatron_burst.units import nearest_multiples
 
 Fixed = tuple[tuple[str, Any], ...]

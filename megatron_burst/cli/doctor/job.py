@@ -18,7 +18,7 @@ from megatron_burst.cli.doctor.meeting import (
     check_attendance,
     meet,
     open_store,
-)  # fmt: skip
+)
 from megatron_burst.cli.doctor.network import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.report import Check, LinkRate, Merged, Report, Status, skip
 from megatron_burst.cli.doctor.software import software

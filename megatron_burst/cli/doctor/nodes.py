@@ -18,7 +18,7 @@ from megatron_burst.cli.doctor.survey import (
     free_gpus,
     gpus_of,
     parse_survey,
-)  # fmt: skip
+)
 from megatron_burst.errors import BurstError
 
 _AT_ONCE = 64
