@@ -30,6 +30,7 @@ from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
 from megatron_burst.kernels.triton_blocks import Blocks, Pass, blocks_for
+from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 
 HEADS = ((32, 8), (32, 32))
 STANDARD = "fa4"
@@ -54,6 +55,10 @@ class Case:
             torch.randn(1, self.seq, n, self.dim, device="cuda", dtype=torch.bfloat16)
             for n in counts
         ]
+
+    @property
+    def visible(self) -> Visible:
+        return CAUSAL if self.causal else FULL
 
     def flops(self, backward: bool) -> float:
         """As everyone counts them: two products forward, five backward, half of it if causal."""
@@ -149,11 +154,11 @@ def _runs(case: Case, names: list[str], backward: bool) -> Runs:
     scale, runs = case.dim**-0.5, {}
     for name in names:
         backend = backends()[name]
-        runs[name] = lambda b=backend: b.forward(q, k, v, scale, case.causal)
+        runs[name] = lambda b=backend: b.forward(q, k, v, scale, case.visible)
         if backward:
-            out, lse = backend.forward(q, k, v, scale, case.causal)
+            out, lse = backend.forward(q, k, v, scale, case.visible)
             side = QuerySide(q, dout, lse, None, out)
-            runs[name] = lambda b=backend, s=side: b.backward(s, k, v, scale, case.causal)
+            runs[name] = lambda b=backend, s=side: b.backward(s, k, v, scale, case.visible)
     return runs
 
 
@@ -292,10 +297,10 @@ def _run_with(case: Case, which: Pass, blocks: Blocks) -> Callable[[], object]:
     def choose(of: Pass, *problem: object) -> Blocks:
         return blocks if of is which else blocks_for(of, *problem)
 
-    scale, causal = case.dim**-0.5, case.causal
+    scale, visible = case.dim**-0.5, case.visible
     if which is Pass.FORWARD:
-        return lambda: launch_forward(q, k, v, scale, causal, torch.empty_like(q), lse, choose)
-    return lambda: launch_backward((q, dout, lse, lse), k, v, scale, causal, grads, choose)
+        return lambda: launch_forward(q, k, v, scale, visible, torch.empty_like(q), lse, choose)
+    return lambda: launch_backward((q, dout, lse, lse), k, v, scale, visible, grads, choose)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,8 @@ class Mode:
 
     def apply(self, stack: "Stack", widths: Widths, options: BurstConfig) -> None:
         """Have the layers recompute this way."""
-        burst = replace(options, keep=self.keep, keep_offload=self.offload)
+        offload = "results" if self.offload else "none"
+        burst = replace(options, keep=self.keep, keep_offload=offload)
         layers = max(1, widths.layers // 2) if self.half_of_layers else None
         stack.set(self.recompute, burst, layers)
 

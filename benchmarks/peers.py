@@ -15,6 +15,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
+from megatron_burst.kernels.visible import CAUSAL, FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,8 @@ class Kernel(Peer):
 
     def prepare(self, shard: Shard) -> None:
         case, device = shard.case, self.world.device
-        self.causal, self.scale = case.mask == "causal", case.head_dim_qk**-0.5
+        self.visible = CAUSAL if case.mask == "causal" else FULL
+        self.scale = case.head_dim_qk**-0.5
         heads_q, heads_kv = self.heads(case)
         self.backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v), self.impl.mode)
         self.note = f"backend {choice.value}"
@@ -180,15 +182,15 @@ class Kernel(Peer):
 
     def run_forward(self) -> None:
         if self.tensors:
-            self.backend.forward(*self.tensors[:3], self.scale, self.causal)
+            self.backend.forward(*self.tensors[:3], self.scale, self.visible)
 
     def run_forward_backward(self) -> tuple[Tensor, ...]:
         if not self.tensors:
             return ()
         q, k, v, dout = self.tensors
-        out, lse = self.backend.forward(q, k, v, self.scale, self.causal)
+        out, lse = self.backend.forward(q, k, v, self.scale, self.visible)
         side = QuerySide(q=q, dout=dout, lse=lse, delta=None, out=out)
-        return out, *self.backend.backward(side, k, v, self.scale, self.causal)
+        return out, *self.backend.backward(side, k, v, self.scale, self.visible)
 
     def release(self) -> None:
         self.tensors = ()

@@ -34,6 +34,8 @@ _LINK = re.compile(
     r"( of one machine)?"
 )
 
+MASKS = {"causal": Mask.CAUSAL, "full": Mask.FULL}
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -96,7 +98,7 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
 def _tflop(call: AttentionCall, direction: Direction) -> float:
     """Work of one GPU in a pass, TFLOP: of the whole sequence, sharded evenly."""
     shape, size = call.shape, call.topology.cp_size
-    pairs = shape.tokens * size * shape.tokens * (0.5 if call.mask == Mask.CAUSAL else 1)
+    pairs = shape.tokens * size * shape.tokens * (0.5 if call.mask.causal else 1)
     dims = shape.dim_qk + shape.dim_v
     if direction is Direction.BACKWARD:
         dims = 3 * shape.dim_qk + 2 * shape.dim_v
@@ -130,7 +132,7 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
         row.head_dim_qk, row.head_dim_v, 2, 4, 4,
     )  # fmt: skip
-    pattern = Pattern(Layout.ZIGZAG, Mask(row.mask), 1.0)
+    pattern = Pattern(Layout.ZIGZAG, MASKS[row.mask], 1.0)
     nodes = pretend_nodes(row.ranks, row.nodes)
     call = way_of(shape, torch.device("cpu"), nodes, pattern, impl.config)
     return replace(

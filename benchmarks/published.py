@@ -55,7 +55,7 @@ def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | 
 
 
 _ULYSSES = Strategy(cp=8, offload_inputs=True, shard_weights=True)
-_ON_NODE = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, shard_weights=True)
+_ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, shard_weights=True)
 _MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
 PUBLISHED = (
     *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),
@@ -67,8 +67,8 @@ PUBLISHED = (
     *_burst_engine("burstengine-14b", 2 * _M, 64, all=(60.49, 51.0), half=(55.67, 43.2)),
     *_burst_engine("burstengine-14b", 2 * _M, 64, none=(44.4, None)),
     Published("Ulysses, recomputed", "llama3-8b", _M, 8, "h100", _ULYSSES, 475.3),
-    Published("burst, kept on node, FSDP", "llama3-8b", _M, 8, "h100", _ON_NODE, None),
-    Published("burst, kept on node, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
+    Published("burst, kept on host, FSDP", "llama3-8b", _M, 8, "h100", _ON_HOST, None),
+    Published("burst, kept on host, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
 )
 
 

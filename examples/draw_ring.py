@@ -122,7 +122,7 @@ def _work(program: Program, step: int, tokens: int) -> str:
     if not found:
         return "idle"
     ((_, queries, keys, mask),) = found
-    if mask == Mask.CAUSAL:
+    if mask.causal:
         return "causal"
     if keys < tokens:
         return "½ kv"

@@ -1,6 +1,6 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -17,6 +17,7 @@ from megatron_burst.comm.stamp import Kind
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
+from megatron_burst.engine.documents import Documents, Sample, documents_of
 from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
@@ -27,8 +28,8 @@ from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
-from megatron_burst.terms import Terms, check, terms_of
+from megatron_burst.schedule.mask import Mask, check_mask
+from megatron_burst.terms import Sees, Terms, check, terms_of, window_of
 from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
@@ -44,8 +45,12 @@ def burst_attention(
     group: dist.ProcessGroup | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
-    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag",
-    qkv_format: Literal["bshd", "sbhd"] = "bshd",
+    window: tuple[int | None, int | None] | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
+    qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
     return_lse: bool = False,
     config: BurstConfig | None = None,
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
@@ -70,9 +75,20 @@ def burst_attention(
         v: [b, s_local, h_kv, d_v].
         group: the context-parallel group; None is the default group.
         causal: mask keys at later positions of the whole sequence.
+        window: (left, right): how many positions before its own and behind it a query sees; None or
+            -1: all. With `causal` it sees none behind it, whatever `right` is.
+        cu_seqlens: int32 or int64 [documents + 1], for a batch of one packed sample: where each
+            document begins in the whole sample, 0 first, and where the last one ends. Queries see
+            keys of their own document alone; rows behind the last one see nothing and get zeros.
+            Tensors on the CPU are checked at once, those on a GPU in backward, without a wait.
+        cu_seqlens_padded: the same where documents lie with their padding, which is at their ends
+            and gets zeros; `cu_seqlens` then tells how long each is without.
+        max_seqlen: tokens of the longest document, or more; None: found, which waits for the GPU
+            once a sample if `cu_seqlens` is there.
         softmax_scale: of the scores; None is d_qk ** -0.5.
-        layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P.
-        qkv_format: order of the first two axes.
+        layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
+            "zigzag-documents" (TransformerEngine's THD): the same of each document.
+        qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: also return the log-sum-exp of the scores.
         config: how it runs.
         hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
@@ -82,7 +98,7 @@ def burst_attention(
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
-        s_local] in max(float32, input dtype), which carries no gradient.
+        s_local] ([h, s_local] for "thd") in max(float32, input dtype), which carries no gradient.
 
     Raises:
         BurstError: if the input does not fit, or inside of torch.func's transforms, vmap and
@@ -95,17 +111,30 @@ def burst_attention(
     refuse_transforms(_WHO, q, k, v)
     config = config or BurstConfig()
     group = _group(group)
-    state = state_of(group, config.timeout_s)
+    state = state_of(group, config.tuning.timeout_s)
     scale = softmax_scale if softmax_scale is not None else _default_scale(q)
-    terms = terms_of(q, k, v, causal, scale, layout, qkv_format, config)
+    if qkv_format == "thd":
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    bounds = window_of(window, causal)
+    sees = Sees(causal, bounds, cu_seqlens is not None, layout)
+    terms = terms_of(q, k, v, sees, scale, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
     settled = state.settled.recent(key)
     if settled is None:
         settled = state.settled[key] = _settle(q, k, v, terms, group, state, hcp_groups)
     call, keeping, marks = settled
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    run = partial(_attend, call=call, marks=marks, layer=layer)
+    documents = None
+    if cu_seqlens is not None:
+        sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen)
+        sizes = q.shape[1], group.size()
+        documents = _documents(
+            state, partial(documents_of, state.samples, sample, sizes, layout, q)
+        )
+    run = partial(_attend, call=call, documents=documents, marks=marks, layer=layer)
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
+    if qkv_format == "thd":
+        out, lse = out.squeeze(0), lse.squeeze(0)
     (out,) = _to_bshd(qkv_format, out)
     return (out, lse) if return_lse else out
 
@@ -144,13 +173,17 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     board = state.board
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
-    board.agree(facts_of(q, k, v, terms.config), _WHO, ("facts", terms.configuration()))
-    mask = Mask.CAUSAL if terms.causal else Mask.FULL
+    left, right = terms.window
+    mask = Mask(left, right, terms.packed)
+    facts = facts_of(q, k, v, terms.config, mask)
+    board.agree(facts, _WHO, ("facts", terms.configuration()))
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
     shape = attention_shape(q, k, v)
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
     config, plan = planned(way, terms.config)
     way = way_of(shape, q.device, carrier.topology, pattern, config)
+    if way.topology.cp_size > 1:
+        check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
     check_asked(way)
     config, between = settle_inter(way, config)
     if config.inter == "a2a" or config.tuning.flat:
@@ -163,31 +196,46 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     return call, keeping, marks, [*plan, *between, *choices, *kept]
 
 
+def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
+    """What follows from a sample; the other ranks hear of one that is refused.
+
+    Raises:
+        BurstError: if it is.
+    """
+    try:
+        return find()
+    except BurstError:
+        Marks.of(state.log, {}).begin(Kind.REFUSAL)
+        raise
+
+
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """To "bshd", or from there."""
     return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, marks: Marks, layer: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, call: Call, documents: Documents | None, marks: Marks,
+    layer: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
     passes = call.followed if followed else call.replayed
-    return BurstAttentionFunction.apply(q, k, v, passes, marks, layer)
+    return BurstAttentionFunction.apply(q, k, v, passes, documents, marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and what forward leaves."""
 
     @staticmethod
-    def forward(ctx, q, k, v, passes, marks, layer):
-        number = marks.begin(Kind.FORWARD, layer=layer)
+    def forward(ctx, q, k, v, passes, documents, marks, layer):
+        known = documents.known if documents else None
+        number = marks.begin(Kind.FORWARD, layer=layer, data=known)
         with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
-            out, lse, left = passes.forward(q, k, v)
+            out, lse, left = passes.forward(q, k, v, documents)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
-        ctx.passes = passes
+        ctx.passes, ctx.documents = passes, documents
         ctx.begin_backward = partial(marks.begin, Kind.BACKWARD, number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -198,13 +246,13 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         refuse_transforms(_WHO, dout)
         if dout is None:
-            return (None,) * 6
-        ctx.begin_backward()
+            return (None,) * 7
+        ctx.begin_backward(data=ctx.documents.checked() if ctx.documents else None)
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
         with torch.autocast(out.device.type, enabled=False):
-            grads = ctx.passes.backward(left, out, dout)
-        return *(grad.to(out.dtype) for grad in grads), None, None, None
+            grads = ctx.passes.backward(left, out, dout, ctx.documents)
+        return *(grad.to(out.dtype) for grad in grads), None, None, None, None
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The options: the only place where flags become values."""
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -7,6 +8,8 @@ from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
+
+_NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,11 @@ class Tuning:
             multiprocessors; None leaves it to NCCL.
         overlap: hide transfers between ranks behind kernels; False waits for each at once, to
             measure what hiding them brings.
-        keep_debug: compare a replay's inputs with the first pass's, bit by bit.
+        keep_host_gib: most host memory of a rank for what is offloaded; None: half of what is
+            available, shared by the ranks of the node.
+        keep_debug: compare the inputs of recomputation with the first pass's, bit by bit.
+        timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
+            as operations of the process group may take (--distributed-timeout-minutes).
     """
 
     nodes: int | None = None
@@ -51,16 +58,23 @@ class Tuning:
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     overlap: bool = True
+    keep_host_gib: float | None = None
     keep_debug: bool = False
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_words(self)
-        for name in ("heads_per_round", "nccl_ctas"):
+        for name, why in (
+            ("heads_per_round", "nothing would move with none"),
+            ("nccl_ctas", "nothing would move with none"),
+            ("keep_host_gib", "it is room for what is offloaded"),
+            ("timeout_s", "a rank waits that long for the others"),
+        ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value <= 0:
                 raise BurstError(
-                    f"burst attention: {name} must be at least 1, because nothing would move with "
-                    f"none; got {value}; leave it out"
+                    f"burst attention: {name} must be positive, because {why}; got {value}; leave "
+                    "it out"
                 )
         if not self.pieces and self.heads_per_round is not None:
             raise BurstError(
@@ -105,14 +119,15 @@ def _value(kind: Any, word: str) -> Any:
         return word if word in get_args(kind) else None
     if kind is bool:
         return {"true": True, "false": False}.get(word)
-    return int(word) if word.removeprefix("-").isdecimal() else None
+    number = int if int in get_args(kind) else float
+    return number(word) if _NUMBERS[number].fullmatch(word) else None
 
 
 def _legal(kind: Any) -> str:
     """The words that `_value` knows."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
-    return "true|false" if kind is bool else "N"
+    return "true|false" if kind is bool else "N" if int in get_args(kind) else "X"
 
 
 def _check_words(options: Any) -> None:
@@ -148,14 +163,9 @@ class BurstConfig:
             "auto" chooses within `keep_budget_gib`, under Megatron only.
         keep_layers: how many layers of a pipeline stage keep, from the first; None: all of them.
             Under Megatron only.
-        keep_offload: put what is kept into pinned host memory until it is needed.
-        keep_offload_inputs: the same for the layer inputs that full recomputation saves; under
-            Megatron only.
-        keep_host_gib: most host memory of a rank for that; None: half of what is available, shared
-            by the ranks of the node.
+        keep_offload: what stays in pinned host memory until it is needed: "results", which are
+            kept, "inputs" of recomputed layers, under Megatron only, "both" or "none".
         keep_budget_gib: device memory of a rank that "auto" may fill.
-        timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
-            as operations of the process group may take (--distributed-timeout-minutes).
         tuning: what only an experimenter turns.
     """
 
@@ -166,22 +176,24 @@ class BurstConfig:
     deterministic: bool = False
     keep: Literal["none", "half", "all", "auto"] = "none"
     keep_layers: int | None = None
-    keep_offload: bool = False
-    keep_offload_inputs: bool = False
-    keep_host_gib: float | None = None
+    keep_offload: Literal["none", "results", "inputs", "both"] = "none"
     keep_budget_gib: float | None = None
-    timeout_s: float | None = None
     tuning: Tuning = Tuning()
 
     def __post_init__(self) -> None:
         _check_words(self)
         self._check_ways()
-        self._check_keep()
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise BurstError(
-                "burst attention: timeout_s must be positive, because a rank waits that long for "
-                f"the others; got {self.timeout_s}; pass seconds, or leave it out"
-            )
+        require("burst keep", chain(self._needs_of_numbers(), self._needs_of_keep()))
+
+    @property
+    def offloads_results(self) -> bool:
+        """Whether what is kept goes to host memory."""
+        return self.keep_offload in ("results", "both")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether inputs of recomputed layers go to host memory."""
+        return self.keep_offload in ("inputs", "both")
 
     def _check_ways(self) -> None:
         """Refuse ways inside and between nodes that exclude each other."""
@@ -199,26 +211,20 @@ class BurstConfig:
                 f"intra={self.intra}; leave one of them out"
             )
 
-    def _check_keep(self) -> None:
-        """Refuse options of keeping that contradict each other or would be ignored."""
-        require("burst keep", chain(self._needs_of_numbers(), self._needs_of_keep()))
-
     def _needs_of_numbers(self) -> Iterator[Need]:
-        layers = self.keep_layers
+        layers, room = self.keep_layers, self.keep_budget_gib
         yield (
             layers is None or layers >= 0,
             "keep_layers must not be negative, because it counts layers",
             layers,
             "leave it out",
         )
-        for name in ("keep_host_gib", "keep_budget_gib"):
-            room = getattr(self, name)
-            yield (
-                room is None or room > 0,
-                f"{name} must be positive, because it is room for what is kept",
-                room,
-                "pass GiB, or leave it out",
-            )
+        yield (
+            room is None or room > 0,
+            "keep_budget_gib must be positive, because it is room for what is kept",
+            room,
+            "pass GiB, or leave it out",
+        )
 
     def _needs_of_keep(self) -> Iterator[Need]:
         auto = self.keep == "auto"
@@ -230,7 +236,7 @@ class BurstConfig:
         )
         beside = {
             "keep_layers": self.keep_layers,
-            "keep_offload": self.keep_offload,
+            "keep_offload": self.offloads_results and self.keep_offload,
             "keep_debug": self.tuning.keep_debug,
         }
         for name, value in beside.items():
@@ -241,17 +247,16 @@ class BurstConfig:
                 "pass --burst-keep all, or leave it out",
             )
         yield (
-            not auto or (self.keep_layers is None and not self.keep_offload),
-            "keep=auto must come without keep_layers and keep_offload, as it chooses them",
+            not auto or (self.keep_layers is None and not self.offloads_results),
+            "keep=auto must come without keep_layers and keep_offload=results, as it chooses them",
             f"keep_layers={self.keep_layers}, keep_offload={self.keep_offload}",
             "leave them out",
         )
         yield (
-            self.keep_host_gib is None or self.keep_offload or self.keep_offload_inputs or auto,
-            "keep_host_gib must come with something that waits on the host, because it is room for "
-            "that",
-            f"keep_host_gib={self.keep_host_gib} alone",
-            "pass --burst-keep-offload or --burst-keep-offload-inputs, or leave it out",
+            self.tuning.keep_host_gib is None or self.keep_offload != "none" or auto,
+            "keep_host_gib must come with something to offload, because it is room for that",
+            f"keep_host_gib={self.tuning.keep_host_gib} alone",
+            "pass --burst-keep-offload, or leave it out",
         )
 
     @classmethod
@@ -302,6 +307,6 @@ class FusedLossConfig:
 
     @classmethod
     def from_args(cls, args: Namespace) -> "FusedLossConfig":
-        """The configuration in Megatron's parsed arguments (`--burst-loss-*`)."""
+        """The configuration in Megatron's parsed arguments (`--burst-loss-*`), `grads` auto."""
         given = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})

@@ -13,7 +13,7 @@ _CONTAINER_MEMORY = (  # of control groups 2 and 1: folder, bound, use
 def host_name() -> str:
     """What tells this process's node from others.
 
-    As NCCL has it: NCCL_HOSTID where set, else the node's name and the boot of its kernel, because
+    As NCCL has it: NCCL_HOSTID where set, else the host name and the boot of its kernel, because
     containers on different machines may share a name. Where the boot is not to be read, the
     launcher's number of the node stands in.
     """
@@ -41,7 +41,7 @@ def local_rank() -> int:
 
 
 def spans_nodes() -> bool:
-    """Whether NVLink may join nodes: NCCL's own switches count."""
+    """Whether NVLink may join machines: NCCL's own switches count."""
     return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
 
 
@@ -54,7 +54,7 @@ def share_kernel_cache() -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Node memory that this rank may take: what is available, shared by the ranks of the node.
+    """Host memory that this rank may take: what is available, shared by the ranks of the node.
 
     A container's bound counts; what files occupy only until others need it does not.
 

@@ -1,14 +1,15 @@
 """The terms of a call, which all ranks must have in common, and what is refused of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.schedule.layout import Layout, check_tokens
 
 _WHO = "burst attention"
@@ -25,6 +26,8 @@ class Terms:
     current_device: int | None  # None on CPU
     gradients: bool
     causal: bool
+    window: tuple[int | None, int | None]
+    packed: bool
     softmax_scale: float
     layout: str
     qkv_format: str
@@ -40,6 +43,10 @@ class Terms:
         )
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
+        if self.packed:
+            words["cu_seqlens"] = "given"
+        if self.window not in ((None, None), (None, 0)):
+            words["window"] = str(self.window)
         return words
 
     def configuration(self) -> "Terms":
@@ -56,8 +63,42 @@ class Terms:
         return device.type == "cuda" and device.index != self.current_device
 
 
+class Sees(NamedTuple):
+    """Which keys a query sees, and where they are: arguments of `burst_attention`."""
+
+    causal: bool
+    window: tuple[int | None, int | None]  # as of `window_of`
+    packed: bool
+    layout: str
+
+
+def window_of(
+    window: tuple[int | None, int | None] | None, causal: bool
+) -> tuple[int | None, int | None]:
+    """(left, right) as a mask has it: None where there is no bound.
+
+    Raises:
+        BurstError: if it is no pair of numbers of positions.
+    """
+    given = (None, None) if window is None else window
+    if not (isinstance(given, Sequence) and len(given) == 2 and all(map(_is_bound, given))):
+        raise BurstError(
+            f"{_WHO}: window must be (left, right), how many positions before its own and behind "
+            f"it a query sees, each at least 0, or None or -1 for all; got {window!r}; pass such a "
+            "pair"
+        )
+    left, right = (None if bound == -1 else bound for bound in given)
+    return left, 0 if causal else right
+
+
+def _is_bound(bound: object) -> bool:
+    if bound is None:
+        return True
+    return isinstance(bound, int) and not isinstance(bound, bool) and bound >= -1
+
+
 def terms_of(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, layout: str, qkv_format: str,
+    q: Tensor, k: Tensor, v: Tensor, sees: Sees, scale: float, qkv_format: str,
     config: BurstConfig,
 ) -> Terms:  # fmt: skip
     """The terms of a call with these tensors."""
@@ -68,9 +109,11 @@ def terms_of(
         devices=tuple(x.device for x in tensors),
         current_device=torch.cuda.current_device() if any(x.is_cuda for x in tensors) else None,
         gradients=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
-        causal=causal,
+        causal=sees.causal,
+        window=sees.window,
+        packed=sees.packed,
         softmax_scale=scale,
-        layout=layout,
+        layout=sees.layout,
         qkv_format=qkv_format,
         config=config,
     )
@@ -89,8 +132,8 @@ def check(terms: Terms, cp_size: int) -> None:
 
 def _of_names(terms: Terms) -> Iterator[Need]:
     yield (
-        terms.qkv_format in ("bshd", "sbhd"),
-        "qkv_format must be bshd or sbhd, because it names the order of the axes",
+        terms.qkv_format in ("bshd", "sbhd", "thd"),
+        "qkv_format must be bshd, sbhd or thd, because it names the order of the axes",
         repr(terms.qkv_format),
         "pass one of these",
     )
@@ -98,19 +141,33 @@ def _of_names(terms: Terms) -> Iterator[Need]:
         terms.layout in tuple(Layout),
         f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may see",
         repr(terms.layout),
-        "pass the one in which the tokens are dealt out",
+        "pass the one in which the tokens are sharded",
+    )
+    yield (
+        terms.packed or terms.layout != Layout.DOCUMENTS,
+        "cu_seqlens must come with the layout zigzag-documents, because documents are sharded each "
+        "for itself",
+        "no cu_seqlens",
+        "pass it, or another layout",
     )
 
 
 def _of_shapes(terms: Terms) -> Iterator[Need]:
     q, k, v = terms.shapes
-    got = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    packed = terms.qkv_format == "thd"  # whose batch of one was added
+    got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
-        f"q, k and v must have four axes ({terms.qkv_format}), because heads and batch are "
-        "separate",
+        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), because "
+        "heads are separate",
         got,
         "reshape them",
+    )
+    yield (
+        not terms.packed or q[1 if terms.qkv_format == "sbhd" else 0] == 1,
+        "packed documents must be one sample, because cu_seqlens tells where those of one begin",
+        got,
+        "pass a batch of one",
     )
     yield (
         q[:2] == k[:2] and k[:3] == v[:3] and q[3] == k[3],

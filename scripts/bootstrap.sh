@@ -173,8 +173,8 @@ hand_pip_settings_to_uv() {
     [ -z "$value" ] || export UV_INDEX=${UV_INDEX:-$value} UV_INDEX_STRATEGY=unsafe-best-match
     value=$(pip_setting find-links)
     [ -z "$value" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${value// /,}}
-    value=$(pip_setting trusted-node)
-    [ -z "$value" ] || export UV_INSECURE_NODE=${UV_INSECURE_NODE:-$value}
+    value=$(pip_setting trusted-host)
+    [ -z "$value" ] || export UV_INSECURE_HOST=${UV_INSECURE_HOST:-$value}
     value=$(pip_setting cert)
     [ -z "$value" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$value}
 }

@@ -1,12 +1,17 @@
 """Full attention by its definition, and what a rank holds of it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, places_in_documents, positions
+from megatron_burst.schedule.mask import Mask
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
+) -> Tensor:
     """Softmax attention of [b, s, h, d] tensors, differentiable; heads are expanded."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -15,9 +20,40 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
+    if seen is not None:  # [queries, keys]; queries may see nothing
+        scores = scores.masked_fill(~seen, -torch.inf)
+        weights = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
+        return ((weights * seen) @ v).transpose(1, 2)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def rows_of(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> Tensor:
-    """Positions that a rank holds, as an index."""
+def seen_by(mask: Mask, edges: Sequence[int], tokens: int) -> Tensor:
+    """Which keys each query sees, [queries, keys].
+
+    Args:
+        mask: by position.
+        edges: where documents begin, and where the last one ends; tokens behind it are none.
+        tokens: of the sample.
+    """
+    place = torch.arange(tokens)
+    away = place - place.unsqueeze(1)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool)
+    if mask.left is not None:
+        seen &= away >= -mask.left
+    if mask.right is not None:
+        seen &= away <= mask.right
+    if mask.documents:
+        document = (place.unsqueeze(1) >= torch.tensor(edges)).sum(1)
+        inside = (document > 0) & (place < edges[-1])
+        seen &= (document == document.unsqueeze(1)) & inside & inside.unsqueeze(1)
+    return seen
+
+
+def rows_of(
+    layout: Layout, cp_rank: int, cp_size: int, tokens: int, edges: Sequence[int] = ()
+) -> Tensor:
+    """Positions that a rank holds, as an index; `edges`: of documents, where these tell."""
+    if layout is Layout.DOCUMENTS:
+        places = places_in_documents(edges, cp_rank, cp_size)
+        return torch.tensor([p for span in places for p in span], dtype=torch.long)
     return torch.tensor([p for span in positions(layout, cp_rank, cp_size, tokens) for p in span])

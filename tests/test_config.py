@@ -45,16 +45,15 @@ TUNINGS = {
     "pieces=false,grad_wire=input,resend=never,transfer=pull": Tuning(
         pieces=False, grad_wire="input", resend="never", transfer="pull"
     ),
+    "keep_host_gib=0.5,timeout_s=1e2": Tuning(keep_host_gib=0.5, timeout_s=100.0),
 }
 
 
 @pytest.mark.parametrize("text", TUNINGS, ids=lambda text: text or "none")
 def test_tunings_are_read_by_the_types_of_their_fields(text):
     assert Tuning.parse(text) == TUNINGS[text]
-    assert (
-        BurstConfig.from_args(Namespace(burst_tune=[text], burst_keep="all")).tuning
-        == TUNINGS[text]
-    )
+    args = Namespace(burst_tune=[text], burst_keep="all", burst_keep_offload="results")
+    assert BurstConfig.from_args(args).tuning == TUNINGS[text]
 
 
 def test_every_tuning_is_among_those_that_are_read():
@@ -68,7 +67,8 @@ def test_every_tuning_is_among_those_that_are_read():
         ("circulat=q", "circulat=q"), ("circulate", "circulate"), ("circulate=vk", "circulate=vk"),
         ("overlap=False", "overlap=False"), ("nodes=2.5", "nodes=2.5"), ("nodes=", "nodes="),
         ("nodes=2,,overlap=true", ""), ("nodes=2,nodes=4", "nodes=4"), ("nodes=2, flat=true", " f"),
-        ("timeout_s=3", "timeout_s=3"),
+        ("timeout=3", "timeout=3"), ("timeout_s=two", "timeout_s=two"),
+        ("timeout_s=", "timeout_s="), ("timeout_s=nan", "timeout_s=nan"),
     ],
 )  # fmt: skip
 def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
@@ -79,9 +79,11 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
     assert all(f"{field.name}=" in Tuning.legal() for field in fields(Tuning))
 
 
-@pytest.mark.parametrize("text", ["heads_per_round=0", "nccl_ctas=-1"])
-def test_numbers_with_which_nothing_would_move_are_refused(text):
-    with pytest.raises(BurstError, match="at least 1.*got"):
+@pytest.mark.parametrize(
+    "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "keep_host_gib=-0.5"]
+)
+def test_numbers_that_must_be_positive_are_refused(text):
+    with pytest.raises(BurstError, match="must be positive.*got"):
         Tuning.parse(text)
 
 

@@ -23,6 +23,42 @@ def test_relative_links_lead_somewhere():
             assert (path.parent / link).exists(), (path, link)
 
 
+def anchors(path):
+    """What GitHub makes of a document's headings, and the anchors that it sets itself."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="(.*?)">', text))
+
+
+def test_links_to_headings_lead_somewhere():
+    checked = 0
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text()):
+            target = path.parent / file if file else path
+            assert anchor in anchors(target), (path, file, anchor)
+            checked += 1
+    assert checked > 10
+
+
+# what the table in CONTRIBUTING.md has in its last column and nobody means otherwise
+UNWANTED = (
+    r"\b(deal(?:t|s|ing)? out|key heads|replay\w*|visitors?|visiting|settled?|mend(?:ed|s)?)\b"
+)
+
+
+def test_documents_use_one_word_for_a_thing():
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]
+    texts = {path: re.sub(r"`[^`\n]*`", "", path.read_text()) for path in documents}
+    found = {
+        (path.name, word)
+        for path, text in texts.items()
+        if path.name != "CONTRIBUTING.md"
+        for word in re.findall(UNWANTED, text, re.IGNORECASE)
+    }
+    assert not found
+
+
 def test_every_tuning_is_in_its_document():
     rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
     assert [row.replace("\\", "") for row in rows] == Tuning.legal().split(", ")

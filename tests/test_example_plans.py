@@ -164,8 +164,9 @@ def check(plan: dict, args: dict) -> None:
     )
     assert not full or args["recompute_method"] == "uniform"
     assert (args["burst_keep"] or "none") == strategy["keep"]
-    assert bool(args["burst_keep_offload"]) == strategy["offload"]
-    assert bool(args["burst_keep_offload_inputs"]) == strategy["offload_inputs"]
+    offloaded = args["burst_keep_offload"]
+    assert (offloaded in ("results", "both")) == strategy["offload"]
+    assert (offloaded in ("inputs", "both")) == strategy["offload_inputs"]
     assert args["burst_fused_loss"] == strategy["fused_loss"] and args["bf16"]
     assert (args["context_parallel_impl"] == "burst") == (strategy["cp"] > 1)
     assert args["overlap_grad_reduce"] and args["overlap_param_gather"]

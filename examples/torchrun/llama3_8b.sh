@@ -58,7 +58,7 @@ else
         --recompute-num-layers 1
         --burst-fused-loss
         --burst-keep all
-        --burst-keep-offload
+        --burst-keep-offload results
     )
     if ((TP > 1)); then PARALLEL_FLAGS+=(--sequence-parallel); fi
     if ((CP > 1)); then PARALLEL_FLAGS+=(--context-parallel-impl burst); fi

@@ -54,8 +54,8 @@ def plan(
     ep: Size = None,
     recompute: Annotated[Literal["none", "selective", "full"] | None, Option()] = None,
     keep: Annotated[Literal["none", "half", "all"] | None, Option(help="--burst-keep")] = None,
-    offload: Annotated[bool | None, Option(help="--burst-keep-offload")] = None,
-    offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload-inputs")] = None,
+    offload: Annotated[bool | None, Option(help="--burst-keep-offload results")] = None,
+    offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload inputs")] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
     picture: Annotated[

@@ -12,6 +12,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.cli.world import World, attempt, timed_ms
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
+from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.topology import Link, Topology
 
 Run = Callable[[], object]
@@ -141,10 +142,10 @@ class Attention:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        return self.backend.forward(self.q, self.k, self.v, self.q.shape[3] ** -0.5, True)
+        return self.backend.forward(self.q, self.k, self.v, self.q.shape[3] ** -0.5, CAUSAL)
 
     def backward(self) -> Run:
         """The backward pass, with its forward pass done."""
         out, lse = self.forward()
         side = QuerySide(q=self.q, dout=self.dout, lse=lse, delta=None, out=out)
-        return lambda: self.backend.backward(side, self.k, self.v, self.q.shape[3] ** -0.5, True)
+        return lambda: self.backend.backward(side, self.k, self.v, self.q.shape[3] ** -0.5, CAUSAL)

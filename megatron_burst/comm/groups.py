@@ -180,7 +180,7 @@ def communicator_of(
     Raises:
         BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
     """
-    state = state_of(group, config.timeout_s)
+    state = state_of(group, config.tuning.timeout_s)
     made, board = state.communicators, state.board
     tuning = config.tuning
     carried = (tuning.nodes, tuning.transfer, tuning.nccl_ctas, tuning.overlap)

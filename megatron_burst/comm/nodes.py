@@ -26,8 +26,8 @@ class Home:
 
     Attributes:
         node: what tells its node from others.
-        fabric: the NVLink domain beyond the node, if there is one.
-        place: of its GPU on the host.
+        fabric: the NVLink domain beyond the machine, if there is one.
+        place: of its GPU on the node.
     """
 
     node: str
@@ -104,7 +104,7 @@ def topology_of_homes(homes: Sequence[Home]) -> Topology:
 
 
 def nvlink_domains(homes: Sequence[Home]) -> list[str]:
-    """What counts as the node of each rank: its NVLink domain where that spans nodes."""
+    """What counts as the node of each rank: its NVLink domain where that spans machines."""
     nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
     wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}
     return [f"NVLink {h.fabric}" if h.fabric in wide else h.node for h in homes]

@@ -249,6 +249,14 @@ class Marks:
         text = json.dumps(dict(terms)).encode()
         return cls(log, terms, int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True))
 
-    def begin(self, kind: Kind, call: int = 0, layer: int = 0) -> int:
-        """Begin a pass; its number. See `PassLog.begin`."""
-        return self.log.begin(kind, self.digest, self.terms, call, layer) if self.log else 0
+    def begin(
+        self, kind: Kind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
+    ) -> int:
+        """Begin a pass; its number. See `PassLog.begin`; `data`: what else all ranks must have in
+        common, in words by name."""
+        if not self.log:
+            return 0
+        if data is None:
+            return self.log.begin(kind, self.digest, self.terms, call, layer)
+        both = Marks.of(self.log, {**self.terms, **data})
+        return self.log.begin(kind, both.digest, both.terms, call, layer)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_burst.comm.groups import Communicator
 
 _CALLS = 128  # whose schedules are kept
+_SAMPLES = 8  # micro-batches whose layers are under way
 # The one cache of the process: what belongs to a group goes when the group does.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, "GroupState"] = WeakKeyDictionary()
 
@@ -33,6 +34,7 @@ class GroupState:
         communicators: by how they carry data.
         settled: what has come of calls that were agreed upon and accepted, for their repetition.
         said: the choices that the user was told of.
+        samples: what follows from where the documents of the latest packed samples begin.
         log: where its ranks compare their passes; made with the first communicator, and None
             before and for a single rank.
     """
@@ -42,6 +44,7 @@ class GroupState:
     communicators: dict[Hashable, "Communicator"] = field(default_factory=dict)
     settled: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
     said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
+    samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))
     log: PassLog | None = None
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
+from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.lean import lean
 from megatron_burst.engine.memory import Dtypes, Fields, empty_like_rows
@@ -59,13 +60,16 @@ class Passes:
     def backward_executor(self) -> Executor:
         return self._executor(Direction.BACKWARD)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Tensors]:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
             q: [b, n, h, dqk].
             k: [b, n, h_kv, dqk].
             v: [b, n, h_kv, dv].
+            documents: of the sample, if the mask has any.
 
         Returns:
             out [b, n, h, dv] in q's dtype or the one of sums, lse [b, h, n] in that of sums, and
@@ -73,7 +77,8 @@ class Passes:
         """
         executor = self.forward_executor
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        run = executor.run(given | _results(executor, {"out": (q, v.shape[-1])}))
+        given |= _results(executor, {"out": (q, v.shape[-1])})
+        run = executor.run(given, documents=documents)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         left = tuple(run.left[name] for name in executor.program.left)
         if self._takes_inputs:
@@ -85,13 +90,16 @@ class Passes:
         """Whether backward reads q, k, v and lse themselves."""
         return "kv" in self.backward_executor.program.buffers
 
-    def backward(self, left: Sequence[Tensor], out: Tensor, dout: Tensor) -> Tensors:
+    def backward(
+        self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None
+    ) -> Tensors:
         """Gradients of this rank's q, k and v, in their dtype or the one of sums.
 
         Args:
             left: by forward.
             out: [b, n, h, dv].
             dout: [b, n, h, dv].
+            documents: as in forward.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
         shape, given, like = self.way.shape, {}, (dout,) * 3
@@ -102,7 +110,8 @@ class Passes:
         dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
         given |= {"side": side} | _results(executor, rows)
-        run = executor.run(given, dict(zip(self.forward_executor.program.left, left, strict=True)))
+        of_forward = dict(zip(self.forward_executor.program.left, left, strict=True))
+        run = executor.run(given, of_forward, documents)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
 
 

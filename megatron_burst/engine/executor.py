@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.slots import UnderWay
+from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import Dtypes, Fields, Layout, fields_at, shape_of
 from megatron_burst.engine.operations import BIND
 from megatron_burst.kernels.backends import Backend
@@ -89,15 +90,19 @@ class Executor:
                 found[buffer.home, buffer.use] = most
         return found
 
-    def run(self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None) -> "Run":
+    def run(
+        self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
+        documents: Documents | None = None,
+    ) -> "Run":  # fmt: skip
         """Run the program.
 
         Args:
             given: the call's own buffers: inputs, and outputs to be written.
             left: bytes of what forward has left.
+            documents: of the sample, if the program's mask has any.
         """
         device = next(iter(next(iter(given.values())).values())).device
-        run = Run(self, dict(given), dict(left or {}), device)
+        run = Run(self, dict(given), dict(left or {}), device, documents)
         queues = _Queues(self.carrier, device)
         for index, step in enumerate(self.steps):
             with queues.of(step.queue):
@@ -143,13 +148,14 @@ class Run:
         fields: of buffers, by name.
         left: bytes of buffers that forward leaves for backward.
         slots: of this call, by use.
+        documents: of the sample.
     """
 
     def __init__(
         self, executor: Executor, given: dict[str, Fields], left: dict[str, Tensor],
-        device: torch.device,
+        device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
-        self.fields, self.left = given, left
+        self.fields, self.left, self.documents = given, left, documents
         self._executor, self._device = executor, device
         self._flat: dict[tuple, list[Tensor]] = {}
         self.slots: dict = {}

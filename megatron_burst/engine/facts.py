@@ -9,9 +9,10 @@ from megatron_burst.engine.planned import speeds_digest
 from megatron_burst.engine.setup import multiprocessors
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, problem_of
+from megatron_burst.schedule.mask import Mask
 
 
-def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> dict[str, str]:
+def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig, mask: Mask) -> dict[str, str]:
     """Facts by name; whatever batch and tokens are, ranks with equal facts choose alike.
 
     Args:
@@ -19,8 +20,9 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig) -> dict[str, 
         k: [b, n, h_kv, d_qk].
         v: [b, n, h_kv, d_v].
         config: what the user asked for.
+        mask: of the sequence.
     """
-    problem = problem_of(q, k, v, config.deterministic)
+    problem = problem_of(q, k, v, config.deterministic, mask)
     facts = {
         "backend": _found(lambda: choose_backend(problem, config.backend)[0].capability.name),
         "hardware": _found(lambda: speeds_digest(config)),

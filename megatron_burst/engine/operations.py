@@ -7,6 +7,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,8 @@ from megatron_burst.comm.slots import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, merge_parts, row_delta, sum_parts
+from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as p
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Home, Ref
 
 if TYPE_CHECKING:
@@ -107,6 +108,19 @@ def _alike(executor: Executor, source: Ref, target: Ref) -> bool:
     return one.interleaved and other.interleaved and one.fields == other.fields and whole
 
 
+def reorder(executor: Executor, op: p.Reorder) -> Bound:
+    source, target = raw(executor, op.source), raw(executor, op.target)
+    width = executor.layouts[op.source.buffer].rows[2]
+    wide = next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8)
+                if width % d.itemsize == 0)  # fmt: skip
+
+    def bound(run: Run) -> None:
+        index = run.documents.rank_order if op.back else run.documents.sample_order
+        torch.index_select(source(run).view(wide), 0, index, out=target(run).view(wide))
+
+    return bound
+
+
 def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
     sources, targets = first_of(executor, op.sources), part(executor, op.target)
 
@@ -153,15 +167,24 @@ def fill(executor: Executor, op: p.Fill) -> Bound:
     return bound
 
 
+def visible(op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
+    """Which keys the queries of a kernel call see; in documents only the run knows."""
+    band, places = Visible(op.mask.left, op.mask.right), op.places
+    if not op.mask.documents:
+        return lambda run: band
+    assert places
+    return lambda run: replace(band, segments=run.documents.segments(*places))
+
+
 def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
-    causal, made = op.mask is Mask.CAUSAL, is_made(executor, op.into[0])
+    sees, made = visible(op), is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
     backend, scale = executor.backend, executor.scale
 
     def bound(run: Run) -> None:
         keys = kv(run)
-        args = q(run)["q"], keys["k"], keys["v"], scale, causal
+        args = q(run)["q"], keys["k"], keys["v"], scale, sees(run)
         if own and not made(run):
             out, lse = backend.forward(*args)
             run.fields[own] = {"out": out, "lse": lse}
@@ -176,7 +199,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     sides, kv = first_of(executor, op.sides), part(executor, op.kv)
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    causal, backend, scale = op.mask is Mask.CAUSAL, executor.backend, executor.scale
+    sees, backend, scale = visible(op), executor.backend, executor.scale
     deterministic = executor.deterministic
 
     def bound(run: Run) -> None:
@@ -186,7 +209,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
         grads = backend.backward(
             QuerySide(*map(side.get, ("q", "dout", "lse", "delta", "out"))),
-            keys["k"], keys["v"], scale, causal, into=into, deterministic=deterministic,
+            keys["k"], keys["v"], scale, sees(run), into=into, deterministic=deterministic,
         )  # fmt: skip
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}
@@ -267,7 +290,8 @@ def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Callable]) -
 
 
 BIND: Mapping[type, Callable[[Executor, Any], Bound]] = {
-    p.Copy: copy, p.ToRanks: to_ranks, p.FromRanks: from_ranks, p.Fill: fill, p.Attend: attend,
-    p.AttendBackward: attend_backward, p.Merge: merge, p.Add: add, p.Delta: delta,
+    p.Copy: copy, p.Reorder: reorder, p.ToRanks: to_ranks, p.FromRanks: from_ranks,
+    p.Fill: fill, p.Attend: attend, p.AttendBackward: attend_backward, p.Merge: merge,
+    p.Add: add, p.Delta: delta,
     p.StandIn: stand_in, p.Transfer: transfer,
 }  # fmt: skip

@@ -97,7 +97,7 @@ def set_up(
     """
     shape = attention_shape(q, k, v)
     backend, backend_choice = choose_backend(
-        problem_of(q, k, v, config.deterministic), config.backend
+        problem_of(q, k, v, config.deterministic, pattern.mask), config.backend
     )
     way = replace(
         way_of(shape, q.device, carrier.topology, pattern, config),

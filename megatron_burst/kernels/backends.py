@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.visible import Visible
 from megatron_burst.plan.choose import Choice
+from megatron_burst.schedule.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,13 @@ class Problem:
     grouped: bool = False  # fewer KV heads than query heads
     deterministic: bool = False  # gradients must be bitwise the same twice
     arch: int = 0  # major number of the GPU's compute capability
+    windowed: bool = False  # a query sees a band of keys that is neither causal nor full
+    packed: bool = False  # rows are segments that do not see each other
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> Problem:
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
+) -> Problem:
     """What is asked for attention of these tensors, [.., .., heads, dim] each."""
     return Problem(
         device=q.device.type,
@@ -35,6 +41,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False) -> 
         grouped=q.shape[2] != k.shape[2],
         deterministic=deterministic,
         arch=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0,
+        windowed=mask.windowed,
+        packed=mask.documents,
     )
 
 
@@ -53,7 +61,9 @@ class Capability:
         equal_dims_if_grouped: the same, for grouped heads only.
         takes_delta: whether backward takes delta instead of an output; if not, a stand-in of it.
         rectangular_causal: whether a causal tile may have more keys than queries (the diagonal
-            then ends in the last corner).
+            then ends in the last corner); in segments any kernel that has them does.
+        windows: whether a query may see any band of keys (`Visible.left`, `Visible.right`).
+        packed: whether rows may be segments, each as its band has it (`Visible.segments`).
         wide_grads: whether gradients come in the accumulation dtype, not the input's.
         deterministic: whether it can compute the same gradients twice, bit by bit.
         archs: major compute capabilities; empty means any.
@@ -70,6 +80,8 @@ class Capability:
     equal_dims: bool = False
     equal_dims_if_grouped: bool = False
     rectangular_causal: bool = False
+    windows: bool = False
+    packed: bool = False
     wide_grads: bool = False
     deterministic: bool = True
     archs: frozenset[int] = frozenset()
@@ -85,6 +97,10 @@ class Capability:
             return f"it runs on GPUs of compute capability {sorted(self.archs)}, not {problem.arch}"
         if problem.deterministic and not self.deterministic:
             return "its gradients are not deterministic"
+        if problem.windowed and not self.windows:
+            return "it has no windows"
+        if problem.packed and not self.packed:
+            return "it has no packed documents"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
@@ -132,9 +148,11 @@ class QuerySide:
 class Backend(Protocol):
     """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
 
-    A causal tile is square, or has more keys than queries where `rectangular_causal` says so: then
-    the last query sees every key. Grouped heads are native: query head i uses KV head
-    i // (h / h_kv). What is given as `into` is written to and returned.
+    `visible` says which keys a query sees; bands and segments only where the capability has them. A
+    causal tile is square, or has more keys than queries where `rectangular_causal` says so: then
+    the last query sees every key. A row that sees no key has out 0, lse -inf and no gradients.
+    Grouped heads are native: query head i uses KV head i // (h / h_kv). What is given as `into` is
+    written to and returned.
     """
 
     capability: Capability
@@ -149,7 +167,7 @@ class Backend(Protocol):
         k: Tensor,
         v: Tensor,
         scale: float,
-        causal: bool,
+        visible: Visible,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out [b, n, h, dv], lse [b, h, n]); lse is natural, -inf for rows without a key."""
@@ -161,7 +179,7 @@ class Backend(Protocol):
         k: Tensor,
         v: Tensor,
         scale: float,
-        causal: bool,
+        visible: Visible,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,6 +268,7 @@ def _nothing_can(problem: Problem, asked: str) -> BurstError:
     able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
+    got += " and windows" * problem.windowed + " and packed documents" * problem.packed
     names = list(refusals) if asked == "auto" else asked.split(",")
     why = {name: refusals.get(name, _UNKNOWN) for name in names}
     because = "".join(why.values()) if len(why) == 1 else in_words(why)

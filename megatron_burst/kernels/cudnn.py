@@ -29,18 +29,18 @@ class Cudnn:
     def missing(self) -> str | None:
         return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
+            q, k, v, None, True, 0.0, visible.causal, False, scale=scale
         )
         return deliver((out.transpose(1, 2), lse.view(q.shape[:3])), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         q, k, v, dout, out = (x.transpose(1, 2) for x in (side.q, k, v, side.dout, side.out))
         no_dropout = torch.empty((), dtype=torch.int64, device=k.device)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, side.lse.contiguous().unsqueeze(-1), no_dropout, no_dropout,
-            None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+            None, None, None, q.shape[2], k.shape[2], 0.0, visible.causal, scale=scale,
         )  # fmt: skip
         return deliver(tuple(grad.transpose(1, 2) for grad in grads), into)

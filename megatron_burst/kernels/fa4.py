@@ -4,12 +4,19 @@ import importlib
 import inspect
 import warnings
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_burst.environment import share_kernel_cache
 from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.visible import Visible
 
+_WHERE = (
+    "window_size_left", "window_size_right",
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+)  # fmt: skip
 _INSTALL = "fa4 comes with: pip install -e '.[flash-attn]' in megatron_burst's checkout"
 
 
@@ -32,6 +39,8 @@ class FlashAttention4:
         equal_dims_if_grouped=True,
         takes_delta=True,
         rectangular_causal=True,
+        windows=True,
+        packed=True,
         archs=frozenset({9, 10}),
         speed="FlashAttention-4, the fastest on Hopper",
     )
@@ -45,7 +54,7 @@ class FlashAttention4:
             backward = inspect.signature(module._flash_attn_bwd).parameters
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
-        if not {"dlse", "deterministic", "dq", "dk", "dv"} <= backward.keys():
+        if not {"dlse", "deterministic", "dq", "dk", "dv", *_WHERE} <= backward.keys():
             return f"the installed one has another interface; {_INSTALL}"
         # the DSL warns at each first compilation that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
@@ -54,18 +63,44 @@ class FlashAttention4:
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
 
-    def forward(self, q, k, v, scale, causal, into=None):
-        out, lse = into or (None, None)
-        return self._interface._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=out, lse=lse
+    def forward(self, q, k, v, scale, visible, into=None):
+        packed = visible.segments is not None
+        out, lse = (x[0] if packed else x for x in into) if into else (None, None)
+        tensors = (x[0] if packed else x for x in (q, k, v))
+        found = self._interface._flash_attn_fwd(
+            *tensors,
+            softmax_scale=scale,
+            return_lse=True,
+            out=out,
+            lse=lse,
+            **_where(visible, q, k),
         )[:2]
+        return into or (tuple(x.unsqueeze(0) for x in found) if packed else found)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
-        dq, dk, dv = into or (None, None, None)
-        out, dlse = side.out, None
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
+        packed = visible.segments is not None
+        dlse, out = None, side.out
         if out is None:
             out, dlse = side.dout.new_zeros(1).expand_as(side.dout), -side.delta
-        return self._interface._flash_attn_bwd(
-            side.q, k, v, out, side.dout, side.lse, softmax_scale=scale, causal=causal,
-            deterministic=deterministic, dq=dq, dk=dk, dv=dv, dlse=dlse,
+        tensors = side.q, k, v, out, side.dout, side.lse, dlse, *(into or (None, None, None))
+        if packed:
+            tensors = (None if x is None else x[0] for x in tensors)
+        *tensors, dlse, dq, dk, dv = tensors
+        grads = self._interface._flash_attn_bwd(
+            *tensors, softmax_scale=scale, deterministic=deterministic,
+            dq=dq, dk=dk, dv=dv, dlse=dlse, **_where(visible, side.q, k),
         )[:3]  # fmt: skip
+        return into or (tuple(x.unsqueeze(0) for x in grads) if packed else grads)
+
+
+def _where(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Segments and band, as both passes take them: a bound of None is none."""
+    if not visible.windowed:
+        where: dict[str, Any] = {"causal": visible.causal}
+    else:
+        band = visible.within(q.shape[1], k.shape[1])
+        where = {"window_size_left": band.left, "window_size_right": band.right}
+    if (segments := visible.segments) is not None:
+        where |= {"cu_seqlens_q": segments.cu_q, "cu_seqlens_k": segments.cu_k}
+        where |= {"max_seqlen_q": segments.max_q, "max_seqlen_k": segments.max_k}
+    return where

@@ -1,9 +1,20 @@
 """FlashAttention-2 as torch ships it, for NVIDIA GPUs."""
 
 import torch
+from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.determinism import deterministic_algorithms
+from megatron_burst.kernels.varlen import (
+    flat,
+    flat_statistic,
+    is_varlen,
+    like,
+    limits,
+    results,
+    segments_for,
+)
+from megatron_burst.kernels.visible import Visible
 
 _aten = torch.ops.aten
 
@@ -20,6 +31,8 @@ class Flash:
         equal_dims=True,
         takes_delta=False,
         rectangular_causal=True,
+        windows=True,
+        packed=True,
         archs=frozenset({8, 9, 10, 12}),
         speed="FlashAttention-2, which torch ships",
     )
@@ -27,18 +40,55 @@ class Flash:
     def missing(self) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
+        if is_varlen(visible):
+            return deliver(_forward_varlen(q, k, v, scale, visible), into)
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, visible.causal, False, scale=scale
         )
         return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=k.device)
-        unused = torch.empty((), dtype=torch.uint64, device=k.device)
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         with deterministic_algorithms(deterministic):
+            if is_varlen(visible):
+                return deliver(_backward_varlen(side, k, v, scale, visible), into)
             grads = _aten._flash_attention_backward(
                 side.dout, side.q, k, v, side.out, side.lse.contiguous(), None, None,
-                side.q.shape[1], k.shape[1], 0.0, causal, no_dropout, unused, scale=scale,
+                side.q.shape[1], k.shape[1], 0.0, visible.causal, *_no_dropout(k), scale=scale,
             )  # fmt: skip
         return deliver(grads, into)
+
+
+def _no_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of a random generator that nobody reads."""
+    kind = {"dtype": torch.uint64, "device": x.device}
+    return torch.empty(2, **kind), torch.empty((), **kind)
+
+
+def _where(visible: Visible, q: Tensor, k: Tensor) -> tuple[tuple, dict[str, int | None]]:
+    """Segments and band, as both passes take them."""
+    segments, band = segments_for(visible, q, k), visible.within(q.shape[1], k.shape[1])
+    places = segments.cu_q, segments.cu_k, *limits(segments), 0.0, band.causal
+    return places, {"window_size_left": band.left, "window_size_right": band.right}
+
+
+def _forward_varlen(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible
+) -> tuple[Tensor, Tensor]:
+    places, band = _where(visible, q, k)
+    out, lse, *_ = _aten._flash_attention_forward(
+        flat(q), flat(k), flat(v), *places, False, scale=scale, **band
+    )
+    return results(q, out, lse)
+
+
+def _backward_varlen(
+    side: QuerySide, k: Tensor, v: Tensor, scale: float, visible: Visible
+) -> tuple[Tensor, ...]:
+    places, band = _where(visible, side.q, k)
+    tensors = side.q, k, v
+    grads = _aten._flash_attention_backward(
+        flat(side.dout), *map(flat, tensors), flat(side.out), flat_statistic(side.lse), *places,
+        *_no_dropout(k), scale=scale, **band,
+    )  # fmt: skip
+    return tuple(like(x, grad) for x, grad in zip(tensors, grads, strict=True))

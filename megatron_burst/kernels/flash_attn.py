@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,8 +11,19 @@ from torch import Tensor
 from megatron_burst.kernels.backends import QuerySide, deliver
 from megatron_burst.kernels.entry import load, understand_all
 from megatron_burst.kernels.flash import Flash
+from megatron_burst.kernels.varlen import (
+    flat,
+    flat_statistic,
+    is_varlen,
+    limits,
+    results,
+    segments_for,
+)
+from megatron_burst.kernels.visible import Visible
 
 _QKV = ("q", "k", "v", "softmax_scale", "causal")
+_DENSE = ("_flash_attn_forward", "_flash_attn_backward")
+_SEGMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _WINDOWS = {"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1}
 
 
@@ -31,16 +42,20 @@ class FlashAttention2:
     }  # fmt: skip
     _lse = "softmax_lse"
     _flags: tuple[str, ...] = ("deterministic",)
+    _varlen = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
 
     @cached_property
-    def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]] | str:
-        """(forward, backward), or in words why they cannot be used."""
+    def _functions(self) -> dict[str, Callable[..., Any]] | str:
+        """By name, or in words why they cannot be used."""
         module = self._module()
         if isinstance(module, str):
             return module
         taken = ("dout", *_QKV, "out", self._lse, "dq", "dk", "dv", *self._flags)
-        given = {"_flash_attn_forward": _QKV, "_flash_attn_backward": taken}
-        return understand_all(module, given, self._off)
+        given = dict(zip(_DENSE, (_QKV, taken), strict=True))
+        for name, names in zip(self._varlen, (_QKV, taken), strict=True):
+            given[name] = (*names, *_SEGMENTS)
+        found = understand_all(module, given, self._off)
+        return found if isinstance(found, str) else dict(zip(given, found, strict=True))
 
     def _module(self) -> Any:
         return load("flash_attn.flash_attn_interface")
@@ -48,22 +63,45 @@ class FlashAttention2:
     def missing(self) -> str | None:
         return self._functions if isinstance(self._functions, str) else None
 
-    def forward(self, q, k, v, scale, causal, into=None):
-        forward, _ = self._functions
-        out, lse = forward(q=q, k=k, v=v, softmax_scale=scale, causal=causal)[:2]
+    def forward(self, q, k, v, scale, visible, into=None):
+        if is_varlen(visible):
+            run = self._functions[self._varlen[0]]
+            where = _where(run, visible, q, k)
+            out, lse = run(q=flat(q), k=flat(k), v=flat(v), softmax_scale=scale, **where)[:2]
+            return deliver(results(q, out, lse), into)
+        run = self._functions[_DENSE[0]]
+        out, lse = run(q=q, k=k, v=v, softmax_scale=scale, causal=visible.causal)[:2]
         return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
-        _, backward = self._functions
-        inputs = side.q, k, v
-        grads = into if into and _fit(into, inputs) else tuple(map(torch.empty_like, inputs))
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
+        inputs, varlen = (side.q, k, v), is_varlen(visible)
+        grads = into
+        if into is None or not _fit(into, inputs) or (varlen and k.shape[0] > 1):
+            kept = torch.contiguous_format if varlen else torch.preserve_format
+            grads = tuple(torch.empty_like(x, memory_format=kept) for x in inputs)
         flags = {"deterministic": deterministic} if self._flags else {}
-        backward(
-            dout=side.dout, q=side.q, k=k, v=v, out=side.out, dq=grads[0], dk=grads[1],
-            dv=grads[2], softmax_scale=scale, causal=causal,
-            **{self._lse: side.lse.contiguous()}, **flags,
-        )  # fmt: skip
+        tensors = dict(zip(("dout", "q", "k", "v"), (side.dout, *inputs), strict=True))
+        tensors |= dict(zip(("out", "dq", "dk", "dv"), (side.out, *grads), strict=True))
+        if varlen:
+            run = self._functions[self._varlen[1]]
+            tensors = {name: flat(x) for name, x in tensors.items()}
+            lse, where = flat_statistic(side.lse), _where(run, visible, side.q, k)
+        else:
+            run = self._functions[_DENSE[1]]
+            lse, where = side.lse.contiguous(), {"causal": visible.causal}
+        run(softmax_scale=scale, **{self._lse: lse}, **tensors, **where, **flags)
         return grads if grads is into else deliver(grads, into)
+
+
+def _where(run: partial, visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Segments and band, as a function takes them: it has the names that switch windows off."""
+    segments, band = segments_for(visible, q, k), visible.within(q.shape[1], k.shape[1])
+    left, right = (-1 if bound is None else bound for bound in (band.left, band.right))
+    windows = {"window_size_left": left, "window_size_right": right}
+    if "window_size" in run.keywords:
+        windows = {"window_size": (left, right)}
+    places = segments.cu_q, segments.cu_k, *limits(segments)
+    return dict(zip(_SEGMENTS, places, strict=True)) | windows | {"causal": band.causal}
 
 
 class FlashAttention3(FlashAttention2):
@@ -91,6 +129,7 @@ class FlashAttention3(FlashAttention2):
         )
     )  # fmt: skip
     _flags = ()
+    _varlen = _DENSE
 
     def _module(self) -> Any:
         found = [load(x) for x in ("flash_attn_interface", "flash_attn_3.flash_attn_interface")]

@@ -1,12 +1,16 @@
 """Plain torch attention in blocks of query rows: any device, any dtype; the oracle in float64."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.band import hidden, segments_of
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
+from megatron_burst.kernels.visible import Visible
 
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
 
@@ -22,6 +26,8 @@ class Reference:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
+        windows=True,
+        packed=True,
         wide_grads=True,
         speed="runs anywhere, slowly: plain torch in blocks",
     )
@@ -29,43 +35,62 @@ class Reference:
     def missing(self) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         dtype = accumulate_dtype(q.dtype)
         k, v = k.to(dtype), v.to(dtype)
-        ahead = k.shape[1] - q.shape[1]  # keys before the first query's own
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype, device=q.device)
-        for rows in _blocks(q.shape[1]):
-            scores = _scores(q[:, rows].to(dtype), k, scale, causal, ahead + rows.start)
+        for block in _blocks(visible, q.shape[1], k.shape[1]):
+            scores = _scores(q[:, block.rows].to(dtype), k[:, block.keys], scale, block)
             block_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             weights = torch.exp(scores - block_lse.masked_fill(block_lse == -torch.inf, 0.0))
-            out[:, rows] = _ungroup(torch.einsum("bkgqs,bskd->bqkgd", weights, v))
-            lse[:, :, rows] = block_lse.squeeze(-1).flatten(1, 2)
+            values = torch.einsum("bkgqs,bskd->bqkgd", weights, v[:, block.keys])
+            out[:, block.rows] = _ungroup(values)
+            lse[:, :, block.rows] = block_lse.squeeze(-1).flatten(1, 2)
         return deliver((out, lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         dtype, heads_kv = accumulate_dtype(side.q.dtype), k.shape[2]
         if side.delta is None:
             side = replace(side, delta=row_delta(side.dout, side.out))
         k, v = k.to(dtype), v.to(dtype)
-        ahead = k.shape[1] - side.q.shape[1]
         dq = torch.empty(side.q.shape, dtype=dtype, device=k.device)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for rows in _blocks(side.q.shape[1]):
-            block = side.rows(rows)
-            q, dout = block.q.to(dtype), _group(block.dout.to(dtype), heads_kv)
-            scores = _scores(q, k, scale, causal, ahead + rows.start)
-            weights = torch.exp(scores - _group_stat(block.lse, heads_kv))
-            dv += torch.einsum("bkgqs,bqkgd->bskd", weights, dout)
-            dweights = torch.einsum("bqkgd,bskd->bkgqs", dout, v)
-            dscores = weights * (dweights - _group_stat(block.delta, heads_kv)) * scale
-            dq[:, rows] = _ungroup(torch.einsum("bkgqs,bskd->bqkgd", dscores, k))
-            dk += torch.einsum("bkgqs,bqkgd->bskd", dscores, _group(q, heads_kv))
+        for block in _blocks(visible, side.q.shape[1], k.shape[1]):
+            rows, keys, values = side.rows(block.rows), k[:, block.keys], v[:, block.keys]
+            q, dout = rows.q.to(dtype), _group(rows.dout.to(dtype), heads_kv)
+            lse = rows.lse.masked_fill(rows.lse == -torch.inf, torch.inf)  # -inf - -inf is NaN
+            weights = torch.exp(_scores(q, keys, scale, block) - _group_stat(lse, heads_kv))
+            dv[:, block.keys] += torch.einsum("bkgqs,bqkgd->bskd", weights, dout)
+            dweights = torch.einsum("bqkgd,bskd->bkgqs", dout, values)
+            dscores = weights * (dweights - _group_stat(rows.delta, heads_kv)) * scale
+            dq[:, block.rows] = _ungroup(torch.einsum("bkgqs,bskd->bqkgd", dscores, keys))
+            dk[:, block.keys] += torch.einsum("bkgqs,bqkgd->bskd", dscores, _group(q, heads_kv))
         return deliver((dq, dk, dv), into)
 
 
-def _blocks(num_rows: int) -> list[slice]:
-    return [slice(start, min(start + _ROWS, num_rows)) for start in range(0, num_rows, _ROWS)]
+class _Block(NamedTuple):
+    """Some query rows and all keys that any of them sees; in their segment, the first row would be
+    level with key `level` of these keys (it may lie outside)."""
+
+    rows: slice
+    keys: slice
+    level: int
+    visible: Visible
+
+
+def _blocks(visible: Visible, num_rows: int, num_keys: int) -> Iterator[_Block]:
+    for rows, keys in segments_of(visible, num_rows, num_keys):
+        ahead = (keys.stop - keys.start) - (rows.stop - rows.start)
+        for start in range(rows.start, rows.stop, _ROWS):
+            stop = min(start + _ROWS, rows.stop)
+            first, last = (keys.start + ahead + row - rows.start for row in (start, stop - 1))
+            begin, end = keys.start, keys.stop
+            if visible.left is not None:
+                begin = max(begin, min(end, first - visible.left))
+            if visible.right is not None:
+                end = max(begin, min(end, last + visible.right + 1))
+            yield _Block(slice(start, stop), slice(begin, end), first - begin, visible)
 
 
 def _group(x: Tensor, heads_kv: int) -> Tensor:
@@ -82,10 +107,9 @@ def _group_stat(stat: Tensor, heads_kv: int) -> Tensor:
     return stat.unflatten(1, (heads_kv, -1)).unsqueeze(-1)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, first_row: int) -> Tensor:
-    """Scaled, masked scores [b, h_kv, g, n_q, n_kv] of a block of rows from `first_row`."""
+def _scores(q: Tensor, k: Tensor, scale: float, block: _Block) -> Tensor:
+    """Scaled, masked scores [b, h_kv, g, n_q, n_kv] of a block's rows and keys."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _group(q, k.shape[2]), k) * scale
-    if not causal:
+    if block.visible.full:
         return scores
-    row = torch.arange(first_row, first_row + q.shape[1], device=q.device).unsqueeze(1)
-    return scores.masked_fill(torch.arange(k.shape[1], device=q.device) > row, -torch.inf)
+    return scores.masked_fill(hidden(block.visible, q, k, block.level), -torch.inf)

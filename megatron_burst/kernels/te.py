@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.entry import UNKNOWN, load, understand_all
+from megatron_burst.kernels.varlen import starts
+from megatron_burst.kernels.visible import Visible
 
 _MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 _CALL = (
@@ -58,34 +60,28 @@ class TransformerEngine:
     def missing(self) -> str | None:
         return self._functions if isinstance(self._functions, str) else None
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> dict:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible) -> dict:
         """What forward and backward both take."""
         return {
             "max_seqlen_q": q.shape[1], "max_seqlen_kv": k.shape[1],
-            "cu_seqlens_q": _starts(q), "cu_seqlens_kv": _starts(k),
+            "cu_seqlens_q": starts(q), "cu_seqlens_kv": starts(k),
             "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(),
             "fake_dtype": q.dtype, "fused_attention_backend": self._functions[2],
             "attn_scale": scale, "dropout": 0.0, "qkv_layout": _LAYOUT, "o_format": "bshd",
-            "attn_mask_type": "causal" if causal else "no_mask",
+            "attn_mask_type": "causal" if visible.causal else "no_mask",
         }  # fmt: skip
 
-    def forward(self, q, k, v, scale, causal, into=None):
-        out, saved, *_ = self._functions[0](is_training=True, **self._call(q, k, v, scale, causal))
+    def forward(self, q, k, v, scale, visible, into=None):
+        out, saved, *_ = self._functions[0](is_training=True, **self._call(q, k, v, scale, visible))
         lse = saved[0].view(q.shape[0], q.shape[2], q.shape[1])
         return deliver((out.view(*q.shape[:3], v.shape[3]), lse), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         no_dropout = torch.empty(2, dtype=torch.int64, device=k.device)
         grads = self._functions[1](
             o=side.out.contiguous(), d_o=side.dout.contiguous(),
             aux_ctx_tensors=[side.lse.contiguous().unsqueeze(-1), no_dropout],
             do_format="bshd", dqkv_layout=_LAYOUT, deterministic=deterministic,
-            **self._call(side.q, k, v, scale, causal),
+            **self._call(side.q, k, v, scale, visible),
         )[:3]  # fmt: skip
         return deliver(tuple(grads), into)
-
-
-def _starts(x: Tensor) -> Tensor:
-    """Where each sequence of a batch begins, and the end: [b + 1], int32."""
-    batch, rows = x.shape[:2]
-    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=x.device)

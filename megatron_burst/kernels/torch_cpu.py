@@ -1,11 +1,16 @@
 """torch's own flash attention for CPU: the fastest attention that torch has there."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.band import hidden, segments_of
 from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.kernels.visible import Visible
 
 _aten = torch.ops.aten
 
@@ -15,6 +20,7 @@ class TorchCpu:
 
     Its bf16 and fp16 gradients would be summed in bf16 and fp16 across blocks, hence the upcast.
     It needs equal head dimensions: the smaller one is padded with zeros, which change nothing.
+    Segments are computed one by one; causal ones that are no squares with a mask in memory.
     """
 
     capability = Capability(
@@ -24,6 +30,7 @@ class TorchCpu:
         max_dim=0,
         dim_multiple=1,
         takes_delta=False,
+        packed=True,
         wide_grads=True,
         speed="the fastest attention that torch has on CPU",
     )
@@ -31,22 +38,69 @@ class TorchCpu:
     def missing(self) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal, into=None):
-        dim_v = v.shape[-1]
-        q, k, v = _for_kernel(q, k, v)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, scale=scale
-        )
-        return deliver((out[..., :dim_v].transpose(1, 2), lse), into)
+    def forward(self, q, k, v, scale, visible, into=None):
+        parts = [
+            _forward(q[:, rows], k[:, keys], v[:, keys], scale, visible)
+            for rows, keys in segments_of(visible, q.shape[1], k.shape[1])
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return deliver((_joined(outs, 1), _joined(lses, 2)), into)
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
-        dim_qk, dim_v = k.shape[-1], v.shape[-1]
-        q, k, v, dout, out = _for_kernel(side.q, k, v, side.dout, side.out)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, side.lse, 0.0, causal, scale=scale
-        )
-        dq, dk, dv = dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
-        return deliver((dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), into)
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
+        parts = [
+            _backward(side.rows(rows), k[:, keys], v[:, keys], scale, visible)
+            for rows, keys in segments_of(visible, side.q.shape[1], k.shape[1])
+        ]
+        return deliver(tuple(_joined(each, 1) for each in zip(*parts, strict=True)), into)
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one segment."""
+    batch, rows, heads, dim_v = *q.shape[:3], v.shape[-1]
+    if not rows or not k.shape[1]:  # which the kernel does not do
+        dtype = accumulate_dtype(q.dtype)
+        lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+        return q.new_zeros(batch, rows, heads, dim_v, dtype=dtype), lse
+    band = _band(visible, q, k)
+    q, k, v = _for_kernel(q, k, v)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **band, scale=scale)
+    unseen = rows - k.shape[2]
+    if visible.causal and unseen > 0:
+        lse[:, :, :unseen] = -torch.inf  # it says 0
+    return out[..., :dim_v].transpose(1, 2), lse
+
+
+def _backward(
+    side: QuerySide, k: Tensor, v: Tensor, scale: float, visible: Visible
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one segment."""
+    if not side.q.shape[1] or not k.shape[1]:
+        dtype = accumulate_dtype(k.dtype)
+        return tuple(torch.zeros_like(x, dtype=dtype) for x in (side.q, k, v))
+    dim_qk, dim_v, band = k.shape[-1], v.shape[-1], _band(visible, side.q, k)
+    q, k, v, dout, out = _for_kernel(side.q, k, v, side.dout, side.out)
+    lse = side.lse.masked_fill(side.lse == -torch.inf, torch.inf)  # weights of 0, not NaN
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, **band, scale=scale
+    )
+    dq, dk, dv = dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """How the kernel is told of the mask: its own causal one begins in the first corner."""
+    rows, keys = q.shape[1], k.shape[1]
+    if not visible.causal or rows == keys:
+        return {"is_causal": visible.causal}
+    mask = torch.zeros(rows, keys, dtype=accumulate_dtype(q.dtype))
+    mask.masked_fill_(hidden(visible, q, k, keys - rows), -torch.inf)
+    return {"is_causal": False, "attn_mask": mask}
 
 
 def _for_kernel(*tensors: Tensor) -> list[Tensor]:

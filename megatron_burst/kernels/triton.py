@@ -32,20 +32,20 @@ class Triton:
     def missing(self) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
 
-    def forward(self, q, k, v, scale, causal, into=None):
+    def forward(self, q, k, v, scale, visible, into=None):
         from megatron_burst.kernels.triton_forward import launch_forward
 
         if into is None:
             out = q.new_empty(*q.shape[:3], v.shape[3])
             into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        launch_forward(q, k, v, scale, causal, *into)
+        launch_forward(q, k, v, scale, visible, *into)
         return into
 
-    def backward(self, side: QuerySide, k, v, scale, causal, into=None, deterministic=False):
+    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         from megatron_burst.kernels.triton_backward import launch_backward
 
         delta = row_delta(side.dout, side.out) if side.delta is None else side.delta
         if into is None:
             into = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (side.q, k, v))
-        launch_backward((side.q, side.dout, side.lse, delta), k, v, scale, causal, into)
+        launch_backward((side.q, side.dout, side.lse, delta), k, v, scale, visible, into)
         return into

@@ -27,11 +27,12 @@ from megatron_burst.kernels.triton_tiles import (
     visible,
     widths,
 )
+from megatron_burst.kernels.visible import Visible
 
 
 def launch_backward(
     query_side: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, scale: float,
-    causal: bool, grads: tuple[Tensor, Tensor, Tensor], choose: Chooser | None = None,
+    visible: Visible, grads: tuple[Tensor, Tensor, Tensor], choose: Chooser | None = None,
 ) -> None:  # fmt: skip
     """Compute (dq, dk, dv) where they are, from (q, dout, lse, delta); see `Backend.backward`.
 
@@ -44,7 +45,7 @@ def launch_backward(
     ready = ready_statistics(lse, delta)
     width, rest = widths(dim_qk)
     constants = dict(
-        CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
+        CAUSAL=visible.causal, DIM_QK=dim_qk, DIM_V=dim_v,
         WIDTH=width, REST=rest, WIDTH_V=padded(dim_v),
     )  # fmt: skip
 

@@ -21,10 +21,11 @@ from megatron_burst.kernels.triton_tiles import (
     visible,
     widths,
 )
+from megatron_burst.kernels.visible import Visible
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible, out: Tensor, lse: Tensor,
     choose: Chooser | None = None,
 ) -> None:  # fmt: skip
     """Compute out [b, n, h, dv] and lse [b, h, n] where they are; see `Backend.forward`.
@@ -45,7 +46,7 @@ def launch_forward(
         _forward_kernel[(triton.cdiv(n_q, blocks.rows) * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), *boxes,
             scale, n_q, n_k, heads, group, batch * heads, together,
-            CAUSAL=causal, DIM_QK=dim_qk, DIM_V=dim_v,
+            CAUSAL=visible.causal, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
         )  # fmt: skip
 

@@ -66,8 +66,8 @@ class Forecast:
             raise BurstError(
                 "--burst-fused-loss: each loss of a training step must have one backward pass, "
                 "because its gradient was added to main_grad along with the loss; got "
-                f"{self.pending} without one; compute such losses under torch.no_grad(), or pass "
-                "--burst-loss-grads recompute"
+                f"{self.pending} without one; compute such losses under torch.no_grad(), or "
+                "call fuse_loss with FusedLossConfig(grads='recompute') instead of the flag"
             )
 
     @property

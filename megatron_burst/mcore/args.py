@@ -31,9 +31,9 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
 
 
 def check_keep_args(args: Namespace) -> None:
-    """Refuse arguments under which nothing could be kept, or a replay would differ."""
+    """Refuse arguments under which nothing could be kept, or recomputation would differ."""
     keeps = args.burst_keep not in (None, "none")
-    check("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload-inputs")
+    check("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload inputs")
     if keeps:
         check("keep", args, KEEP_FLAG)
     if args.burst_keep == "half":
@@ -55,11 +55,11 @@ def check_unused(args: Namespace) -> None:
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
         names = [f.name for f in fields(BurstConfig) if not f.name.startswith(("keep", "tuning"))]
-        if replace(given_tuning(args), keep_debug=False) != Tuning():
+        if replace(given_tuning(args), keep_debug=False, keep_host_gib=None) != Tuning():
             names.append("tune")
         _refuse_given(args, "burst", names, FLAG)
     if not wants_fused_loss(args):
-        names = [f.name for f in fields(FusedLossConfig)]
+        names = [f.name for f in fields(FusedLossConfig)]  # grads has no flag
         _refuse_given(args, "burst_loss", names, LOSS_FLAG)
 
 

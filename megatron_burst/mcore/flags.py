@@ -17,30 +17,24 @@ LOSS_FLAG = "--burst-fused-loss"
 TUNE_FLAG = "--burst-tune"
 
 _ATTENTION = {
-    "intra": "inside a node: pass shards on, gather a few heads at a time, or exchange heads (a2a)",
-    "inter": "between nodes: a ring around intra, or an exchange of heads over all ranks; auto "
+    "intra": "inside a node: pass shards on, gather a few heads, or an all-to-all of heads",
+    "inter": "between nodes: a ring around intra, or an all-to-all of heads over all ranks; auto "
     "takes the one or the other by the bytes there and by what hides them",
     "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
     "backend": "attention kernel",
     "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
     "what simulation finds fastest",
-    "timeout_s": "seconds a rank waits for others; not given: --distributed-timeout-minutes",
-    "keep": "which of attention's results stay for the replay of a recomputed layer; auto needs "
+    "keep": "which of attention's results stay for a layer's recomputation; auto needs "
     "--burst-keep-budget-gib",
     "keep_layers": "of a stage; the others recompute",
-    "keep_offload": "put what is kept into pinned host memory",
-    "keep_offload_inputs": "and the inputs of recomputed layers too",
-    "keep_host_gib": "most host memory of a rank for what waits there",
+    "keep_offload": "to pinned host memory: results that are kept, inputs of recomputed layers",
     "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
 }
 _LOSS = {
-    "grads": "recompute: logits again in backward; forward: gradients along with the loss; auto: "
-    "these too, straight into main_grad, and computed again if the loss is scaled otherwise",
-    "label_smoothing": "probability dealt out over other classes",
+    "label_smoothing": "probability spread over other classes",
     "z_loss": "weight of the squared log-sum-exp",
     "softcap": "bound of the logits",
 }
-_METAVARS = {"gib": "GIB", "s": "S"}  # of units at the end of a name
 
 
 def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> None:
@@ -106,6 +100,6 @@ def _options(name: str, kind: object) -> dict:
         return {"action": "store_true", "default": None}
     if str in get_args(kind):
         return {"metavar": "NAME|FILE"}
-    number = int if int in (kind, *get_args(kind)) else float
-    unit = name.rpartition("_")[2]
-    return {"type": number, "metavar": _METAVARS.get(unit, "N" if number is int else "X")}
+    if int in get_args(kind):
+        return {"type": int, "metavar": "N"}
+    return {"type": float, "metavar": "GIB" if name.endswith("_gib") else "X"}

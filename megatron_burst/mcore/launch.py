@@ -144,7 +144,7 @@ def validate_flags(validate_args):
         check_plan(args)
         check_unused(args)
         burst = BurstConfig.from_args(args)
-        keeps = burst.keep != "none" or burst.keep_offload_inputs
+        keeps = burst.keep != "none" or burst.offloads_inputs
         if wants_burst(args):
             check_args(args)
             force_args(args)

@@ -76,8 +76,8 @@ def switch_on_keep(burst: BurstConfig) -> None:
     """Put in force what keeping needs; of room for inputs on the host the first counts."""
     if burst.keep != "none":
         apply("checkpoints", "keep")
-    if burst.keep_offload_inputs:
-        apply("inputs", given=(burst.keep_host_gib,))
+    if burst.offloads_inputs:
+        apply("inputs", given=(burst.tuning.keep_host_gib,))
 
 
 def _has_te() -> bool:
@@ -168,7 +168,7 @@ TABLE: tuple[Patch, ...] = (
          f"{_FORWARD} num_splits", _OWN),
         with_te=True,
     ),
-    # what --burst-keep-offload-inputs applies; given most GiB
+    # what --burst-keep-offload inputs applies; given most GiB
     *_of(
         "inputs",
         (f"{_CORE}.tensor_parallel:checkpoint", f"{_RECOMPUTE}:inputs_on_host",

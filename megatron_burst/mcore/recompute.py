@@ -82,8 +82,9 @@ def own_kept(forward):
 
 def for_calls(burst: BurstConfig) -> BurstConfig:
     """Burst's options without those of the checkpoints around calls, once these are switched on."""
-    room = burst.keep_host_gib if burst.keep_offload or burst.keep == "auto" else None
-    return replace(burst, keep_offload_inputs=False, keep_host_gib=room)
+    offloads = burst.offloads_results
+    room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
+    return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
@@ -130,9 +131,8 @@ def settled(
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
-    off = {"keep_offload": False, "keep_host_gib": None}
-    burst = burst.tuned(keep_debug=False)  # nothing is kept that could be compared
-    return replace(burst, keep="none", keep_layers=None, **off)
+    burst = burst.tuned(keep_debug=False, keep_host_gib=None)
+    return replace(burst, keep="none", keep_layers=None, keep_offload="none")
 
 
 def _problem(
@@ -160,14 +160,18 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
-    debug = burst.tuning.keep_debug and choice.keep != "none"
+    tuning = replace(
+        burst.tuning,
+        keep_debug=burst.tuning.keep_debug and choice.keep != "none",
+        keep_host_gib=burst.tuning.keep_host_gib if choice.offload else None,
+    )
     return replace(
-        burst.tuned(keep_debug=debug),
+        burst,
         keep=choice.keep,
         keep_budget_gib=None,
         keep_layers=max(0, choice.layers - with_them) if some else None,
-        keep_offload=choice.offload,
-        keep_host_gib=burst.keep_host_gib if choice.offload else None,
+        keep_offload="results" if choice.offload else "none",
+        tuning=tuning,
     )
 
 
@@ -188,12 +192,12 @@ def _host_bytes(burst: BurstConfig) -> int:
     others not. Those that share a layer's weights would wait for the slowest. So both agree, once:
     they come to their first layer together, which pipeline stages do not.
     """
-    if burst.keep_host_gib is not None:
-        return host_limit_bytes(burst.keep_host_gib)
+    if burst.tuning.keep_host_gib is not None:
+        return host_limit_bytes(burst.tuning.keep_host_gib)
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group not in _FREE:
         mine = f"{host_limit_bytes(None)} bytes of host memory"
-        everyones = board_of(group, burst.timeout_s).share(mine, WHO)
+        everyones = board_of(group, burst.tuning.timeout_s).share(mine, WHO)
         _FREE[group] = min(int(free.split()[0]) for free in everyones)
     return _FREE[group]
 

@@ -239,7 +239,7 @@ TABLE: tuple[Refusal, ...] = (
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="keep=half",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
-    Refusal("loss head", "burst_loss_grads",
+    Refusal("head", "burst_loss_grads",
         lambda grads, o: grads != "forward" or not getattr(o, "fp16", False),
         "gradients must be computed in backward in fp16: before it they are not scaled yet, and "
         "small ones vanish", "leave that out", got="grads={value} with --fp16"),
@@ -271,6 +271,6 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
-    _on_gpus("optimizer_cpu_offload", "memory beside the node's"),
+    _on_gpus("optimizer_cpu_offload", "memory beside the host's"),
     *_cuda_graphs(),
 )  # fmt: skip

@@ -55,10 +55,21 @@ class AttentionCall:
     @cached_property
     def between_why(self) -> Choice:
         """How it goes between nodes, with the reason."""
+        if self._wants_whole and self.inter == "auto" and self.topology.inter_size > 1:
+            return Choice("a2a", "over all ranks each has whole documents")
         asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         over_all = AllToAll(self._rounds_over_all, self.again)
         return choose_inter(shape, self.topology, self.layout, self.device, asked, over_all)
+
+    @property
+    def _wants_whole(self) -> bool:
+        """Whether a rank had better have the whole sample of some heads: documents make shards
+        unequal in work, and some shards of documents only come together so."""
+        apart = self.layout is Layout.DOCUMENTS or self.mask.windowed
+        even = self.topology.cp_size > 1 and self.shape.heads_kv % self.topology.cp_size == 0
+        chunks = self.layout is not Layout.STRIPED
+        return self.mask.documents and even and chunks and (apart or self.device != "cpu")
 
     @property
     def _of_rings(self) -> str:
@@ -91,6 +102,8 @@ class AttentionCall:
     def mode_why(self) -> Choice:
         """How it goes among the ranks of a row of `arranged`, with the reason."""
         between = self.between
+        if self.intra == "auto" and self._wants_whole and self.arranged.inter_size == 1:
+            return Choice("a2a", "each rank has all rows of some heads, whatever the documents are")
         return choose_intra(self.arranged, self.layout, self.device, self.intra, between)
 
     @property

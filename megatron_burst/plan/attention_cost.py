@@ -13,7 +13,6 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.timing import Timeline, simulate
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
     NUMBERED,
@@ -123,7 +122,7 @@ def _simulated(call: AttentionCall) -> range:
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
-    even = call.layout is Layout.ZIGZAG or call.mask == Mask.FULL
+    even = call.layout is Layout.ZIGZAG or call.mask.full
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1

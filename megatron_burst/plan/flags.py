@@ -11,6 +11,8 @@ from megatron_burst.plan.model import Experts, Latent, Model, Windows
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job, Strategy, stage_layers
 
+_OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
+
 Values = dict[str, int | float | str | bool | list[str]]
 VERSION = 1  # of the JSON
 
@@ -92,7 +94,7 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values
     flags |= _recompute_flags(job, strategy)
     if host_bytes:
         gib = host_bytes / job.on_node / (1 << 30)
-        flags["--burst-keep-host-gib"] = ceil(1.1 * gib)
+        flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
     return flags
 
 
@@ -106,10 +108,9 @@ def _recompute_flags(job: Job, strategy: Strategy) -> Values:
     flags["--recompute-num-layers"] = 1
     if strategy.keep != "none":
         flags["--burst-keep"] = strategy.keep
-    if strategy.offload:
-        flags["--burst-keep-offload"] = True
-    if strategy.offload_inputs:
-        flags["--burst-keep-offload-inputs"] = True
+    offloaded = (strategy.offload, strategy.offload_inputs)
+    if any(offloaded):
+        flags["--burst-keep-offload"] = _OFFLOADED[offloaded]
     return flags
 
 

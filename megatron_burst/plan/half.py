@@ -156,8 +156,8 @@ class HalfCall:
 def choose_half(call: HalfCall) -> Choice:
     """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing."""
     rates, tokens = call.rates, call.shape.tokens
-    if call.mask != Mask.CAUSAL:
-        return Choice("none", "without a causal mask half of the rows cost half of the time")
+    if call.mask.documents or not call.mask.causal:
+        return Choice("none", "but for one causal document half of the rows cost half of the time")
     if tokens < 2:
         return Choice("none", "one row a rank cannot be halved")
     if call.is_even:

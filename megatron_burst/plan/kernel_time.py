@@ -41,7 +41,7 @@ class Timer:
         causal kernels begin with their longest blocks, which evens out the end.
         """
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
-        return self._kernel(tile.pairs, rows, tile.mask == Mask.CAUSAL, shape, direction)
+        return self._kernel(tile.pairs, rows, tile.mask.causal, shape, direction)
 
     def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of sliding-window attention of a call's queries.

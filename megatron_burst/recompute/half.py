@@ -148,21 +148,21 @@ def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
     """Where kept tensors go."""
-    if not config.keep_offload:
+    if not config.offloads_results:
         return Resident
-    return host_memory(device, config.keep_host_gib).pack
+    return host_memory(device, config.tuning.keep_host_gib).pack
 
 
 def _check(config: BurstConfig) -> None:
     of_layers = {
         "keep": config.keep == "auto",
         "keep_layers": config.keep_layers is not None,
-        "keep_offload_inputs": config.keep_offload_inputs,
+        "keep_offload": config.offloads_inputs,
     }
     for name, is_given in of_layers.items():
         if is_given:
             raise BurstError(
-                f"{WHO}: {name} must be settled by Megatron's layers, because a single call knows "
+                f"{WHO}: {name} must be resolved by Megatron's layers, because a single call knows "
                 f"of no others; got {name}={getattr(config, name)}; pass keep none, half or all to "
                 "each call, and leave the rest out"
             )

@@ -1,4 +1,4 @@
-"""Node memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
+"""Host memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
 
 import weakref
 from contextlib import nullcontext

@@ -197,8 +197,8 @@ class Recording:
         """Leave the generators as the function left them: what follows may draw from them."""
         if self._random is None:
             return
-        devices, (on_node, *on_device) = self._random
-        torch.set_rng_state(on_node)
+        devices, (on_host, *on_device) = self._random
+        torch.set_rng_state(on_host)
         for device, state in zip(devices, on_device, strict=True):
             torch.cuda.set_rng_state(state, device)
 
@@ -249,5 +249,5 @@ class _Played(torch.autograd.Function):
 
 
 def _random_state(devices: list[int]) -> list[Tensor]:
-    """State of the node's generator, then of the devices'; all are read on the host."""
+    """State of the host's generator, then of the devices'; all are read on the host."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]

@@ -31,8 +31,9 @@ from megatron_burst.schedule.emitter import (
     travelling_side_fields,
 )
 from megatron_burst.schedule.inter_node import Visitors, heads_in_rounds, steps, sums
-from megatron_burst.schedule.mask import Span, Tile, cut
-from megatron_burst.schedule.pieces import Visit, node_visits, sides, tiles_between
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
+from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
 from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,
@@ -43,6 +44,7 @@ from megatron_burst.schedule.program import (
     Home,
     Program,
     Ref,
+    Reorder,
     Stream,
     Take,
     ToRanks,
@@ -55,6 +57,7 @@ def a2a(spec: Spec) -> Program:
     Raises:
         BurstError: if the heads cannot be sharded evenly, or the layout is striped.
     """
+    check_mask(spec.mask, spec.layout, "a2a", spec.topology.inter_size == 1)
     emitter = _AllToAll(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -71,11 +74,13 @@ def _check_heads(heads_kv: int, ranks: int) -> None:
 
 def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
     """Tiles of a node's rows and those that have come from another, or its own."""
-    if visit is here:
-        every = Span(0, here.pieces[-1].whole.stop)
-        return (Tile(every, every, spec.mask),)
     queries, keys = sides(here, visit, spec.circulate)
-    return tiles_between([(piece.whole, before) for piece, before in queries], keys, spec.mask)
+    places = tuple(at for at, _ in runs(keys))
+    if visit is here and (len(places) == 1 or not spec.mask.windowed):
+        every = Span(0, keys[-1].whole.stop)
+        return (Tile(every, every, spec.mask, (places, places) if spec.mask.documents else None),)
+    rows = [(piece.whole, piece, before) for piece, before in queries]
+    return tiles_between(rows, keys, spec.mask)
 
 
 class _AllToAll(Emitter):
@@ -88,7 +93,11 @@ class _AllToAll(Emitter):
         heads_per_round = spec.heads_per_round * len(self.ranks)
         self.rounds = heads_in_rounds(spec.shape.heads_kv, heads_per_round)
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
-        visits = node_visits(topology, row, spec.layout, tokens)
+        placed = spec.mask.windowed or spec.mask.documents
+        # documents that are sharded each for itself come rank by rank, and are put in order here
+        self.reorders = spec.layout is Layout.DOCUMENTS
+        lies = Layout.CONTIGUOUS if self.reorders else spec.layout
+        visits = node_visits(topology, row, lies, tokens, placed)
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
         alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
         self.tiles = [alike[visits[step.distance]] for step in self.order]
@@ -112,6 +121,7 @@ class _AllToAll(Emitter):
         keys = self.key_visitors(there)
         for index, step in enumerate(self.order):
             if step.first:
+                there.arrive(step.round)
                 whole = there.of(step.round)
                 there.post(step.round + 1)
                 lse = self.lse(step.round)
@@ -161,6 +171,7 @@ class _AllToAll(Emitter):
         of_queries, of_keys = self.sums_of_both(back)
         for index, step in enumerate(self.order):
             if step.first:
+                there.arrive(step.round)
                 there.post(step.round + 1)
             for visitors in (keys, queries):
                 if visitors:
@@ -203,7 +214,8 @@ class _AllToAll(Emitter):
         round_ = self.order[index].round
         into = back.of(round_)
         side, kv = sides.of(round_), there.keys(round_)
-        self.emit(AttendBackward(side, kv, self.tiles[index][0].mask, into, into))
+        (tile,) = self.tiles[index]
+        self.emit(AttendBackward(side, kv, tile.mask, into, into, tile.places))
         back.collect()
         back.post(round_)
 
@@ -268,7 +280,7 @@ class Wholes:
         }
         sources = tuple(Ref(name, heads=heads[name]) for name in self._sources)
         emitter.emit(ToRanks(sources, slot, len(ranks)))
-        whole = self._declare(round_, fields)
+        whole = self._came(round_, fields) if emitter.reorders else self._declare(round_, fields)
         mine, gives, takes = ranks.index(cp_rank), [], []
         for piece in emitter.pieces:
             rows = slot.at(piece.rows.moved(mine * tokens))
@@ -283,6 +295,18 @@ class Wholes:
                 takes.append(Take(piece.holder, rows, whole.at(piece.whole)))
         gives.sort(key=lambda give: give[0])
         emitter.exchange(Cargo.READ, slot, [give for _, give in gives], takes)
+
+    def _came(self, round_: int, fields: tuple[Field, ...]) -> Ref:
+        """Where a round comes, rank by rank."""
+        number = round_, min(2, len(self._emitter.rounds))
+        name = f"came {round_}"
+        return self._emitter.buffer(name, Home.STAGING, self._emitter.rows, fields, "came", *number)
+
+    def arrive(self, round_: int) -> None:
+        """Put what has come for a round in order."""
+        if self._emitter.reorders:
+            whole = self._declare(round_, self._fields(round_))
+            self._emitter.emit(Reorder(Ref(f"came {round_}"), whole))
 
     def _declare(self, round_: int, fields: tuple[Field, ...]) -> Ref:
         """Where a round comes together."""
@@ -366,6 +390,14 @@ class Results:
 
     def of(self, round_: int) -> Ref:
         """Where a round's results are to be put."""
+        if not self._emitter.reorders:
+            return self._slot(round_)
+        fields = self._fields(round_)
+        return self._emitter.buffer(
+            f"made {round_}", Home.STAGING, self._emitter.rows, fields, "made"
+        )
+
+    def _slot(self, round_: int) -> Ref:
         return self._emitter.buffer(
             f"results {round_}", Home.SLOT, self._emitter.rows, self._fields(round_), Cargo.GRAD,
             round_, self._slots,
@@ -373,7 +405,9 @@ class Results:
 
     def post(self, round_: int) -> None:
         """Start to bring a round's results home; those of the round before must be collected."""
-        emitter, slot = self._emitter, self.of(round_)
+        emitter, slot = self._emitter, self._slot(round_)
+        if emitter.reorders:
+            emitter.emit(Reorder(Ref(f"made {round_}"), slot, back=True))
         cp_rank, tokens = emitter.spec.cp_rank, emitter.spec.shape.tokens
         fields = self._fields(round_)
         staged = emitter.buffer(f"home {round_}", Home.STAGING, emitter.rows, fields, "results")

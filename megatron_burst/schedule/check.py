@@ -27,8 +27,9 @@ _CARRIED = (Home.HOP, Home.SLOT, Home.STAGING, Home.SUM, Home.LEFT)  # what can 
 
 
 def check(
-    passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None
-) -> list[str]:
+    passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None,
+    boundaries: Sequence[int] = (),
+) -> list[str]:  # fmt: skip
     """What is wrong with the programs of a group: nothing, if they are proven.
 
     Args:
@@ -38,6 +39,7 @@ def check(
         layout: of the tokens.
         mask: of the sequence.
         orders: who waits for whom, instead of what `order` says.
+        boundaries: positions where documents begin, but for the first.
     """
     orders = orders or [[order(program) for program in programs] for programs in passes]
     links = [meet(programs) for programs in passes]
@@ -47,7 +49,7 @@ def check(
         rank, turns = _Rank(slots), list(zip(passes, orders, strict=True))
         waits.append([rank.go(p[number], o[number]) for _ in range(2) for p, o in turns])
         faults += rank.faults
-    values = Values(layout, mask)
+    values = Values(layout, mask, boundaries)
     for turn, (programs, found) in enumerate(zip(passes, links, strict=True)):
         if not found.faults:
             waits_of = [mine[turn] for mine in waits]

@@ -6,12 +6,9 @@ gradients of keys.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
-from operator import or_
 from typing import NamedTuple
 
 from megatron_burst.schedule import program as p
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Program, Ref
 
 
@@ -57,6 +54,18 @@ def _copy(values, program: Program, op: p.Copy) -> None:
             values.write(program, op.target, name, written(name, cells, op.sources))
 
 
+def _reorder(values, program: Program, op: p.Reorder) -> None:
+    order = values.sample_order(program.topology.cp_size)
+    for name, cells in values.read(program, op.source).items():
+        cells = written(name, cells, op.source)
+        made: Rows = [cells[row] for row in order]
+        if op.back:
+            made = [[] for _ in order]
+            for place, row in enumerate(order):
+                made[row] = cells[place]
+        values.write(program, op.target, name, made)
+
+
 def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
     found = values.first_of(program, op.sources)
     for name in values.names(program, op.target):
@@ -82,18 +91,43 @@ def _fill(values, program: Program, op: p.Fill) -> None:
         values.write(program, op.target, name, [[Cell(name, -1, -1) for _ in row] for row in cells])
 
 
-def _prefixes(mask: Mask, num_q: int, sets: Sequence[int]) -> list[int]:
-    """What each query row of a tile sees of key rows, in order: causal means that the last one sees
-    all, the one before it all but the last.
+def _seen(values, op: p.Attend | p.AttendBackward, q: Rows, k: Rows, keys: list[int]) -> list[int]:
+    """What each query row of a tile sees of key rows, as `op.mask` says: inside its document, the
+    last query row and the last key row stand at one position.
 
     Raises:
-        WrongError: if a query row is left without a key.
+        WrongError: if a query row is left without a key, or rows are not where `op.places` says.
     """
-    seen = [0, *accumulate(sets, or_)]
-    if mask is Mask.CAUSAL and num_q > len(sets):
-        raise WrongError(f"a causal tile has {num_q} query rows and only {len(sets)} key rows")
-    short = num_q - 1 if mask is Mask.CAUSAL else 0
-    return [seen[len(sets) - (short and short - row)] for row in range(num_q)]
+    documents = [(range(len(q)), range(len(k)))]
+    if op.mask.documents:
+        of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.places, strict=True))
+        documents = [(of_q[one], of_k[one]) for one in of_q if one in of_k]
+    found, mask = [0] * len(q), op.mask
+    for rows, columns in documents:
+        if mask.causal and len(rows) > len(columns):
+            raise WrongError(f"a causal tile has {len(rows)} query rows, {len(columns)} key rows")
+        for number, row in enumerate(rows):
+            own = len(columns) - len(rows) + number
+            first = 0 if mask.left is None else max(0, own - mask.left)
+            stop = len(columns) if mask.right is None else max(0, own + mask.right + 1)
+            for key in keys[columns.start : columns.stop][first:stop]:
+                found[row] |= key
+    if not (all(found) or op.mask.documents):
+        raise WrongError(f"query row {found.index(0)} of a tile sees no key")
+    return found
+
+
+def _documents(values, rows: Rows, places: Iterable[range]) -> dict[int, range]:
+    """The rows of each document, by where it begins."""
+    told, are = [place for some in places for place in some], [row[0].position for row in rows]
+    if told != are:
+        raise WrongError(f"rows of positions {are} are said to be at {told}")
+    found: dict[int, range] = {}
+    for number, place in enumerate(are):
+        start, _ = values.document(place)
+        first = found[start].start if start in found else number
+        found[start] = range(first, number + 1)
+    return found
 
 
 def _keys(values, kv: Fields, refs: Sequence[Ref], name: str = "k") -> Rows:
@@ -114,7 +148,7 @@ def _disjoint(sets: Iterable[int], what: str) -> int:
     return total
 
 
-def _tile(values, q: Rows, k: Rows, mask: Mask) -> list[list[int]]:
+def _tile(values, op: p.Attend | p.AttendBackward, q: Rows, k: Rows) -> list[list[int]]:
     """The keys that meet each query row, by row and query head."""
     sets, columns = [], list(zip(*k, strict=True))
     if len(q[0]) != len(columns) * values.group:
@@ -125,7 +159,7 @@ def _tile(values, q: Rows, k: Rows, mask: Mask) -> list[list[int]]:
             raise WrongError(f"keys of heads {sorted(heads)} in one head")
         ones = [1 << cell.position for cell in column]
         _disjoint(ones, "a tile of keys")
-        sets.append(_prefixes(mask, len(q), ones))
+        sets.append(_seen(values, op, q, k, ones))
     for row in q:
         for head, cell in enumerate(row):
             if cell.head // values.group != columns[head // values.group][0].head:
@@ -137,7 +171,7 @@ def _tile(values, q: Rows, k: Rows, mask: Mask) -> list[list[int]]:
 def _attend(values, program: Program, op: p.Attend) -> None:
     q = _taken(values.read(program, op.q), "q", (op.q,))
     k = _keys(values, values.read(program, op.kv), (op.kv,))
-    met = _tile(values, q, k, op.mask)
+    met = _tile(values, op, q, k)
     for name in ("out", "lse"):
         made = [[Cell(name, cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
                 for both in zip(q, met, strict=True)]  # fmt: skip
@@ -156,7 +190,7 @@ def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
     side = values.first_of(program, op.sides)
     q = _side(values, side, op.sides)
     k = _keys(values, values.read(program, op.kv), (op.kv,))
-    met = _tile(values, q, k, op.mask)
+    met = _tile(values, op, q, k)
     dq = [[Cell("dq", cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
           for both in zip(q, met, strict=True)]  # fmt: skip
     values.write(program, op.dq, "dq", dq)
@@ -258,7 +292,8 @@ def bits(of: int) -> list[int]:
 
 
 APPLY: Mapping[type, Callable] = {
-    p.Copy: _copy, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks, p.Fill: _fill,
-    p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge, p.Add: _add,
+    p.Copy: _copy, p.Reorder: _reorder, p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
+    p.Fill: _fill, p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge,
+    p.Add: _add,
     p.Delta: _delta, p.StandIn: _stand_in,
 }  # fmt: skip

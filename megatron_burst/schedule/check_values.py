@@ -5,13 +5,14 @@ went into it, as a bit set: keys for results and gradients of queries, pairs of 
 gradients of keys. Rows are followed one by one, so few of them a rank say all.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
 from megatron_burst.schedule.check_links import Links
-from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.program import Home, Program, Ref
 
@@ -23,8 +24,8 @@ class Values:
         faults: of what was run.
     """
 
-    def __init__(self, layout: Layout, mask: Mask) -> None:
-        self.layout, self.mask = layout, mask
+    def __init__(self, layout: Layout, mask: Mask, boundaries: Sequence[int] = ()) -> None:
+        self.layout, self.mask, self.boundaries = layout, mask, boundaries
         self.faults: list[str] = []
         self.memory: dict[tuple, tuple[tuple, dict[str, Rows]]] = {}  # by rank and storage
         self.turn = 0
@@ -44,12 +45,23 @@ class Values:
         side, kv = first.buffers[own], first.buffers.get("kv") or first.buffers["dkv"]
         self.heads, self.heads_kv = side.fields[0].heads, kv.fields[0].heads
         size = first.topology.cp_size
-        held = [positions(self.layout, rank, size, side.rows) for rank in range(size)]
+        held = [self.held(rank, size, side.rows) for rank in range(size)]
         self.positions = [[place for span in spans for place in span] for spans in held]
         self.group, self.size = self.heads // self.heads_kv, size * side.rows
         for program in programs:
             for name in {own, "kv"} & program.buffers.keys():
                 self._lay_in(program, name)
+
+    def held(self, rank: int, size: int, rows: int) -> tuple[range, ...]:
+        """Positions of a rank's rows."""
+        if self.layout is not Layout.DOCUMENTS:
+            return positions(self.layout, rank, size, rows)
+        return places_in_documents((0, *self.boundaries, size * rows), rank, size)
+
+    def sample_order(self, size: int) -> list[int]:
+        """By position, the row where all ranks' lie one behind the other."""
+        places = [place for rank in range(size) for place in self.positions[rank]]
+        return sorted(range(len(places)), key=places.__getitem__)
 
     def _lay_in(self, program: Program, name: str) -> None:
         """What the caller gives; q and lse are given with k and v, or left by forward with them."""
@@ -68,14 +80,28 @@ class Values:
         if field in ("out", "lse", "dq"):
             return Cell(field, position, head, self.visible(position))
         if field in ("dk", "dv"):
-            hidden = position if self.mask is Mask.CAUSAL else 0
-            pairs = (1 << self.size * self.group) - (1 << hidden * self.group)
-            return Cell(field, position, head, pairs)
+            queries = (q for q in range(self.size) if self.visible(q) >> position & 1)
+            return Cell(field, position, head, sum(self.of_query(q) for q in queries))
         return Cell(field, position, head)
 
     def visible(self, position: int) -> int:
         """The keys that a query may see."""
-        return (1 << (position + 1 if self.mask is Mask.CAUSAL else self.size)) - 1
+        start, stop = self.document(position) if self.mask.documents else (0, self.size)
+        if self.mask.left is not None:
+            start = max(start, position - self.mask.left)
+        if self.mask.right is not None:
+            stop = min(stop, position + self.mask.right + 1)
+        return (1 << stop) - (1 << start)
+
+    def of_query(self, position: int) -> int:
+        """All query heads of a position, as they are counted in gradients of keys."""
+        return ((1 << self.group) - 1) << position * self.group
+
+    def document(self, position: int) -> tuple[int, int]:
+        """Where the document of a position begins and ends."""
+        index = bisect_right(self.boundaries, position)
+        edges = (0, *self.boundaries, self.size)
+        return edges[index], edges[index + 1]
 
     def _end(self) -> None:
         """Compare what the pass was to compute."""

@@ -216,7 +216,7 @@ class Outputs:
             name = f"{self._name} part {len(self._parts)}"
             into = (self._emitter.part(name, len(tile.q), self._fields),)
             self._parts.append((tile.q, *into))
-        self._emitter.emit(Attend(self._q.at(tile.q), kv.at(tile.kv), tile.mask, into))
+        self._emitter.emit(Attend(self._q.at(tile.q), kv.at(tile.kv), tile.mask, into, tile.places))
 
     def _at(self, rows: Span) -> tuple[Ref, ...]:
         return tuple(out.at(rows) for out in self._out)
@@ -269,7 +269,8 @@ class Gradients:
             self._parts.append((tile.q, dq))
         dkv = into or emitter.part(f"dkv {name}", len(tile.kv), self._dkv_fields)
         sides = tuple(side.at(tile.q) for side in self._sides)
-        emitter.emit(AttendBackward(sides, kv.at(tile.kv), tile.mask, dq, dkv))
+        keys = kv.at(tile.kv)
+        emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.places))
         return dkv
 
     def sums(self) -> list[Sum]:

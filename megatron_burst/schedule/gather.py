@@ -22,11 +22,12 @@ from megatron_burst.schedule.emitter import (
     dkv_fields,
     dq_fields,
     kv_fields,
+    sums_of,
     travelling_side_fields,
 )
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import Visitors, sums
-from megatron_burst.schedule.mask import Span, Tile
+from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.program import (
     Copy,
     Field,
@@ -45,6 +46,7 @@ def gather(spec: Spec) -> Program:
     Raises:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
+    check_mask(spec.mask, spec.layout, "gather", spec.topology.inter_size == 1)
     emitter = _Gather(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -299,25 +301,16 @@ class Shares:
         return found
 
     def sums(self, index: int) -> list[Sum]:
-        """What is to be summed of a step, for each piece held here."""
-        own, found = self._own.pop(index, []), []
-        for piece in self._plan.steps[index].keys:
-            if piece.holder != self._plan.cp_rank:
-                continue
-            parts = [
-                share.at(piece.rows.moved(-tile.kv.start))
-                for tile, share in own
-                if tile.kv.holds(piece.rows)
-            ]
-            shares = zip(self._plan.steps[index].tiles, self.of(index), strict=True)
-            parts += [
-                share.at(piece.whole.moved(-tile.kv.start))
-                for tile, share in shares
-                if tile.kv.holds(piece.whole)
-            ]
-            parts += [rows for _, leaf, rows in self._arrivals(index) if leaf.piece == piece]
-            found.append((piece.rows, tuple(parts)))
-        return found
+        """What is to be summed of a step, for all rows held here."""
+        step, mine = self._plan.steps[index], self._plan.cp_rank
+        parts = [(tile.kv, share) for tile, share in self._own.pop(index, [])]
+        for tile, share in zip(step.tiles, self.of(index), strict=True):
+            held = (piece.part(tile.kv) for piece in step.keys if piece.holder == mine)
+            parts += [(p.rows, share.at(p.whole.moved(-tile.kv.start))) for p in held if p]
+        parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
+        edges = (piece.rows for piece in step.keys if piece.holder == mine)
+        spans = cut((*edges, *(rows for rows, _ in parts)), self._emitter.spec.shape.tokens)
+        return sums_of(parts, spans)
 
 
 class KeySums:

@@ -1,7 +1,7 @@
 """The steps of a gather: what a rank needs of others for each, computes in it, and owes them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -92,7 +92,9 @@ def gather_steps(spec: Spec) -> GatherSteps:
     rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
     order = steps(topology.inter_size, len(rounds), spec.backward, spec.left)
     row, _ = topology.coord(cp_rank)
-    ranks, visits = topology.grid[row], node_visits(topology, row, spec.layout, spec.shape.tokens)
+    placed = spec.mask.windowed or spec.mask.documents
+    ranks = topology.grid[row]
+    visits = node_visits(topology, row, spec.layout, spec.shape.tokens, placed)
     tiling = Tiling(
         cp_rank, ranks, visits, order, spec.mask, spec.direction, spec.kernel.rectangular_causal,
         circulate,
@@ -130,9 +132,22 @@ def _reads(
     }
     for some, reads in alike.items():
         for rank in ranks:
-            pieces = {piece for met in some for piece in met.needed[rank]}
-            reads[rank] = tuple(sorted(pieces, key=lambda piece: piece.whole.start))
+            reads[rank] = _each_once(piece for met in some for piece in met.needed[rank])
     return tuple(alike[frozenset(some)] for some in users)
+
+
+def _each_once(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same rows in order, those of several pieces in one."""
+    found: list[Piece] = []
+    for piece in sorted(set(pieces), key=lambda piece: piece.whole.start):
+        if found and piece.whole.start < found[-1].whole.stop:
+            more = max(0, piece.whole.stop - found[-1].whole.stop)
+            rows, whole = found[-1].rows, found[-1].whole
+            longer = Span(rows.start, rows.stop + more), Span(whole.start, whole.stop + more)
+            found[-1] = replace(found[-1], rows=longer[0], whole=longer[1])
+        else:
+            found.append(piece)
+    return tuple(found)
 
 
 def _arriving_rows(met: Meeting, cp_rank: int) -> int:

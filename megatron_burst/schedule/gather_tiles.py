@@ -1,12 +1,19 @@
 """What ranks of a node that gathers compute in each step, and what one takes and gives for it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.inter_node import Step
-from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.pieces import Piece, Visit, sides, tiles_between
+from megatron_burst.schedule.mask import Mask, Places, Span, Tile, joined, meet
+from megatron_burst.schedule.pieces import (
+    Piece,
+    Visit,
+    runs,
+    sides,
+    tiles_between,
+    tiles_over,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +92,9 @@ class Tiling:
         for rank in self.ranks:
             of_rank = [(piece, before) for piece, before in queries if piece.holder == rank]
             if visit is here:
-                own = [piece for piece, _ in of_rank]
-                tiles[rank] = self._own_tiles(own, len(keys) == len(own), first, last)
+                tiles[rank] = self._own_tiles([piece for piece, _ in of_rank], first, last)
             else:
-                rows = [(piece.rows, before) for piece, before in of_rank]
+                rows = [(piece.rows, piece, before) for piece, before in of_rank]
                 tiles[rank] = (), tiles_between(rows, keys, self.mask), ()
         gathered = {rank: over for rank, (_, over, _) in tiles.items()}
         held = tuple(piece for piece in keys if piece.holder == self.cp_rank)
@@ -102,13 +108,17 @@ class Tiling:
         )
 
     def _own_tiles(
-        self, queries: Sequence[Piece], alone: bool, first: bool, last: bool
+        self, queries: Sequence[Piece], first: bool, last: bool
     ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
         """Tiles of a rank with its own node's keys: before they are there, over and after them."""
-        if self.mask is Mask.FULL or alone:
-            every = Span(0, queries[-1].rows.stop), Span(0, self.visits[0].pieces[-1].whole.stop)
-            return (), (Tile(*every, self.mask),), ()
-        diagonal = tuple(Tile(piece.rows, piece.rows, Mask.CAUSAL) for piece in queries)
+        keys = self.visits[0].pieces
+        if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
+            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
+            places = (_places(queries), _places(keys)) if self.mask.documents else None
+            return (), (Tile(*every, self.mask, places),), ()
+        if self.mask.windowed and self.mask.documents:  # a document ends anywhere in a piece
+            return (), self._over(queries, lambda piece: keys), ()
+        diagonal = tuple(self._diagonal(piece) for piece in queries)
         before = diagonal if first else ()
         after = diagonal if last and self.direction is Direction.BACKWARD else ()
         if after and (before or len(self.visits) > 1):
@@ -116,44 +126,77 @@ class Tiling:
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:
-            return before, _earlier(queries), after
-        return (), _all_visible(queries, self.rectangular_causal), ()
+            return before, self._others(queries), after
+        if self.rectangular_causal or self.mask.windowed:
+            return (), self._over(queries, lambda piece: keys), ()
+        diagonal = tuple(
+            replace(tile, kv=p.whole) for tile, p in zip(diagonal, queries, strict=True)
+        )
+        return (), (*diagonal, *self._others(queries)), ()
+
+    def _diagonal(self, piece: Piece) -> Tile:
+        """A piece's queries over its own keys, in the shard."""
+        places = range(piece.place, piece.place + len(piece.rows))
+        tile = meet(places, places, self.mask)
+        assert tile
+        return replace(tile, q=piece.rows, kv=piece.rows)
+
+    def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
+        """Tiles over the gathered keys before and behind each piece."""
+        every = self.visits[0].pieces
+        before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
+        if self.mask.right == 0:
+            return before
+        behind = self._over(queries, lambda p: [k for k in every if k.whole.start >= p.whole.stop])
+        return (*before, *behind)
+
+    def _over(
+        self, queries: Sequence[Piece], keys_of: Callable[[Piece], Sequence[Piece]]
+    ) -> tuple[Tile, ...]:
+        """Tiles of queries over some of the gathered keys."""
+        if self.mask.windowed or self.mask.documents:
+            return joined(t for p in queries for t in tiles_over(p.rows, p, keys_of(p), self.mask))
+        prefixes = ((p, [key for key in keys_of(p) if key.whole.start <= p.whole.start])
+                    for p in queries)  # fmt: skip
+        return tuple(
+            Tile(p.rows, Span(0, keys[-1].whole.stop),
+                 Mask.CAUSAL if keys[-1] == p else Mask.FULL)
+            for p, keys in prefixes if keys
+        )  # fmt: skip
 
 
-def _earlier(queries: Sequence[Piece]) -> tuple[Tile, ...]:
-    """Tiles over the gathered keys before each piece."""
-    return tuple(
-        Tile(piece.rows, Span(0, piece.whole.start), Mask.FULL)
-        for piece in queries
-        if piece.whole.start
-    )
+def _places(pieces: Sequence[Piece]) -> Places:
+    return tuple(at for at, _ in runs(pieces))
 
 
-def _all_visible(queries: Sequence[Piece], rectangular_causal: bool) -> tuple[Tile, ...]:
-    """Tiles of a rank's queries over all gathered keys that they may see, its own included."""
-    if rectangular_causal:
-        return tuple(Tile(p.rows, Span(0, p.whole.stop), Mask.CAUSAL) for p in queries)
-    diagonal = [Tile(p.rows, p.whole, Mask.CAUSAL) for p in queries]
-    return (*diagonal, *_earlier(queries))
+def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterator[Piece]:
+    """Other ranks' rows that a rank's tiles read: neither all pieces nor all of each."""
+    for piece in keys:
+        if piece.holder == cp_rank:
+            continue
+        parts = [part for tile in tiles if (part := piece.part(tile.kv))]
+        for start, stop in _union((part.whole.start, part.whole.stop) for part in parts):
+            part = piece.part(Span(start, stop))
+            assert part
+            yield part
 
 
-def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterable[Piece]:
-    """Other ranks' pieces that a rank's tiles read: under a causal mask not all of them."""
-    return (
-        piece
-        for piece in keys
-        if piece.holder != cp_rank and any(tile.kv.holds(piece.whole) for tile in tiles)
-    )
+def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows, each once."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
-    """Which rows of a rank's shares belong to which piece of another rank."""
+    """Which rows of a rank's shares belong to which rows of another rank."""
     leaves, start = [], 0
     for tile in tiles:
-        leaves += [
-            Leaf(piece.whole.moved(start - tile.kv.start), piece)
-            for piece in keys
-            if piece.holder != cp_rank and tile.kv.holds(piece.whole)
-        ]
+        parts = (piece.part(tile.kv) for piece in keys if piece.holder != cp_rank)
+        leaves += [Leaf(p.whole.moved(start - tile.kv.start), p) for p in parts if p]
         start += len(tile.kv)
     return tuple(leaves)

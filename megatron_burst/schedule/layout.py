@@ -1,30 +1,34 @@
 """Which positions of the sequence a rank holds."""
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 
 from megatron_burst.errors import BurstError
 from megatron_burst.units import nearest_multiples
 
 
 class Layout(StrEnum):
-    """How the tokens of a sequence are dealt out over the ranks of a context-parallel group."""
+    """How the tokens of a sequence are sharded over the ranks of a context-parallel group."""
 
     ZIGZAG = "zigzag"  # rank r holds chunks r and 2P-1-r of 2P: Megatron-Core's layout
     CONTIGUOUS = "contiguous"  # rank r holds chunk r of P
     STRIPED = "striped"  # rank r holds positions r, r+P, r+2P, ...
+    DOCUMENTS = "zigzag-documents"  # rank r holds chunks r and 2P-1-r of each document
 
 
 def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[range, ...]:
     """Positions in the whole sequence of a rank's rows, in the order of the rows.
 
     Args:
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded; not DOCUMENTS, which `places_in_documents` tells.
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         tokens: rows on each rank.
 
     Raises:
         BurstError: if the layout cannot hold that many rows.
+        ValueError: for DOCUMENTS.
     """
     check_tokens(layout, cp_size, tokens)
     if cp_size == 1:
@@ -38,6 +42,25 @@ def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[
             return (range(cp_rank * tokens, (cp_rank + 1) * tokens),)
         case Layout.STRIPED:
             return (range(cp_rank, cp_size * tokens, cp_size),)
+        case Layout.DOCUMENTS:
+            raise ValueError("only a run knows where documents begin")
+
+
+def places_in_documents(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[range, ...]:
+    """The same for DOCUMENTS.
+
+    Args:
+        boundaries: where documents begin and the last one ends; each is a multiple of 2 * cp_size
+            long.
+        cp_rank: rank in the context-parallel group.
+        cp_size: size of that group.
+    """
+    found = []
+    for start, stop in pairwise(boundaries):
+        chunk = (stop - start) // (2 * cp_size)
+        numbers = (cp_rank, 2 * cp_size - 1 - cp_rank)
+        found += [range(start + n * chunk, start + (n + 1) * chunk) for n in numbers]
+    return tuple(found)
 
 
 def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
@@ -52,7 +75,7 @@ def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
             "burst attention: a rank must hold at least one token, because an empty shard has "
             f"nothing to attend to; got {tokens} tokens on a rank; pass a longer sequence"
         )
-    if layout is Layout.ZIGZAG and cp_size > 1 and tokens % 2:
+    if layout in (Layout.ZIGZAG, Layout.DOCUMENTS) and cp_size > 1 and tokens % 2:
         raise BurstError(
             "burst attention: the number of tokens on a rank must be a multiple of 2, because "
             f"zigzag holds two chunks on each; got {tokens} tokens on a rank and context parallel "

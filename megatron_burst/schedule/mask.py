@@ -1,18 +1,98 @@
-"""Masks as data: which tiles of (query shard, key shard) are alive."""
+"""Masks as data: which keys a query may see, and the tiles that queries and keys make."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
+from typing import ClassVar
 
-from megatron_burst.schedule.layout import Layout, check_tokens
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.layout import Layout, positions
+
+Places = tuple[range, ...]  # positions in the sequence of rows that lie one behind the other
 
 
-class Mask(StrEnum):
-    """Which keys a query may see."""
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys a query may see: a band of positions around its own.
 
-    FULL = "full"
-    CAUSAL = "causal"
+    Of a tile, the same relative to its corner: the last query row and the last key row stand at
+    one position.
+
+    Attributes:
+        left: how many positions before its own; None: all.
+        right: how many behind it; None: all.
+        documents: whether keys of the query's own document alone; where documents begin is told
+            when the call runs, so that one program serves all samples.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    documents: bool = False
+
+    FULL: ClassVar["Mask"]
+    CAUSAL: ClassVar["Mask"]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees its own key and all before it, of its document if there are any."""
+        return self.left is None and self.right == 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it sees all, of its document if there are any."""
+        return self.left is None and self.right is None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether it is neither."""
+        return not (self.causal or self.full)
+
+    def __str__(self) -> str:
+        word = "causal" if self.causal else "full"
+        if self.windowed:
+            word = f"window {_or_all(self.left)}/{_or_all(self.right)}"
+        return f"{word} in documents" if self.documents else word
+
+
+Mask.FULL, Mask.CAUSAL = Mask(), Mask(right=0)
+
+
+def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
+    """Refuse what a mode cannot do.
+
+    Args:
+        mask: of the sequence.
+        layout: of the tokens.
+        mode: "ring", "gather" or "a2a".
+        one_call: whether a kernel sees all keys of a query in one call.
+
+    Raises:
+        BurstError: for documents in a layout whose shards do not have their rows in a row; for
+            windows in documents where a kernel does not see where these end.
+    """
+    if layout is Layout.DOCUMENTS and not (mode == "a2a" and one_call):
+        raise BurstError(
+            "burst attention: documents that are sharded each for itself come together in the "
+            f"order of the sample by an all-to-all; got layout {layout} with intra={mode}; pass "
+            "intra='a2a' (--burst-intra a2a), on several nodes inter='a2a' (--burst-inter a2a)"
+        )
+    if not mask.documents:
+        return
+    if layout is Layout.STRIPED:
+        raise BurstError(
+            "burst attention: packed documents must lie in chunks, because a kernel's segments are "
+            "neighbouring rows; got layout striped; shard the tokens in zigzag or contiguous"
+        )
+    if mask.windowed and not (one_call and (mask.right == 0 or mode == "a2a")):
+        raise BurstError(
+            "burst attention: windows in documents need all keys of a query in one kernel call, "
+            f"because documents may end inside of a tile; got {mask} with intra={mode}; pass "
+            "intra='a2a' (--burst-intra a2a), on several nodes inter='a2a' (--burst-inter a2a)"
+        )
+
+
+def _or_all(bound: int | None) -> str:
+    return "all" if bound is None else f"{bound}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +109,11 @@ class Span:
         """Whether all of the other's rows are among these."""
         return self.start <= other.start and other.stop <= self.stop
 
+    def both(self, other: "Span") -> "Span | None":
+        """The rows of both, if there are any."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
     def moved(self, by: int) -> "Span":
         """As many rows, further on."""
         return Span(self.start + by, self.stop + by)
@@ -44,18 +129,37 @@ class Tile:
 
     In a causal tile the last query row sees every key row, the one before it all but the last key
     row, and so on; it has at least as many key rows as query rows.
+
+    Attributes:
+        q: query rows.
+        kv: key rows.
+        mask: relative to the last row of both.
+        places: positions of its query rows and of its key rows, where documents are told apart by
+            them.
     """
 
     q: Span
     kv: Span
     mask: Mask
+    places: tuple[Places, Places] | None = None
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that the tile computes."""
-        if self.mask is Mask.CAUSAL:
-            return len(self.q) * (2 * len(self.kv) - len(self.q) + 1) // 2
-        return len(self.q) * len(self.kv)
+        """Number of (query, key) pairs that the tile computes, if all is one document."""
+        num_q, num_kv = len(self.q), len(self.kv)
+        stop = num_kv if self.mask.right is None else num_kv - num_q + self.mask.right + 1
+        seen = num_q * num_kv if self.mask.right is None else _below(num_q, num_kv, stop)
+        if self.mask.left is None:
+            return seen
+        return seen - _below(num_q, num_kv, num_kv - num_q - self.mask.left)
+
+
+def _below(rows: int, most: int, first: int) -> int:
+    """Sum over `rows` of `first`, `first` + 1, ..., each at least 0 and at most `most`."""
+    start = min(max(0, -first), rows)
+    full = min(max(start, most - first), rows)
+    count = full - start
+    return count * (first + start) + count * (count - 1) // 2 + (rows - full) * most
 
 
 def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
@@ -66,9 +170,35 @@ def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
 
 def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
     """Whether no other of the tiles has any of its query rows."""
-    return not any(
-        tile is not other and tile.q.start < other.q.stop and other.q.start < tile.q.stop
-        for other in tiles
+    return not any(tile is not other and tile.q.both(other.q) for other in tiles)
+
+
+def meet(q: range, kv: range, mask: Mask) -> Tile | None:
+    """What queries and keys at these positions compute: the rows of both that meet any of the
+    other, counted from the first of each.
+
+    Args:
+        q: positions of the queries.
+        kv: of the keys; in steps as large.
+        mask: by position.
+    """
+    away, step = q.start - kv.start, q.step
+    # key row j is seen by query row i if low <= j - i <= high
+    high = len(kv) if mask.right is None else (mask.right + away) // step
+    low = -len(q) if mask.left is None else -((mask.left - away) // step)
+    rows = Span(max(0, -high), min(len(q), len(kv) - low))
+    keys = Span(max(0, low), min(len(kv), len(q) + high))
+    if rows.start >= rows.stop or keys.start >= keys.stop or low > high:
+        return None
+    corner = keys.stop - rows.stop
+    right, left = high - corner, corner - low
+    near = Mask(
+        None if mask.left is None or left >= len(keys) - 1 else left,
+        None if mask.right is None or right >= max(1, len(rows) - 1) else right,
+        mask.documents,
+    )
+    return Tile(
+        rows, keys, near, (((q[rows.slice],), (kv[keys.slice],)) if mask.documents else None)
     )
 
 
@@ -78,7 +208,7 @@ def tiles(
     """The live tiles of one rank's queries against one rank's keys.
 
     Args:
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded.
         mask: which keys a query may see, by position in the whole sequence.
         q_owner: cp rank whose queries are meant.
         kv_owner: cp rank whose keys are meant.
@@ -88,22 +218,52 @@ def tiles(
     Raises:
         BurstError: if the layout cannot hold that many rows.
     """
-    check_tokens(layout, cp_size, tokens)
-    every = Span(0, tokens)
-    if mask is Mask.FULL:
-        return (Tile(every, every, Mask.FULL),)
-    if q_owner == kv_owner:  # in all layouts the rows of a shard are in the order of positions
-        return (Tile(every, every, Mask.CAUSAL),)
-    earlier = kv_owner < q_owner
-    match layout:
-        case Layout.ZIGZAG:  # all of an earlier rank's late chunk lies ahead of all our rows
-            half = tokens // 2
-            if earlier:
-                return (Tile(every, Span(0, half), Mask.FULL),)
-            return (Tile(Span(half, tokens), every, Mask.FULL),)
-        case Layout.CONTIGUOUS:
-            return (Tile(every, every, Mask.FULL),) if earlier else ()
-        case Layout.STRIPED:  # equal row numbers: visible from an earlier rank, hidden from a later
-            if earlier:
-                return (Tile(every, every, Mask.CAUSAL),)
-            return (Tile(Span(1, tokens), Span(0, tokens - 1), Mask.CAUSAL),) if tokens > 1 else ()
+    q, kv = (positions(layout, owner, cp_size, tokens) for owner in (q_owner, kv_owner))
+    if mask.full or (mask.causal and q_owner == kv_owner):
+        # in all layouts the rows of a shard are in the order of positions
+        every = Span(0, tokens)
+        return (Tile(every, every, mask, (q, kv) if mask.documents else None),)
+    return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
+
+
+def _in_shard(places: Places) -> Iterator[tuple[int, range]]:
+    """Each range with the row of the shard that it begins at."""
+    row = 0
+    for some in places:
+        yield row, some
+        row += len(some)
+
+
+def _over(row: int, q: range, kv: Places, mask: Mask) -> Iterator[Tile]:
+    """Tiles of queries from a row of a shard on over all keys of a shard."""
+    for key_row, some in _in_shard(kv):
+        if found := meet(q, some, mask):
+            rows, keys = found.q.moved(row), found.kv.moved(key_row)
+            yield Tile(rows, keys, found.mask, found.places)
+
+
+def joined(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
+    """The same with full tiles that are neighbours in one."""
+    found: list[Tile] = []
+    for tile in tiles:
+        while found and (both := _as_one(found[-1], tile)):
+            tile = both
+            found.pop()
+        found.append(tile)
+    return tuple(found)
+
+
+def _as_one(one: Tile, other: Tile) -> Tile | None:
+    """Two full tiles as one, if the other goes on where the one ends."""
+    if not (one.mask.full and other.mask.full):
+        return None
+    q, kv, places = one.q, one.kv, one.places
+    if q == other.q and kv.stop == other.kv.start:
+        kv = Span(kv.start, other.kv.stop)
+        places = places and other.places and (places[0], places[1] + other.places[1])
+    elif kv == other.kv and q.stop == other.q.start:
+        q = Span(q.start, other.q.stop)
+        places = places and other.places and (places[0] + other.places[0], places[1])
+    else:
+        return None
+    return Tile(q, kv, one.mask, places)

@@ -1,14 +1,14 @@
 """Pieces of shards in the order of the sequence, and the tiles between two sets of them."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import Layout, positions
-from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.mask import Mask, Span, Tile, joined, meet
 from megatron_burst.schedule.topology import Topology
 
 
@@ -20,11 +20,21 @@ class Piece:
         holder: cp rank that has them while they are worked on.
         rows: in the shard.
         whole: among all rows of the shards of a node, in the order of the sequence.
+        place: position of the first of them in the sequence.
     """
 
     holder: int
     rows: Span
     whole: Span
+    place: int = 0
+
+    def part(self, whole: Span) -> "Piece | None":
+        """Those of its rows that are among these of the whole, if there are any."""
+        if not (both := self.whole.both(whole)):
+            return None
+        by = self.rows.start - self.whole.start
+        place = self.place + both.start - self.whole.start
+        return replace(self, rows=both.moved(by), whole=both, place=place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +53,9 @@ class Visit:
 
 
 @lru_cache(maxsize=1024)
-def node_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tuple[Visit, ...]:
+def node_visits(
+    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
+) -> tuple[Visit, ...]:
     """What the ranks of a node work with, by how many nodes it has come; first their own shards.
 
     Visits that are alike are one object: in zigzag, where nodes have neighbouring ranks, one of all
@@ -52,8 +64,9 @@ def node_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tu
     Args:
         topology: of the group.
         row: of the node.
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded.
         tokens: rows on each rank.
+        placed: whether positions matter, beside their order: then no two visits are alike.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -62,7 +75,7 @@ def node_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tu
         raise BurstError(
             "burst attention: gathered keys must lie in the order of the sequence, because a "
             "query then sees one range of them; got layout striped; pass intra='ring' "
-            "(--burst-intra ring), or deal tokens out in zigzag"
+            "(--burst-intra ring), or shard the tokens in zigzag"
         )
     alike: dict[tuple, Visit] = {}
     visits, own = [], None
@@ -77,20 +90,22 @@ def node_visits(topology: Topology, row: int, layout: Layout, tokens: int) -> tu
         own = own or starts
         before = tuple(bisect_left(starts, start) for start in own)
         after = tuple(bisect_left(own, start) for start in starts)
-        kind = holders, numbers, before, after
+        kind = holders, numbers, before, after, starts if placed else ()
         if kind not in alike:
             size = tokens * topology.intra_size // len(holders)
-            alike[kind] = Visit(_pieces(holders, numbers, size), before, after)
+            alike[kind] = Visit(_pieces(holders, numbers, starts, size), before, after)
         visits.append(alike[kind])
     return tuple(visits)
 
 
-def _pieces(holders: Sequence[int], numbers: Sequence[int], size: int) -> tuple[Piece, ...]:
+def _pieces(
+    holders: Sequence[int], numbers: Sequence[int], starts: Sequence[int], size: int
+) -> tuple[Piece, ...]:
     """Pieces one behind the other; `numbers`: the how manieth of its holder's rows each is."""
-    every = enumerate(zip(holders, numbers, strict=True))
+    every = enumerate(zip(holders, numbers, starts, strict=True))
     return tuple(
-        Piece(holder, Span(number * size, (number + 1) * size), Span(i * size, (i + 1) * size))
-        for i, (holder, number) in every
+        Piece(holder, Span(n * size, (n + 1) * size), Span(i * size, (i + 1) * size), place)
+        for i, (holder, n, place) in every
     )
 
 
@@ -110,21 +125,58 @@ def sides(
 
 
 def tiles_between(
-    queries: Sequence[tuple[Span, int]], keys: Sequence[Piece], mask: Mask
+    queries: Sequence[tuple[Span, Piece, int]], keys: Sequence[Piece], mask: Mask
 ) -> tuple[Tile, ...]:
-    """Tiles of query rows over the keys of another node: each sees the keys before it, a prefix.
+    """Tiles of query rows over the keys of another node.
 
     Args:
-        queries: rows of the query tensor, in order, and how many pieces of keys come before them.
+        queries: rows of the query tensor, in order, the piece that they are, and how many pieces of
+            keys come before them.
         keys: of the other node; no query lies among the rows of a piece.
         mask: which keys a query may see.
     """
+    if mask.windowed or mask.documents:
+        return joined(
+            tile for rows, piece, _ in queries for tile in tiles_over(rows, piece, keys, mask)
+        )
     found: list[tuple[Span, int]] = []
-    for rows, before in queries:
-        seen = len(keys) if mask is Mask.FULL else before
+    for rows, _, before in queries:
+        seen = len(keys) if mask.full else before
         stop = keys[seen - 1].whole.stop if seen else 0
         if found and found[-1][1] == stop and found[-1][0].stop == rows.start:
             found[-1] = Span(found[-1][0].start, rows.stop), stop
         else:
             found.append((rows, stop))
     return tuple(Tile(rows, Span(0, stop), Mask.FULL) for rows, stop in found if stop)
+
+
+def tiles_over(rows: Span, queries: Piece, keys: Iterable[Piece], mask: Mask) -> Iterator[Tile]:
+    """Tiles of a piece's queries over keys, whose rows are counted in the whole.
+
+    Args:
+        rows: of the query tensor.
+        queries: the piece that they are.
+        keys: in the order of the sequence.
+        mask: by position.
+    """
+    places = range(queries.place, queries.place + len(rows))
+    for keys_at, whole in runs(keys):
+        if tile := meet(places, keys_at, mask):
+            by = rows.start, whole
+            yield Tile(tile.q.moved(by[0]), tile.kv.moved(by[1]), tile.mask, tile.places)
+
+
+def runs(pieces: Iterable[Piece]) -> list[tuple[range, int]]:
+    """Neighbouring pieces as one: their positions, and their first row in the whole."""
+    found: list[tuple[range, int]] = []
+    for piece in pieces:
+        stop = piece.place + len(piece.rows)
+        if found and (found[-1][0].stop, _stop(found[-1])) == (piece.place, piece.whole.start):
+            found[-1] = range(found[-1][0].start, stop), found[-1][1]
+        else:
+            found.append((range(piece.place, stop), piece.whole.start))
+    return found
+
+
+def _stop(run: tuple[range, int]) -> int:
+    return run[1] + len(run[0])

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 
 from megatron_burst.schedule.call import Cargo, Direction
-from megatron_burst.schedule.mask import Mask, Span
+from megatron_burst.schedule.mask import Mask, Places, Span
 from megatron_burst.schedule.topology import Link, Topology
 
 
@@ -125,6 +125,20 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Reorder:
+    """Rows of all ranks one behind the other, put into the order of the sample; `back`: the way
+    back. Where each rank has chunks of every document, only the run knows that order."""
+
+    source: Ref
+    target: Ref
+    back: bool = False
+    stream: Stream = Stream.COMPUTE
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+@dataclass(frozen=True, slots=True)
 class ToRanks:
     """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one."""
 
@@ -164,12 +178,13 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Attend:
     """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers."""
+    two buffers; `places` as in `mask.Tile`."""
 
     q: Ref
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
+    places: tuple[Places, Places] | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.q, self.kv))
@@ -185,6 +200,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
+    places: tuple[Places, Places] | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))
@@ -286,6 +302,7 @@ class Transfer:
 
 Op = (
     Copy
+    | Reorder
     | ToRanks
     | FromRanks
     | Fill

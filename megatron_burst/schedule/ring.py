@@ -23,7 +23,7 @@ from megatron_burst.schedule.emitter import (
     out_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.mask import Tile, tiles
+from megatron_burst.schedule.mask import Tile, check_mask, tiles
 from megatron_burst.schedule.program import (
     Add,
     Attend,
@@ -47,6 +47,7 @@ def ring(spec: Spec) -> Program:
     """
     if spec.topology.cp_size == 1:
         return _alone(spec)
+    check_mask(spec.mask, spec.layout, "ring", one_call=False)
     emitter = _Ring(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -74,7 +75,8 @@ class _Ring(Emitter):
             for number, tile in enumerate(self.tiles_of(step)):
                 fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
                 part = self.part(f"part {step}.{number}", len(tile.q), fields)
-                self.emit(Attend(Ref("q").at(tile.q), kv.at(tile.kv), tile.mask, (part,)))
+                q, keys = Ref("q").at(tile.q), kv.at(tile.kv)
+                self.emit(Attend(q, keys, tile.mask, (part,), tile.places))
                 self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
 
     def backward(self) -> None:
@@ -105,7 +107,8 @@ class _Ring(Emitter):
             fields = dkv_fields(shape.heads_kv, shape, dtype)
             dkv = self.part(f"dkv {name}", len(tile.kv), fields)
             rows = tuple(side.at(tile.q) for side in sides)
-            self.emit(AttendBackward(rows, kv.at(tile.kv), tile.mask, dq, dkv))
+            keys = kv.at(tile.kv)
+            self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.places))
             stays = Ref("dq").at(tile.q) if self.keys_travel else Ref("dkv").at(tile.kv)
             self.emit(Add((stays, dq if self.keys_travel else dkv), stays))
             shares.append((tile, dkv if self.keys_travel else dq))
@@ -227,8 +230,11 @@ def _alone(spec: Spec) -> Program:
     for name in names:
         made = emitter.buffers[name]
         emitter.buffer(name, Home.PART, made.rows, made.fields)
+    (tile,) = tiles(spec.layout, spec.mask, 0, 0, 1, spec.shape.tokens)
+    kv = Ref("kv")
     if spec.backward:
-        emitter.emit(AttendBackward((Ref("side"),), Ref("kv"), spec.mask, Ref("dq"), Ref("dkv")))
+        side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")
+        emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.places))
     else:
-        emitter.emit(Attend(Ref("q"), Ref("kv"), spec.mask, (Ref("out"),)))
+        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.places))
     return emitter.program()

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 
+from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.setup import attention_shape
@@ -19,22 +20,22 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Dtype, Home
 from tests.attention.simulated import run_simulated
-from tests.oracle import full_attention, rows_of
+from tests.oracle import full_attention, rows_of, seen_by
 
 _ONE_AT_A_TIME = Lock()  # ranks are threads, and a patch of one would outlast that of another
 
 
-def problem(cp_size, tokens, heads, dims, seed):
+def problem(cp_size, tokens, heads, dims, seed, batch=2):
     """Whole-sequence q, k, v and the gradient of the output, float64."""
     generator = torch.Generator().manual_seed(seed)
     s = cp_size * tokens
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
-    return [torch.randn(2, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
+    return [torch.randn(batch, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-def truth(q, k, v, dout, causal, scale):
+def truth(q, k, v, dout, mask, scale, edges=()):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = full_attention(*leaves, causal, scale)
+    out = full_attention(*leaves, False, scale, seen_by(mask, edges, q.shape[1]))
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -52,6 +53,7 @@ class Way:
     backend: str = "reference"
     scale: float = 0.5
     pulls: bool | str = False  # "one slot": as if slots were large
+    edges: tuple[int, ...] = ()  # where documents begin, and where the last one ends
 
 
 class Passes:
@@ -74,6 +76,11 @@ class Passes:
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
         with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
             self.programs = [MODES[way.mode](one) for one in (spec, back)]
+        self.documents = None
+        if way.edges:
+            sample = Sample(torch.tensor(way.edges, dtype=torch.int32), None, None)
+            sizes = q.shape[1], topology.cp_size
+            self.documents = Documents(sample, sizes, way.layout, q.device)
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False)
             for program in self.programs
@@ -81,7 +88,7 @@ class Passes:
 
     def forward(self, q, k, v):
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return self.executors[0].run(given | self._outputs(q, 0))
+        return self.executors[0].run(given | self._outputs(q, 0), documents=self.documents)
 
     def _outputs(self, like, index):
         """With rows outermost in memory if they are in the inputs."""
@@ -104,7 +111,7 @@ class Passes:
         side = {"q": q, "dout": dout, "out": out, "lse": lse}
         given = {"side": side, "kv": {"k": k, "v": v}} | self._outputs(q, 1)
         left_before = {name: x.clone() for name, x in run.left.items()}
-        found = self.executors[1].run(given, run.left).fields
+        found = self.executors[1].run(given, run.left, self.documents).fields
         assert all(torch.equal(run.left[name], x) for name, x in left_before.items())
         return [out, found["dq"]["dq"], found["dkv"]["dk"], found["dkv"]["dv"]]
 
@@ -115,7 +122,8 @@ def run_engine(topology, tensors, way, seed=0):
     tokens = tensors[0].shape[1] // size
 
     def one(rank, carrier):
-        shard = [x[:, rows_of(way.layout, rank, size, tokens)] for x in tensors]
+        rows = rows_of(way.layout, rank, size, tokens, way.edges)
+        shard = [x[:, rows] for x in tensors]
         passes = Passes(way, topology, shard, carrier)
         q, k, v, dout = shard
         passes.forward(q, -k, -v)  # neither call may see or spoil the other's keys
@@ -130,8 +138,8 @@ def run_engine(topology, tensors, way, seed=0):
 
 def assert_exact(topology, tensors, way, seed=0):
     size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
-    expected = truth(*tensors, way.mask is Mask.CAUSAL, way.scale)
+    expected = truth(*tensors, way.mask, way.scale, way.edges)
     for rank, results in enumerate(run_engine(topology, tensors, way, seed)):
-        rows = rows_of(way.layout, rank, size, tokens)
+        rows = rows_of(way.layout, rank, size, tokens, way.edges)
         for result, whole in zip(results, expected, strict=True):
             assert (result - whole[:, rows]).abs().max() <= 1e-12

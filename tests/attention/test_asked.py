@@ -125,7 +125,7 @@ CALLS = {  # nodes, options of a call on the CPU, words of its refusal
     "a rank's heads": (1, {"intra": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
     "of all ranks": (2, {"inter": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
     "what does not": (2, {"inter": "a2a", "circulate": "kv"}, "circulate must come with a ring"),
-    "inputs of layers": (1, {"keep_offload_inputs": True}, "offload_inputs must be settled by"),
+    "inputs of layers": (1, {"keep_offload": "inputs"}, "keep_offload must be resolved by"),
     "half": (2, {"keep": "half", "resend": "never"}, "resend=never must come with keys that are"),
 }  # fmt: skip
 

@@ -158,5 +158,5 @@ def test_calls_wait_as_long_as_their_group_unless_told(given, seconds):
 
 
 def waits(rank, given):
-    call(4, config=BurstConfig(timeout_s=given))
+    call(4, config=BurstConfig.of(timeout_s=given))
     return state_of(dist.group.WORLD, given).board.timeout_s

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
-from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention
 from tests.ranks import run_ranks
+from tests.schedule.cases import LAYOUTS
 
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # what one rank has no use for is no error
@@ -48,7 +48,7 @@ def run_cases(rank):
     store, tensors, found = dist.distributed_c10d._get_default_store(), whole_sequence(), {}
     before = store.num_keys(), len(dist.distributed_c10d._world.pg_names)
     kernel = backends()["torch-cpu"]
-    for name, layout, causal in product(CONFIGS, Layout, (True, False)):
+    for name, layout, causal in product(CONFIGS, LAYOUTS, (True, False)):
         config = CONFIGS[name]
 
         def attend(q, k, v, layout=layout, causal=causal, config=config):
@@ -73,7 +73,7 @@ def run_cases(rank):
 
 def test_it_is_the_kernel_alone_and_exact_for_any_length():
     ((found, before, after),) = run_ranks(run_cases, 1)
-    assert len(found) == len(CONFIGS) * len(Layout) * 2 and before == after
+    assert len(found) == len(CONFIGS) * len(LAYOUTS) * 2 and before == after
     for (name, _, causal), (error, calls) in found.items():
         assert error <= 1e-12, (name, error)
         if CONFIGS[name].keep == "none":

@@ -35,7 +35,7 @@ CASES = {  # what differs from a good call, and words of the sentence
     "scale": ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite.*got -0.5"),
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
-    "format": ({"qkv_format": "thd"}, "qkv_format must be bshd or sbhd.*got 'thd'"),
+    "format": ({"qkv_format": "dth"}, "qkv_format must be bshd, sbhd or thd.*got 'dth'"),
     "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
         {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},
@@ -73,8 +73,8 @@ def test_each_misfit_is_one_sentence_on_every_rank():
 
 def odd_one_out(rank, change):
     """A good call, then one in which rank 1 alone differs."""
-    burst_attention(*default_call().values(), config=BurstConfig(timeout_s=20))
-    call = default_call() | {"config": BurstConfig(timeout_s=20)}
+    burst_attention(*default_call().values(), config=BurstConfig.of(timeout_s=20))
+    call = default_call() | {"config": BurstConfig.of(timeout_s=20)}
     call |= change if rank == 1 else {"causal": False}
     try:
         burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
@@ -104,7 +104,7 @@ def test_a_rank_with_other_shapes_or_options_is_named_on_all_ranks(change, words
 
 def late_odd_one(rank, change):
     """All have agreed on a call; then rank 1 alone makes another and the others do not."""
-    config = BurstConfig(timeout_s=60)
+    config = BurstConfig.of(timeout_s=60)
     burst_attention(*default_call().values(), config=config)
     tensors = [shard(**change)] * 3 if rank == 1 else default_call().values()
     with pytest.raises(DisagreementError) as error:

@@ -21,13 +21,14 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
+from tests.schedule.cases import LAYOUTS, MASKS
 
 DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
 
 
 @st.composite
 def cases(draw):
-    layout = draw(st.sampled_from(list(Layout)))
+    layout = draw(st.sampled_from(LAYOUTS))
     nodes, ranks = draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
     tokens = draw(st.integers(1, 5)) * (2 if layout is Layout.ZIGZAG else 1)
     heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
@@ -35,7 +36,7 @@ def cases(draw):
         "ring",
         draw(st.sampled_from(list(Circulate))),
         layout=layout,
-        mask=draw(st.sampled_from(list(Mask))),
+        mask=draw(st.sampled_from(MASKS)),
         backend=draw(st.sampled_from(["reference", "torch-cpu"])),
         scale=draw(st.sampled_from([0.5, 1.3])),
     )
@@ -83,7 +84,7 @@ def gather_cases(draw):
     way = Way(
         "gather", circulate, draw(st.integers(1, heads[1])), rectangular, left,
         draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        draw(st.sampled_from(list(Mask))), backend, pulls=draw(pulls(nodes)),
+        draw(st.sampled_from(MASKS)), backend, pulls=draw(pulls(nodes)),
     )  # fmt: skip
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
@@ -104,7 +105,7 @@ def a2a_cases(draw):
     way = Way(
         "a2a", draw(st.sampled_from(list(Circulate))), draw(st.integers(1, per_rank)),
         left=draw(st.booleans()), layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        mask=draw(st.sampled_from(list(Mask))),
+        mask=draw(st.sampled_from(MASKS)),
         backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(nodes)),
     )  # fmt: skip
     tensors = problem(nodes * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
@@ -130,7 +131,7 @@ def test_scores_so_far_apart_that_exp_overflows():
     tensors = problem(4, 4, (2, 2), (4, 4), 2)
     tensors[1] *= torch.linspace(1, 3000, 16).view(1, -1, 1, 1)
     way = Way("ring", layout=Layout.CONTIGUOUS, mask=Mask.FULL, scale=1.0)
-    expected = truth(*tensors, False, 1.0)
+    expected = truth(*tensors, Mask.FULL, 1.0)
     for rank, results in enumerate(run_engine(pretend_nodes(4, 2), tensors, way)):
         for result, whole in zip(results, expected, strict=True):
             part = whole[:, rank * 4 : rank * 4 + 4]

@@ -97,7 +97,7 @@ def test_a_written_plan_has_what_was_asked(tmp_path):
     flags, strategy = plan["flags"], plan["best"]["strategy"]
     assert (strategy["tp"], strategy["cp"], strategy["keep"]) == (2, 4, "all")
     assert flags["--seq-length"] == plan["job"]["seq"] == 1 << 18
-    assert flags["--burst-keep-offload"] is True and flags["--burst-keep"] == "all"
+    assert flags["--burst-keep-offload"] == "results" and flags["--burst-keep"] == "all"
     assert plan["job"]["gpus"] == 16
 
 

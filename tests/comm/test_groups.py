@@ -69,7 +69,7 @@ def given_groups_that_one_rank_has_wrong(rank):
     alone = dist.new_group([3])
     mine = [rows[rank // 2], alone if rank == 3 else columns[rank % 2]]
     with pytest.raises(BurstError, match=r"got \[2, 3\] and \[3\] for rank 3 in.*INTRA INTER"):
-        communicator_of(dist.group.WORLD, BurstConfig(timeout_s=20), mine)
+        communicator_of(dist.group.WORLD, BurstConfig.of(timeout_s=20), mine)
 
 
 def test_sub_groups_that_one_rank_alone_has_wrong_are_refused_on_all():
@@ -82,7 +82,7 @@ def groups_before(rank):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     q, k, v = (torch.randn(1, 4, 2, 8).requires_grad_() for _ in range(3))
-    burst_attention(q, k, v, config=BurstConfig(timeout_s=30)).sum().backward()
+    burst_attention(q, k, v, config=BurstConfig.of(timeout_s=30)).sum().backward()
     return bool(q.grad.isfinite().all())
 
 
@@ -183,7 +183,7 @@ def patience(rank):
     for given, later in ((None, None), (20.0, None), (None, None), (None, 70)):
         if later:
             distributed_c10d._set_pg_timeout(timedelta(seconds=later), world)
-        made = communicator_of(world, BurstConfig(timeout_s=given))
+        made = communicator_of(world, BurstConfig.of(timeout_s=given))
         found.append((made.board.timeout_s, *map(seconds_of, made._groups.values())))
     return found
 

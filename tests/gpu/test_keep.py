@@ -24,13 +24,13 @@ from tests.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
 LAYERS, TOKENS, HEADS, DIM = 4, 4096, (8, 2), 64
-NODE_GIB = 1.0
+HOST_GIB = 1.0
 SIZES = [HEADS[0] * DIM, HEADS[1] * DIM, HEADS[1] * DIM]  # of q, k and v
 MODES = {
     "none": BurstConfig(deterministic=True),
     "all": BurstConfig(deterministic=True, keep="all"),
-    "offload": BurstConfig(
-        deterministic=True, keep="all", keep_offload=True, keep_host_gib=NODE_GIB
+    "offload": BurstConfig.of(
+        deterministic=True, keep="all", keep_offload="results", keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
     "none, nodes": BurstConfig.of(deterministic=True, nodes=2),
@@ -54,7 +54,7 @@ class Live(TorchDispatchMode):
     def bytes(self) -> int:
         gc.collect()
         alive = {id(x): x.nbytes() for ref in self._storages if (x := ref()) is not None}
-        return sum(alive.values()) - host_memory(torch.device("cpu"), NODE_GIB).taken_bytes
+        return sum(alive.values()) - host_memory(torch.device("cpu"), HOST_GIB).taken_bytes
 
 
 def layer(x, weight, config):

@@ -7,6 +7,7 @@ import torch
 
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.triton import Triton
+from megatron_burst.kernels.visible import CAUSAL
 from tests.kernels.attention import Tile, errors_of, inputs_of
 from tests.kernels.test_triton import SHAPES
 
@@ -79,8 +80,8 @@ def test_elements_past_two_to_the_31(dim):
 
 
 def run(q, k, v, dout):
-    out, lse = Triton().forward(q, k, v, 0.125, True)
-    return out, lse, *Triton().backward(QuerySide(q, dout, lse, None, out), k, v, 0.125, True)
+    out, lse = Triton().forward(q, k, v, 0.125, CAUSAL)
+    return out, lse, *Triton().backward(QuerySide(q, dout, lse, None, out), k, v, 0.125, CAUSAL)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import row_delta
 from megatron_burst.kernels.reference import Reference
+from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Tile:
     @property
     def scale(self) -> float:
         return self.dim_qk**-0.5
+
+    @property
+    def visible(self) -> Visible:
+        return CAUSAL if self.causal else FULL
 
 
 def lay(x: Tensor, strided: bool) -> Tensor:
@@ -58,10 +63,10 @@ def inputs_of(tile: Tile, device: str) -> list[Tensor]:
 def truth_of(tile: Tile, inputs: list[Tensor], extra_lse: float) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv in float64; gradients as if other tiles had `extra_lse` more weight."""
     q, k, v, dout = (x.double() for x in inputs)
-    out, lse = Reference().forward(q, k, v, tile.scale, tile.causal)
+    out, lse = Reference().forward(q, k, v, tile.scale, tile.visible)
     total = lse.masked_fill(lse == -torch.inf, 0.0) + extra_lse  # of -inf it would make NaN
     side = QuerySide(q, dout, total, row_delta(dout, out), None)
-    grads = Reference().backward(side, k, v, tile.scale, tile.causal)
+    grads = Reference().backward(side, k, v, tile.scale, tile.visible)
     return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
 
@@ -75,10 +80,10 @@ def results_of(
         into = lay(torch.full_like(truth["out"], torch.nan, dtype=q.dtype), True), truth["lse"] + 9
         into = into[0], into[1].float()
         into_grads = tuple(lay(truth[x].float() + 9, True) for x in ("dq", "dk", "dv"))
-    out, lse = backend.forward(q, k, v, tile.scale, tile.causal, into=into)
+    out, lse = backend.forward(q, k, v, tile.scale, tile.visible, into=into)
     delta = row_delta(dout.double(), truth["out"]).float()
     side = QuerySide(q, dout, (truth["lse"] + extra_lse).float(), delta, None)
-    grads = backend.backward(side, k, v, tile.scale, tile.causal, into=into_grads)
+    grads = backend.backward(side, k, v, tile.scale, tile.visible, into=into_grads)
     if tile.strided:
         assert out is into[0] and all(a is b for a, b in zip(grads, into_grads, strict=True))
         for x in (out, *grads):  # rows between those that are asked for

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
 from megatron_burst.kernels.partial import delta_stand_in, row_delta
+from megatron_burst.kernels.visible import CAUSAL, FULL
 from megatron_burst.plan.attention import _RECTANGULAR
 from tests.oracle import full_attention
 
@@ -44,12 +45,12 @@ def truth_of(tensors, causal, scale):
 def run_backend(name, tensors, causal, scale, stand_in):
     """(out, dq, dk, dv); with `stand_in` backward never sees the output."""
     q, k, v, dout = tensors
-    backend = backends()[name]
-    out, lse = backend.forward(q, k, v, scale, causal)
+    backend, visible = backends()[name], CAUSAL if causal else FULL
+    out, lse = backend.forward(q, k, v, scale, visible)
     delta = row_delta(dout, out)
     given = delta_stand_in(dout, delta) if stand_in else out.to(q.dtype)
     side = QuerySide(q, dout, lse, delta, None if backend.capability.takes_delta else given)
-    return [out, *backend.backward(side, k, v, scale, causal)], lse
+    return [out, *backend.backward(side, k, v, scale, visible)], lse
 
 
 @pytest.mark.parametrize("stand_in", [False, True])

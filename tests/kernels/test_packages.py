@@ -5,7 +5,6 @@ A stand-in computes with the reference what it is asked for: an argument in the 
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.te import TransformerEngine
+from megatron_burst.kernels.visible import CAUSAL, FULL
 from tests.kernels.attention import Tile, inputs_of, lay, relative, truth_of
 
 TILES = {
@@ -25,7 +25,7 @@ TILES = {
 
 def compute_backward(dout, q, k, v, out, lse, scale, causal):
     side = QuerySide(q, dout, lse, None, out)
-    return Reference().backward(side, k, v, scale, causal)
+    return Reference().backward(side, k, v, scale, CAUSAL if causal else FULL)
 
 
 class FlashAttn2:
@@ -40,7 +40,7 @@ class FlashAttn2:
     ):  # fmt: skip
         off = dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
         assert off == (0.0, -1, -1, 0.0, None, False)
-        return *Reference().forward(q, k, v, softmax_scale, causal), None, None
+        return *Reference().forward(q, k, v, softmax_scale, CAUSAL if causal else FULL), None, None
 
     def _flash_attn_backward(
         self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
@@ -52,6 +52,18 @@ class FlashAttn2:
         grads = compute_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
+
+    def _flash_attn_varlen_forward(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal,
+    ):  # fmt: skip
+        raise NotImplementedError  # tests/kernels/test_varlen.py has them
+
+    def _flash_attn_varlen_backward(
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, deterministic,
+    ):  # fmt: skip
+        raise NotImplementedError
 
 
 class FlashAttn3:
@@ -65,7 +77,7 @@ class FlashAttn3:
         scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
         assert out is k_new is page_table is None and window_size == (-1, -1)
-        return *Reference().forward(q, k, v, softmax_scale, causal), None, None
+        return *Reference().forward(q, k, v, softmax_scale, CAUSAL if causal else FULL), None, None
 
     def _flash_attn_backward(
         self, dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
@@ -94,7 +106,8 @@ class Fused:
         self.check(q, k, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, dropout)
         assert is_training and (qkv_layout, o_format) == ("bshd_bshd_bshd", "bshd")
         assert (fake_dtype, fused_attention_backend) == (q.dtype, "cudnn")
-        out, lse = Reference().forward(q, k, v, attn_scale, attn_mask_type == "causal")
+        visible = CAUSAL if attn_mask_type == "causal" else FULL
+        out, lse = Reference().forward(q, k, v, attn_scale, visible)
         return out, [lse.unsqueeze(-1), torch.empty(2)]
 
     def fused_attn_bwd(
@@ -141,12 +154,12 @@ def test_what_a_package_is_asked_for(monkeypatch, backend, module, stand_in, til
     names = ("dq", "dk", "dv")
     targets = [lay(truth[x] + 9, True) if into else None for x in ("out", *names)]
     out, lse = backend.forward(
-        q, k, v, tile.scale, tile.causal, into=(targets[0], truth["lse"] + 9) if into else None
+        q, k, v, tile.scale, tile.visible, into=(targets[0], truth["lse"] + 9) if into else None
     )
     delta = (dout * truth["out"]).sum(-1).transpose(1, 2)
     side = QuerySide(q, dout, truth["lse"] + 0.5, delta, delta_stand_in(dout, delta))
     grads = backend.backward(
-        side, k, v, tile.scale, tile.causal, into=tuple(targets[1:]) if into else None
+        side, k, v, tile.scale, tile.visible, into=tuple(targets[1:]) if into else None
     )
     for name, got in zip(("out", "lse", *names), (out, lse, *grads), strict=True):
         assert relative(got, truth[name]) <= 1e-12, name
@@ -160,10 +173,10 @@ def test_determinism_is_asked_for(monkeypatch, name):
     package = stand_in()
     monkeypatch.setitem(sys.modules, module, package)
     backend, (q, k, v, dout) = kind(), inputs_of(TILES["square"], "cpu")
-    out, lse = backend.forward(q, k, v, 1.0, True)
+    out, lse = backend.forward(q, k, v, 1.0, CAUSAL)
     for wanted in (True, False):
         side = QuerySide(q, dout, lse, None, out)
-        backend.backward(side, k, v, 1.0, True, deterministic=wanted)
+        backend.backward(side, k, v, 1.0, CAUSAL, deterministic=wanted)
     assert package.deterministic == [True, False]
 
 
@@ -184,9 +197,8 @@ WRONG = {  # what flash-attn's forward is, what is said about it
 
 @pytest.mark.parametrize("forward, said", WRONG.values(), ids=WRONG)
 def test_a_release_that_is_not_understood_is_refused(monkeypatch, forward, said):
-    package = SimpleNamespace(
-        _flash_attn_forward=forward, _flash_attn_backward=FlashAttn2()._flash_attn_backward
-    )
+    package = FlashAttn2()
+    package._flash_attn_forward = forward
     monkeypatch.setitem(sys.modules, FLASH_ATTN, package)
     said_of_it = FlashAttention2().missing()
     assert said_of_it.startswith("it is of a release that is not known") and said in said_of_it

@@ -14,6 +14,7 @@ import torch
 
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.triton import Triton
+from megatron_burst.kernels.visible import CAUSAL
 from tests.kernels.attention import Tile, errors_of, inputs_of
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -126,8 +127,8 @@ def shared_memory(arch, dims):
         module.blocks_for = lambda which, *_: blocks_of(which, arch, 2, max(dims))
     tile = Tile(256, 256, 4, 2, *dims, dtype=torch.bfloat16)
     q, k, v, dout = inputs_of(tile, "cpu")
-    _, lse = Triton().forward(q, k, v, 1.0, True)
-    Triton().backward(QuerySide(q, dout, lse, lse, None), k, v, 1.0, True)
+    _, lse = Triton().forward(q, k, v, 1.0, CAUSAL)
+    Triton().backward(QuerySide(q, dout, lse, lse, None), k, v, 1.0, CAUSAL)
     return used
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Tuning
 from tests.mcore import pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.mcore.pipeline import (
@@ -28,7 +28,7 @@ PAIRS, BOTH_BLOCK = (
     options | dict(recompute_num_layers=2) for options in (FULL_RECOMPUTE, BLOCK_RECOMPUTE)
 )
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
+AUTO = dict(keep="auto", keep_budget_gib=1.0, tuning=Tuning(keep_host_gib=1.0))
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ def recompute(options: dict) -> tuple:
 
 
 BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
-OFFLOAD, FIRST = BurstConfig(keep="all", keep_offload=True), BurstConfig(keep="all", keep_layers=1)
+OFFLOAD, FIRST = (
+    BurstConfig(keep="all", keep_offload="results"),
+    BurstConfig(keep="all", keep_layers=1),
+)
 CASES = {
     "none": Case(BurstConfig(), **BOTH),
     "none, block": Case(BurstConfig(), recompute(BLOCK_RECOMPUTE), (1, 2)),
@@ -65,15 +68,15 @@ CASES = {
     "all, q circulates": Case(BurstConfig.of(keep="all", circulate="q")),
     "all, offload, debug": Case(OFFLOAD.tuned(keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
-    "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
+    "all, no room on the host": Case(OFFLOAD.tuned(keep_host_gib=1e-5)),
     "all of one layer": Case(FIRST, **ONE),
     "auto": Case(BurstConfig.of(**AUTO)),
     "half": Case(HALF, **BOTH),
-    "half, offload": Case(BurstConfig(keep="half", keep_offload=True), **BOTH),
+    "half, offload": Case(BurstConfig(keep="half", keep_offload="results"), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
-    "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload_inputs=True)),  # stays on
+    "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload="both")),  # stays on
     "none, inputs on the host": Case(
-        BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0), **BOTH
+        BurstConfig.of(keep_offload="inputs", keep_host_gib=1.0), **BOTH
     ),
     "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
     "all of one layer of two": Case(FIRST, recompute(PAIRS), (1, 1)),

@@ -46,7 +46,7 @@ def layers_and_replays(rank: int) -> tuple:
     patches.switch_on_keep(ALL)
     layer_gib = SEQ * HEADS * (16 + 1) * 8 / 2**30  # out and lse
     for layers in range(1, LAYERS + 2):
-        burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
+        burst = BurstConfig.of(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
         chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
         replays.append(run_step(setting, chunks).kernels - plain.kernels)
     return numbers, keeping, replays
@@ -98,5 +98,5 @@ def test_ranks_with_unlike_free_memory_choose_alike():
         assert first[0][1:] == last[0][1:] and max(first[0][0], last[0][0]) <= 1e-12
     assert found[0][0][1] > 0  # what does not fit on the host is computed again
     for _, kept, asked in found:  # the first rank has 512 MiB for four layers
-        assert kept == [("all", True), ("all", True), ("all", False)]
+        assert kept == [("all", "results"), ("all", "results"), ("all", "none")]
         assert asked == 1

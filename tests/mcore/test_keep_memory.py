@@ -1,6 +1,6 @@
 """What keeping leaves behind under Megatron's schedules, and when it comes back from the host.
 
-Catches recordings and node buffers that outlive their step, and fetches that come too late.
+Catches recordings and host buffers that outlive their step, and fetches that come too late.
 """
 
 import torch
@@ -27,7 +27,7 @@ def fail_often(rank: int) -> tuple:
     from megatron_burst.mcore import core_attention
 
     pipeline.start(LEAK)
-    burst = BurstConfig(keep="all", keep_offload=True, keep_host_gib=0.01)
+    burst = BurstConfig.of(keep="all", keep_offload="results", keep_host_gib=0.01)
     chunks = build(LEAK, config_for(LEAK, burst, num_layers=2, **FULL_RECOMPUTE))
     truth = run_step(LEAK, chunks)
     attention, calls, fail_at = core_attention.BurstForward.__call__, 0, None
@@ -66,7 +66,7 @@ def test_nothing_is_left_after_200_steps_that_fail_anywhere():
         assert failures == 200 - good and good == 23
         assert error == 0
         assert left == [0] * 5
-        assert 0 < taken == free  # every node buffer came back, and no more were made
+        assert 0 < taken == free  # every host buffer came back, and no more were made
 
 
 def fetches(rank: int) -> tuple:
@@ -76,7 +76,7 @@ def fetches(rank: int) -> tuple:
 
     setting, names, log = Setting(micro_batches=1), {}, []
     pipeline.start(setting)
-    burst = BurstConfig(keep="all", keep_offload=True, keep_offload_inputs=True, keep_host_gib=0.25)
+    burst = BurstConfig.of(keep="all", keep_offload="both", keep_host_gib=0.25)
     patches.switch_on_keep(burst)
     chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
     pack, prefetch, get = (
@@ -109,7 +109,7 @@ def fetches(rank: int) -> tuple:
     return log, offload.host_memory(torch.device("cpu"), 0.25).taken_bytes
 
 
-def test_inputs_and_results_wait_on_the_node_and_come_one_layer_ahead():
+def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
     ((log, taken),) = run_ranks(fetches, 1)
     own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention keeps probabilities
     assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)

@@ -6,7 +6,7 @@ Catches replays that compute though they need not, and what would not be kept wi
 import pytest
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
 from tests.mcore.gpt import FULL_RECOMPUTE, SEQ
@@ -14,7 +14,7 @@ from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_er
 from tests.ranks import run_ranks
 
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
-AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
+AUTO = dict(keep="auto", keep_budget_gib=1.0, tuning=Tuning(keep_host_gib=1.0))
 
 
 def own_attention(rank: int) -> dict:
@@ -75,8 +75,8 @@ def writes(rank: int) -> list[str]:
         if len(taken) == 2:  # the first one's checkpoint has ended
             taken[0].mul_(2)
 
-    offload = BurstConfig(keep="all", keep_offload=True)
-    inputs = BurstConfig(keep_offload_inputs=True, keep_host_gib=1.0)
+    offload = BurstConfig(keep="all", keep_offload="results")
+    inputs = BurstConfig.of(keep_offload="inputs", keep_host_gib=1.0)
     for burst in (ALL, offload, inputs):
         patches.switch_on_keep(burst)
         (gpt,) = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
@@ -140,15 +140,15 @@ def transformer_engines_checkpoint(rank: int) -> list:
         calls.clear()
         y = function(lambda x: attend(x + 1), x, tp_group=3)
         function(lambda x: attend(x).sum(), y, tp_group=3).backward()
-        on_node = host_memory(torch.device("cpu"), 1.0).taken_bytes
-        found.append((len(calls), on_node, x.grad.tolist()))
+        on_host = host_memory(torch.device("cpu"), 1.0).taken_bytes
+        found.append((len(calls), on_host, x.grad.tolist()))
     return found
 
 
 def test_transformer_engines_checkpoint_runs_in_frames_too():
     """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
     (found,) = run_ranks(transformer_engines_checkpoint, 1)
-    assert [(calls, on_node) for calls, on_node, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
+    assert [(calls, on_host) for calls, on_host, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
     true = 4 * (1 + torch.linspace(0, 1, 2000)) ** 3
     for *_, grad in found:
         torch.testing.assert_close(torch.tensor(grad), true)

@@ -23,7 +23,7 @@ FLAGS = {
     "--burst-intra": "gather",
     "--burst-tune": "heads_per_round=2",
     "--burst-keep": "all",
-    "--burst-keep-offload": True,
+    "--burst-keep-offload": "results",
     "--burst-deterministic": False,
     "--burst-fused-loss": True,
 }
@@ -71,7 +71,7 @@ def plan(tmp_path):
 def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     args = run_with(plan())
     assert BurstConfig.from_args(args) == BurstConfig.of(
-        intra="gather", heads_per_round=2, keep="all", keep_offload=True
+        intra="gather", heads_per_round=2, keep="all", keep_offload="results"
     )
     assert args.burst_fused_loss is True
     said = caplog.text

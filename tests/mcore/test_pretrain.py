@@ -30,7 +30,7 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
     --no-create-attention-mask-in-dataloader --hierarchical-context-parallel-sizes 2 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
-    --burst-keep all --burst-keep-layers 1 --burst-keep-offload --burst-keep-offload-inputs
+    --burst-keep all --burst-keep-layers 1 --burst-keep-offload both
     --burst-tune keep_debug=true"""
 PLAN = {
     "--context-parallel-size": 2,

@@ -98,10 +98,6 @@ CASES = {
     },
     "own": {"keep": (["half"], ["none", "all"])},
     "loss": GRAPHS | {
-        "burst_loss_grads": (
-            [dict(burst_loss_grads="forward", fp16=True)],
-            ["forward", dict(burst_loss_grads="auto", fp16=True)],
-        ),
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
@@ -111,7 +107,10 @@ CASES = {
         "use_torch_fsdp2": FLAG,
     },
     "head": GRAPHS | {
-        "burst_loss_grads": ([dict(burst_loss_grads="forward", fp16=True)], ["forward"]),
+        "burst_loss_grads": (
+            [dict(burst_loss_grads="forward", fp16=True)],
+            ["forward", dict(burst_loss_grads="auto", fp16=True)],
+        ),
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "output_layer": (["Own"], []),
@@ -194,7 +193,7 @@ def test_numbers_to_choose_are_told(options, numbers):
 
 
 def arguments(**changes) -> Namespace:
-    given = dict(burst_keep="all", burst_loss_grads=None)
+    given = dict(burst_keep="all")
     return Namespace(**BASE | given | changes)
 
 
@@ -209,7 +208,7 @@ def arguments(**changes) -> Namespace:
         (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),
          "--burst-keep half"),
         (check_keep_args, dict(burst_keep=None, cuda_graph_impl="local"),
-         "--burst-keep-offload-inputs"),
+         "--burst-keep-offload inputs"),
         (check_loss_args, dict(modelopt_enabled=True), "--burst-fused-loss"),
     ],
 )  # fmt: skip
@@ -223,7 +222,7 @@ def test_windows_are_left_to_layers_where_they_differ():
     check_args(arguments(window_size=(8, 0), cp_comm_type=["burst", "p2p"]))
 
 
-def test_inputs_alone_may_wait_on_the_node_whatever_attention_is():
+def test_inputs_alone_may_wait_on_the_host_whatever_attention_is():
     check_keep_args(arguments(burst_keep=None, attention_dropout=0.1, cp_comm_type=None))
 
 
@@ -231,4 +230,4 @@ def test_numbers_of_the_loss_are_checked():
     assert FusedLossConfig().label_smoothing == 0
     with pytest.raises(BurstError, match=r"label_smoothing must be in \[0, 1\)"):
         check_loss_args(arguments(burst_loss_label_smoothing=1.5))
-    check_unused(arguments(burst_keep_host_gib=2.0))
+    check_unused(arguments(burst_tune=["keep_host_gib=2"]))

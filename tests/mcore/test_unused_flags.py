@@ -23,15 +23,15 @@ def parsed(words: str):
 BURST = "--context-parallel-impl burst"
 FOR_ATTENTION = {
     "intra": "gather", "inter": "a2a", "deterministic": "", "backend": "reference",
-    "hardware": "h200", "timeout_s": "5", "tune": "circulate=q",
+    "hardware": "h200", "tune": "circulate=q",
 }  # fmt: skip
-FOR_LOSS = {"grads": "forward", "label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
+FOR_LOSS = {"label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
 
 
 def test_there_is_a_case_for_every_option_that_has_a_flag():
     names = {f.name for f in fields(BurstConfig) if not f.name.startswith("keep")}
     assert FOR_ATTENTION.keys() == names - {"tuning"} | {"tune"}
-    assert FOR_LOSS.keys() == {f.name for f in fields(FusedLossConfig)}
+    assert FOR_LOSS.keys() == {f.name for f in fields(FusedLossConfig)} - {"grads"}
 
 
 @pytest.mark.parametrize("name", FOR_ATTENTION)
@@ -52,7 +52,9 @@ def test_options_of_the_loss_need_it(name):
 
 
 def test_keeping_works_with_megatrons_own_attention_too():
-    check_unused(parsed("--burst-keep all --burst-keep-offload --burst-keep-host-gib 2"))
+    check_unused(
+        parsed("--burst-keep all --burst-keep-offload results --burst-tune keep_host_gib=2")
+    )
     check_unused(parsed("--burst-keep all --burst-tune keep_debug=true"))
     with pytest.raises(BurstError, match="^--burst-tune: must come"):
         check_unused(parsed("--burst-keep all --burst-tune keep_debug=true,overlap=false"))

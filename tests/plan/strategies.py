@@ -3,12 +3,11 @@
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
+from tests.schedule.cases import LAYOUTS, MASKS
 
-layouts = st.sampled_from(list(Layout))
-masks = st.sampled_from(list(Mask))
+layouts = st.sampled_from(LAYOUTS)
+masks = st.sampled_from(MASKS)
 
 
 @st.composite

@@ -43,7 +43,10 @@ CHOICES = [
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, SLOW), "none (the later ranks would keep all of th"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 6, FAST), "none (the later ranks would keep all of th"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 1, 1, 6, FAST), "plain (the early rows are spread evenly"),
-    ((Layout.ZIGZAG, Mask.FULL, 4, 1, 8, FAST), "none (without a causal mask half of the rows"),
+    (
+        (Layout.ZIGZAG, Mask.FULL, 4, 1, 8, FAST),
+        "none (but for one causal document half of the rows",
+    ),
     ((Layout.STRIPED, Mask.CAUSAL, 4, 1, 1, FAST), "none (one row a rank cannot be halved"),
 ]
 

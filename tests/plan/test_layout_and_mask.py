@@ -13,6 +13,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask, Tile, tiles
 from tests.plan.strategies import layouts, masks
+from tests.schedule.cases import LAYOUTS
 
 
 def flat_positions(layout, rank, size, tokens):
@@ -42,7 +43,7 @@ def pairs_of(tile: Tile, q_rows, kv_rows):
     """Every (query position, key position) that a tile computes."""
     for i, q in enumerate(q_rows[tile.q.slice]):
         for j, kv in enumerate(kv_rows[tile.kv.slice]):
-            if tile.mask is Mask.FULL or j <= i:
+            if tile.mask.full or j <= i:
                 yield q, kv
 
 
@@ -57,10 +58,10 @@ def test_each_query_meets_each_key_that_its_mask_allows_exactly_once(shard, mask
             for tile in tiles(layout, mask, q_owner, kv_owner, size, tokens):
                 pairs = list(pairs_of(tile, q_rows, kv_rows))
                 assert len(pairs) == tile.pairs
-                assert tile.mask is Mask.FULL or len(tile.q) == len(tile.kv)
+                assert tile.mask.full or len(tile.q) == len(tile.kv)
                 met.update(pairs)
     everything = range(size * tokens)
-    allowed = {(q, k) for q in everything for k in everything if mask is Mask.FULL or k <= q}
+    allowed = {(q, k) for q in everything for k in everything if mask.full or k <= q}
     assert met == Counter(allowed)
 
 
@@ -72,7 +73,7 @@ def test_an_odd_shard_is_refused_in_zigzag_only():
     assert positions(Layout.STRIPED, 1, 4, 5) == (range(1, 20, 4),)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_empty_shard_is_refused(layout):
     with pytest.raises(BurstError, match="at least one token.*got 0"):
         positions(layout, 0, 2, 0)

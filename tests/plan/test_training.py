@@ -255,12 +255,12 @@ def test_flags_of_a_strategy():
         "--tensor-model-parallel-size 2 --context-parallel-size 8 --pipeline-model-parallel-size 1",
         "--sequence-parallel", "--context-parallel-impl burst", "--burst-fused-loss",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--burst-keep all --burst-keep-offload",
+        "--burst-keep all --burst-keep-offload results",
     ):  # fmt: skip
         assert wanted in flags
     nodes = memory_of(EIGHT, strategy).node
     assert megatron_flags(EIGHT, strategy, nodes)[-1] == (
-        f"--burst-keep-host-gib {-(-nodes * 1.1 // (8 * GIB)):.0f}"
+        f"--burst-tune keep_host_gib={-(-nodes * 1.1 // (8 * GIB)):.0f}"
     )
     alone = " ".join(megatron_flags(EIGHT, Strategy(dp=16, recompute="selective")))
     assert "burst-keep" not in alone and "--context-parallel-impl" not in alone

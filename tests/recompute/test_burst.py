@@ -48,7 +48,7 @@ CASES = {
         dict(layout="contiguous"),
     ),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
-    "half, offload": (BurstConfig.of(keep="half", keep_offload=True, keep_debug=True), {}),
+    "half, offload": (BurstConfig.of(keep="half", keep_offload="results", keep_debug=True), {}),
 }
 SAID = {
     "half": "keep half: dealt (the early rows are dealt out anew",
@@ -57,7 +57,7 @@ SAID = {
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
-    "half, no mask": "keep half: none (without a causal mask half of the rows cost half",
+    "half, no mask": "keep half: none (but for one causal document half of the rows cost half",
 }
 
 
@@ -202,24 +202,24 @@ def test_what_half_comes_to_is_said_once(results, name):
 REFUSED = [
     (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
     (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
-    (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; pass GiB"),
+    (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; leave it"),
     (dict(keep="auto"), "keep=auto and a budget must come together.*keep_budget_gib=None; pass"),
     (dict(keep="all", keep_budget_gib=1.0), "must come together.*got keep=all, keep_budget_gib=1"),
     (dict(keep_layers=2), "keep_layers must come with keep.*got keep=none, keep_layers=2; pass"),
     (
-        dict(keep_offload=True),
-        "keep_offload must come with keep.*keep_offload=True; pass --burst-k",
+        dict(keep_offload="both"),
+        "keep_offload must come with keep.*keep_offload=both; pass --burst-k",
     ),
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
-        "keep=auto must come without keep_layers.*got keep_layers=2, keep_offload=False; leave",
+        "keep=auto must come without keep_layers.*got keep_layers=2, keep_offload=none; leave",
     ),
     (
-        dict(keep="auto", keep_budget_gib=1.0, keep_offload=True),
-        "without.*got keep_layers=None, keep_offload=True;",
+        dict(keep="auto", keep_budget_gib=1.0, keep_offload="results"),
+        "without.*got keep_layers=None, keep_offload=results;",
     ),
-    (dict(keep="all", keep_host_gib=1.0), "something that waits on the host.*keep_host_gib=1.0"),
+    (dict(keep="all", keep_host_gib=1.0), "something to offload.*keep_host_gib=1.0"),
 ]
 
 
@@ -241,5 +241,5 @@ def refused_calls(rank: int) -> list[str]:
 
 def test_refuses_in_a_single_call_what_needs_to_know_of_layers():
     for auto, layers in run_ranks(refused_calls, 2):
-        assert "burst keep: keep must be settled by Megatron's layers" in auto
+        assert "burst keep: keep must be resolved by Megatron's layers" in auto
         assert "got keep_layers=1; pass keep none, half or all to each call" in layers

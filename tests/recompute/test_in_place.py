@@ -39,7 +39,7 @@ class Split:
         return tuple(x.clone() for x in kept)
 
 
-def node(tensors):
+def host(tensors):
     return HostMemory(torch.device("cpu"), 1 << 20).pack(tensors)
 
 
@@ -68,7 +68,7 @@ def scale_a_view(out, heads):
 @REENTRANT
 @pytest.mark.parametrize("write", [add, scale_a_view])
 @pytest.mark.parametrize("attention", [flash, plain])
-@pytest.mark.parametrize("pack", [Resident, node])
+@pytest.mark.parametrize("pack", [Resident, host])
 def test_a_write_to_what_is_kept_is_refused(reentrant, write, attention, pack):
     def attend(*heads):
         return run_kept(attention, heads, Keeping(pack=pack))
@@ -156,7 +156,7 @@ def test_a_watch_holds_no_memory():
     assert storage() is None
 
 
-def test_a_parcel_on_a_node_that_is_full_watches_too():
+def test_a_parcel_on_a_host_that_is_full_watches_too():
     x, memory = torch.ones(SHAPE), HostMemory(torch.device("cpu"), 0)
     with Frame():
         parcel = memory.pack((x,))
@@ -170,7 +170,7 @@ def burst_written(rank: int) -> dict:
     """By mode and kind of checkpoint, what came of a write to burst attention's output."""
     found = {}
     patches.apply("checkpoints")
-    for name, options in (("all", {}), ("all", dict(keep_offload=True)), ("half", {})):
+    for name, options in (("all", {}), ("all", dict(keep_offload="results")), ("half", {})):
         config = BurstConfig.of(keep=name, **options)
         for reentrant in (True, False):
             shard = torch.ones(1, 8, 2, 4, dtype=torch.float64).requires_grad_()

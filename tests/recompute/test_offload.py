@@ -1,4 +1,4 @@
-"""Node memory of kept tensors: what comes back, what it holds, what it fetches ahead.
+"""Host memory of kept tensors: what comes back, what it holds, what it fetches ahead.
 
 Catches a buffer given away too early, more memory than allowed, and fetches in the wrong order.
 """

@@ -1,6 +1,6 @@
 """Calls whose programs are looked at: every mode, direction, layout, mask and option."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,6 +15,12 @@ from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.slots import pulled_count
 from megatron_burst.schedule.topology import Topology, pretend_nodes
+
+LAYOUTS = (Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.STRIPED)  # that say where tokens are
+MASKS = (Mask.FULL, Mask.CAUSAL)
+# windows smaller and larger than a chunk, to the left, to the right and to both; documents
+BANDS = (Mask(1, 0), Mask(3, 0), Mask(2, 1), Mask(None, 2), Mask(4, None))
+DOCUMENTS = (Mask(right=0, documents=True), Mask(documents=True), Mask(2, 0, documents=True))
 
 
 def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:
@@ -38,6 +44,7 @@ class Case:
     left: bool = False
     group: int = 1
     tokens: int = 2
+    boundaries: tuple[int, ...] = ()  # where documents begin, but for the first
 
     def __str__(self) -> str:
         size = "x".join(map(str, (self.topology.inter_size, self.topology.intra_size)))
@@ -72,10 +79,10 @@ class Case:
         return [self.programs(direction) for direction in Direction]
 
 
-def cases_on(topology: Topology) -> Iterator[Case]:
+def cases_on(topology: Topology, masks: Sequence[Mask] = MASKS) -> Iterator[Case]:
     """All that differ on a topology."""
     tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
-    for mode, layout, mask, circulate in product(MODES, Layout, Mask, Circulate):
+    for mode, layout, mask, circulate in product(MODES, LAYOUTS, masks, Circulate):
         case = Case(mode, topology, layout, mask, circulate, tokens=tokens)
         if mode == "ring":
             yield from _rings(replace(case, rounds=1))

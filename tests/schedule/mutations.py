@@ -149,7 +149,7 @@ def wrong_mask(passes: Passes, orders: Orders) -> Iterator[Mutant]:
         q = op.q if isinstance(op, Attend) else op.sides[0]
         rows = len(q.rows) if q.rows else passes[turn][RANK].buffers[q.buffer].rows
         if rows > 1:  # a single row sees all keys either way
-            new = replace(op, mask=Mask.FULL if op.mask is Mask.CAUSAL else Mask.CAUSAL)
+            new = replace(op, mask=Mask.FULL if op.mask.causal else Mask.CAUSAL)
             yield f"{turn}:{index} {new.mask}", _with_ops(passes, turn, index, new), None
 
 

@@ -1,6 +1,7 @@
 """The proof of programs: all of them pass, and whatever is made wrong in one is found."""
 
 from dataclasses import replace
+from itertools import accumulate
 from random import Random
 
 import pytest
@@ -28,7 +29,7 @@ from megatron_burst.schedule.program import (
     Transfer,
 )
 from megatron_burst.schedule.topology import Link, pretend_nodes
-from tests.schedule.cases import Case, cases_on, grid
+from tests.schedule.cases import BANDS, DOCUMENTS, Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 
 SMALL = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
@@ -42,7 +43,7 @@ UNLIKE = {  # nodes with ranks that are no neighbours; rows that span nodes
 
 
 def faults_of(case):
-    return check(case.passes(), case.layout, case.mask)
+    return check(case.passes(), case.layout, case.mask, boundaries=case.boundaries)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,6 +64,36 @@ def test_calls_of_larger_groups_are_proven(size):
         cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
         case = random.choice(cases)
         assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", SMALL, ids=str)
+def test_windows_and_documents_are_proven(size, mode):
+    """Of each mask a few of the calls; which ones differs from group to group."""
+    random = Random(str(size))
+    for mask in (*BANDS, *DOCUMENTS):
+        cases = [case for case in cases_on(grid(*size), [mask]) if case.mode == mode]
+        if mask.documents:
+            cases = [case for case in cases if case.layout is not Layout.STRIPED]
+            if mask.windowed and (mode == "ring" or size[0] > 1):
+                cases = []  # refused
+        for case in random.sample(cases, min(len(cases), 4)):
+            places = range(1, case.tokens * case.topology.cp_size)
+            starts = sorted(random.sample(places, min(len(places), random.randint(0, 4))))
+            case = replace(case, boundaries=tuple(starts) if mask.documents else ())
+            assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("ranks", range(1, 5))
+@pytest.mark.parametrize("mask", [*DOCUMENTS, Mask(1, 1, documents=True)], ids=str)
+def test_documents_that_are_sharded_each_for_itself_are_proven(ranks, mask):
+    random = Random(ranks)
+    cases = [case for case in cases_on(grid(1, ranks), [mask]) if case.mode == "a2a"]
+    for case in random.sample([case for case in cases if case.layout is Layout.ZIGZAG], 4):
+        lengths = [2 * ranks * random.randint(0, 2) for _ in range(3)] + [2 * ranks]
+        starts, tokens = list(accumulate(lengths))[:-1], sum(lengths) // ranks
+        here = replace(case, layout=Layout.DOCUMENTS, boundaries=tuple(starts), tokens=tokens)
+        assert faults_of(here) == [], here
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,7 +14,7 @@ from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.plan.strategies import topologies
-from tests.schedule.cases import shape_of
+from tests.schedule.cases import MASKS, shape_of
 
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 
@@ -32,7 +32,7 @@ def specs(draw):
     circulate = draw(st.sampled_from(list(Circulate))) if backward else Circulate.KV
     return Spec(
         topology, 0, direction, shape_of(2 * draw(st.integers(1, 2)), (heads_kv, heads_kv)),
-        draw(st.sampled_from(GATHERED)), draw(st.sampled_from(list(Mask))), circulate,
+        draw(st.sampled_from(GATHERED)), draw(st.sampled_from(MASKS)), circulate,
         Kernel(rectangular_causal=draw(st.booleans())), draw(st.integers(1, heads_kv)),
         left=circulate is Circulate.KV and draw(st.booleans()),
     )  # fmt: skip
@@ -42,7 +42,7 @@ def pairs_of(tile, query_positions, key_positions):
     """(query position, key position) pairs of a tile; the diagonal ends in its last corner."""
     ahead = len(tile.kv) - len(tile.q)
     for i, row in enumerate(range(tile.q.start, tile.q.stop)):
-        seen = ahead + i + 1 if tile.mask is Mask.CAUSAL else len(tile.kv)
+        seen = ahead + i + 1 if tile.mask.causal else len(tile.kv)
         for key in range(tile.kv.start, tile.kv.start + seen):
             yield query_positions[row], key_positions[key]
 
@@ -72,7 +72,7 @@ def test_each_query_meets_each_visible_key_once_for_each_head(spec):
                     met.update((head, *pair) for pair in pairs_of(tile, mine, mine))
                 for tile in step.tiles:
                     met.update((head, *pair) for pair in pairs_of(tile, queries, keys))
-    causal, whole = spec.mask is Mask.CAUSAL, range(size * tokens)
+    causal, whole = spec.mask.causal, range(size * tokens)
     heads = range(spec.shape.heads_kv)
     expected = {(h, q, k) for h in heads for q in whole for k in whole if k <= q or not causal}
     assert met.keys() == expected and set(met.values()) == {1}
@@ -88,7 +88,7 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
             assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles)
             for tile in step.every_tile:
                 square = len(tile.q) == len(tile.kv)
-                assert square or tile.mask is Mask.FULL or spec.kernel.rectangular_causal
+                assert square or tile.mask.full or spec.kernel.rectangular_causal
             assert all(tile.q == tile.kv for tile in (*step.before, *step.after))
 
 

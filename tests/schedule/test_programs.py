@@ -13,7 +13,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
-from tests.schedule.cases import Case, grid
+from tests.schedule.cases import MASKS, Case, grid
 
 FORWARD, BACKWARD = Direction
 
@@ -34,7 +34,7 @@ def calls(draw, mode, mask=None, topologies=GRIDS):
     pulled, wide = draw(st.booleans()) and mode != "ring", draw(st.booleans())
     rounds, group, chunk = (draw(st.integers(1, 3)) for _ in range(3))
     return Case(
-        mode, topology, layout, mask or draw(st.sampled_from(list(Mask))), circulate,
+        mode, topology, layout, mask or draw(st.sampled_from(MASKS)), circulate,
         Kernel(wide_grads=wide), rounds, pulled, left=left, group=group, tokens=2 * chunk,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def most_buffers(case):
 def test_hop_buffers_do_not_grow_with_the_group(case):
     """Sending a shard on takes the memory of a few, however many there are."""
     read, grad = most_buffers(case)
-    if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask is Mask.CAUSAL:
+    if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask.causal:
         grad += 1  # a step without a tile adds nothing: what it sent stays until what came goes on
     for direction in Direction:
         program = case.programs(direction)[0]

@@ -1,0 +1,255 @@
+"""The documents of a packed sample, as kernels and programs want them, on the device."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.latest import Latest
+from megatron_burst.errors import Need, require
+from megatron_burst.kernels.visible import Segments
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Places
+
+_WHO = "burst attention"
+
+
+class Sample(NamedTuple):
+    """Where documents begin, as `burst_attention` is told."""
+
+    cu_seqlens: Tensor
+    padded: Tensor | None
+    longest: int | None
+
+
+def documents_of(
+    cache: Latest, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
+) -> "Documents":
+    """What follows from a sample; once for all layers, which give the same tensors.
+
+    Args:
+        cache: of the group.
+        sample: given by the caller.
+        sizes: tokens on a rank, and ranks.
+        layout: how tokens are sharded.
+        like: whose device it is wanted on.
+
+    Raises:
+        BurstError: if what was given, as far as it is on the CPU, is not possible.
+    """
+    given = (sample.cu_seqlens, sample.padded)
+    key = *map(_identity, given), sample.longest, sizes, layout, like.device
+    found = cache.recent(key)
+    if found is None:
+        for before in cache.values():
+            before.checked()
+        found = cache[key] = Documents(sample, sizes, Layout(layout), like.device)
+    return found
+
+
+def _identity(x: Tensor | None) -> tuple:
+    return () if x is None else (id(x), 0 if x.is_inference() else x._version)
+
+
+class Documents:
+    """Where the documents of one sample begin, and what follows from that; made once a sample.
+
+    All of it is computed on the device: nothing waits for the host.
+
+    Args:
+        sample: given by the caller; held on to, so that it is known again.
+        sizes: tokens on a rank, and ranks.
+        layout: how tokens are sharded.
+        device: where kernels run.
+
+    Attributes:
+        known: in words, for the other ranks to compare, where the boundaries came on the CPU.
+
+    Raises:
+        BurstError: if what was given, as far as it is on the CPU, is not possible.
+    """
+
+    def __init__(
+        self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device
+    ) -> None:
+        require(_WHO, _of_tensors(sample, device))
+        self._sample, self._layout = sample, layout
+        (rows, self._cp_size), self._told = sizes, None
+        self._tokens = rows * self._cp_size
+        self._found: dict[tuple[Places, Places], Segments] = {}
+        given = sample.cu_seqlens, sample.padded
+        on_cpu = all(x is None or x.device.type == "cpu" for x in given)
+        self._host = [x if x is None else _to_host(x) for x in given]
+        self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
+        self.known = self.checked() if on_cpu else None
+        self._longest = sample.longest or self._find_longest()
+        to_device = dict(device=device, dtype=torch.int32, non_blocking=True)
+        starts, padded = (x if x is None else x.to(**to_device) for x in given)
+        self._starts = starts if padded is None else padded
+        self._lengths = None if padded is None else starts.diff()
+
+    def _find_longest(self) -> int:
+        self.checked()
+        return int(next(x for x in reversed(self._host) if x is not None).diff().max())
+
+    def checked(self) -> Mapping[str, str]:
+        """In words, for the other ranks to compare.
+
+        Raises:
+            BurstError: if the boundaries are not possible.
+        """
+        if self._told is None:
+            if self._copied:
+                self._copied.synchronize()
+            starts, padded = self._host
+            sizes = self._tokens, self._cp_size, self._sample.longest
+            require(_WHO, _of_values(starts, padded, self._layout, sizes))
+            text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
+            digest = blake2b(text.encode(), digest_size=8).hexdigest()
+            words = text if len(starts) <= 10 else f"{text[:40]} ... of {len(starts) - 1} documents"
+            self._told = {"cu_seqlens": f"{words} ({digest})"}
+        return self._told
+
+    def segments(self, q: Places, keys: Places) -> Segments:
+        """Of a kernel call whose queries and keys are at these positions."""
+        if (q, keys) not in self._found:
+            of_q, of_keys = self._edges
+            self._found[q, keys] = Segments(
+                _rows_before(of_q, q), _rows_before(of_keys, keys),
+                min(self._longest, sum(map(len, q))), min(self._longest, sum(map(len, keys))),
+            )  # fmt: skip
+        return self._found[q, keys]
+
+    @cached_property
+    def _edges(self) -> tuple[Tensor, Tensor]:
+        """Positions between segments of queries, and of keys.
+
+        Padding is no document: its queries are a segment without keys, its keys one without
+        queries. So is what follows the last document.
+        """
+        starts, end = self._starts, self._starts.new_full((1,), self._tokens)
+        tail = torch.cat((end, end)), torch.cat((starts[-1:], end))
+        if self._lengths is None:
+            return torch.cat((starts, tail[0])), torch.cat((starts, tail[1]))
+        first, stop = starts[:-1], starts[1:]
+        last = first + self._lengths
+        of_q, of_keys = torch.stack((first, last, stop), 1), torch.stack((first, last, last), 1)
+        begin = starts.new_zeros(1)
+        return tuple(
+            torch.cat((begin, edges.flatten(), starts[-1:], more))
+            for edges, more in zip((of_q, of_keys), tail, strict=True)
+        )
+
+    @cached_property
+    def sample_order(self) -> Tensor:
+        """By position, the row where all ranks' shards lie one behind the other and each rank has
+        chunks r and 2P-1-r of every document: int64 [tokens]."""
+        places = torch.arange(self._tokens, device=self._starts.device)
+        starts, size = self._starts.long(), self._cp_size
+        document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
+        start = starts[document]
+        chunk = ((starts[document + 1] - start) // (2 * size)).clamp_(1)
+        number, row = (places - start) // chunk, (places - start) % chunk
+        late = number >= size
+        rank = torch.where(late, 2 * size - 1 - number, number)
+        return rank * (self._tokens // size) + start // size + late * chunk + row
+
+    @cached_property
+    def rank_order(self) -> Tensor:
+        """The inverse: by row of all ranks' shards, the position."""
+        places = torch.arange(self._tokens, device=self._starts.device)
+        return torch.empty_like(places).scatter_(0, self.sample_order, places)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy that is there later; the device is not waited for."""
+    if x.device.type == "cpu":
+        return x
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return pinned.copy_(x, non_blocking=True)
+
+
+def _of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
+    for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
+        if x is None:
+            continue
+        yield (
+            isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1,
+            f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
+            f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+            "pass such a tensor",
+        )
+        yield (
+            len(x) >= 2 and len(x) == len(sample.cu_seqlens),
+            f"{name} must tell where each document begins and where the last one ends, with and "
+            "without padding of equally many",
+            f"{len(x)} boundaries",
+            "pass one more than there are documents",
+        )
+        yield (
+            x.device in (device, torch.device("cpu")),
+            f"{name} must be on the CPU or beside q, because kernels there read it",
+            f"{x.device}",
+            f"move it to {device}",
+        )
+
+
+def _of_values(
+    starts: Tensor, padded: Tensor | None, layout: Layout, sizes: tuple[int, int, int | None]
+) -> Iterator[Need]:
+    (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
+    lengths, room = starts.diff(), lies.diff()
+    yield (
+        starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
+        "cu_seqlens must begin with 0 and not decrease, because each document begins where the one "
+        "before it ends",
+        _some(starts if lengths.min() < 0 or starts[0] else lies),
+        "pass the running sum of lengths",
+    )
+    yield (
+        int(lies[-1]) <= tokens,
+        f"documents must end within the sample of {tokens} tokens (all ranks' together), because "
+        "there is no more",
+        f"an end at {int(lies[-1])}",
+        "pass boundaries of the whole sample, not of a rank's shard",
+    )
+    yield (
+        bool((lengths <= room).all()),
+        "a document must not be longer than with its padding",
+        f"{_some(lengths - room)} tokens more",
+        "pass cu_seqlens without padding and cu_seqlens_padded with it",
+    )
+    yield (
+        longest is None or int(room.max()) <= longest,
+        "max_seqlen must be the longest document's tokens, or more, because kernels are launched "
+        "for so many",
+        f"{longest} and a document of {int(room.max())}",
+        "pass the longest of the sample, padding included",
+    )
+    yield (
+        layout is not Layout.DOCUMENTS
+        or cp_size == 1
+        or (int(lies[-1]) == tokens and not bool((room % (2 * cp_size)).any())),
+        f"in the layout zigzag-documents each document must be padded to a multiple of "
+        f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each rank "
+        "has two chunks of each",
+        f"lengths {_some(room)} and an end at {int(lies[-1])}",
+        "pad them (cu_seqlens_padded), or pass another layout",
+    )
+
+
+def _some(x: Tensor) -> str:
+    values = x[:8].tolist()
+    return ", ".join(map(str, values)) + (", ..." if len(x) > 8 else "")
+
+
+def _rows_before(edges: Tensor, places: Places) -> Tensor:
+    """How many rows lie before each edge; rows are at these positions, in order: int32."""
+    if len(places) == 1 and places[0].start == 0:
+        return edges.clamp(max=len(places[0]))
+    return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
+        0, dtype=torch.int32
+    )

@@ -1,0 +1,75 @@
+"""Which keys a query of a kernel call sees, as data."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no truth to compare by
+class Segments:
+    """Packed rows: queries of segment i see keys of segment i alone. For a batch of one.
+
+    Segments may be empty on either side.
+
+    Attributes:
+        cu_q: int32 [n + 1] on the device of the tensors: where the queries of each segment begin,
+            not decreasing, from 0 to the number of query rows.
+        cu_k: the same of keys.
+        max_q: queries of the longest segment; an upper bound suffices.
+        max_k: the same of keys.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Which keys a query of a kernel call sees: a band, inside its segment.
+
+    The band is key - (query + keys - queries) in [-left, right]: without bounds to either side the
+    last query is level with the last key (bottom right), and so in each segment.
+
+    Attributes:
+        left: how many keys before the one that is level with it a query sees, 0 or more; None: all.
+        right: the same of those after it.
+        segments: None: all rows are one segment.
+    """
+
+    left: int | None
+    right: int | None
+    segments: Segments | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees the key that is level with it and all before, in its segment."""
+        return self.left is None and self.right == 0
+
+    @property
+    def full(self) -> bool:
+        """Whether a query sees all keys of its segment."""
+        return self.left is None and self.right is None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the band is neither causal nor full."""
+        return not (self.causal or self.full)
+
+    def within(self, queries: int, keys: int) -> "Visible":
+        """The same without bounds that hide nothing from `queries` queries and `keys` keys.
+
+        Args:
+            queries: rows, or where there are segments at least those of the longest.
+            keys: the same of keys.
+        """
+        if self.segments is not None:
+            queries, keys = self.segments.max_q, self.segments.max_k
+        left = None if self.left is None or self.left >= keys - 1 else self.left
+        right = None if self.right is None or self.right >= queries - 1 else self.right
+        return replace(self, left=left, right=right)
+
+
+FULL = Visible(None, None)
+CAUSAL = Visible(None, 0)

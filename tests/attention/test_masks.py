@@ -1,0 +1,128 @@
+"""Windows and packed documents on simulated ranks: random masks, layouts, groups and modes.
+
+Catches keys of another document or outside of the window, a halo that is too short, rows that come
+back to another place than they came from. What a mode cannot do has to be refused.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+import pytest
+import torch
+
+from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.call import Circulate
+from megatron_burst.schedule.layout import Layout, places_in_documents
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.topology import pretend_nodes
+from tests.attention.engine import Way, assert_exact, problem
+from tests.schedule.cases import LAYOUTS
+
+GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
+CASES = 30  # in each of ten tests
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call, drawn from a seed."""
+
+    nodes: int
+    ranks: int
+    tokens: int
+    heads: tuple[int, int]
+    way: Way
+
+    @property
+    def refused(self) -> bool:
+        """What docs/masks.md says."""
+        mask, one_node = self.way.mask, self.nodes == 1
+        if self.nodes * self.ranks == 1:
+            return False
+        if self.way.layout is Layout.STRIPED and (mask.documents or self.way.mode != "ring"):
+            return True
+        if self.way.layout is Layout.DOCUMENTS:
+            return self.way.mode != "a2a" or not one_node
+        if mask.documents and mask.windowed:
+            gathers = self.way.mode == "gather" and mask.right == 0
+            return not (one_node and (gathers or self.way.mode == "a2a"))
+        return False
+
+
+def drawn(random: Random) -> Drawn:
+    nodes, ranks = random.choice(GROUPS)
+    packed, size = random.random() < 0.7, nodes * ranks
+    mode = random.choice(list(MODES)) if size > 1 else "ring"
+    mask = Mask(
+        random.choice([None, None, 0, 1, 2, 5, 11]), random.choice([None, 0, 0, 0, 1, 3]), packed
+    )
+    layout = random.choice([*LAYOUTS, *([Layout.DOCUMENTS] * packed)])
+    tokens, edges = 2 * random.randint(1, 6), ()
+    if layout is Layout.DOCUMENTS:
+        lengths = [2 * size * random.randint(0, 3) for _ in range(random.randint(1, 4))]
+        edges = tuple(accumulate([0, *lengths, 2 * size]))
+        tokens = edges[-1] // size
+    elif packed:  # some end before the sample does
+        inside = [random.randint(0, size * tokens) for _ in range(random.randint(0, 5))]
+        edges = (0, *sorted([*inside, size * tokens - random.randint(0, 1)]))
+    per_rank = random.randint(1, 2)
+    heads_kv = per_rank * ranks if mode == "a2a" else random.choice([1, 2, 3])
+    circulate = random.choice(list(Circulate))
+    leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
+    way = Way(
+        mode, circulate, random.randint(1, per_rank), random.random() < 0.5,
+        leaves and random.random() < 0.5, layout, mask, "reference", 0.7,
+        random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
+        edges,
+    )  # fmt: skip
+    return Drawn(nodes, ranks, tokens, (heads_kv * random.choice([1, 2]), heads_kv), way)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_mask_is_exact_or_refused(seed):
+    random, refused = Random(seed), 0
+    for number in range(CASES):
+        case = drawn(random)
+        size, batch = case.nodes * case.ranks, 1 if case.way.mask.documents else 2
+        dims = random.choice([(4, 4), (6, 3)])
+        tensors = problem(size, case.tokens, case.heads, dims, number, batch)
+        topology = pretend_nodes(size, case.nodes)
+        if case.refused:
+            refused += 1
+            with pytest.raises(BurstError, match="burst attention: .*got .*; "):
+                assert_exact(topology, tensors, case.way, number)
+        else:
+            assert_exact(topology, tensors, case.way, number)
+    assert refused < CASES - 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_order_of_a_sample_of_documents(size):
+    """Rows of all ranks one behind the other, put in order and back."""
+    lengths = [2 * size * n for n in (2, 0, 1, 5)]
+    edges = list(accumulate([0, *lengths]))
+    documents = Documents(
+        Sample(torch.tensor(edges), None, None), (edges[-1] // size, size), Layout.DOCUMENTS,
+        torch.device("cpu"),
+    )  # fmt: skip
+    ranks = [places_in_documents(edges, rank, size) for rank in range(size)]
+    places = torch.tensor([place for rank in ranks for some in rank for place in some])
+    assert places[documents.sample_order].tolist() == list(range(edges[-1]))
+    assert documents.sample_order[documents.rank_order].tolist() == list(range(edges[-1]))
+
+
+def test_padding_is_no_document():
+    """Padded queries see no key, padded keys no query, and neither does what follows."""
+    sample = Sample(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 10]), None)
+    documents = Documents(sample, (6, 2), Layout.ZIGZAG, torch.device("cpu"))
+    whole = (range(12),)
+    segments = documents.segments(whole, whole)
+    seen = torch.zeros(12, 12, dtype=torch.bool)
+    for q, k in zip(segments.cu_q.unfold(0, 2, 1), segments.cu_k.unfold(0, 2, 1), strict=True):
+        seen[slice(*q.tolist()), slice(*k.tolist())] = True
+    expected = torch.zeros(12, 12, dtype=torch.bool)
+    expected[0:3, 0:3] = expected[6:8, 6:8] = True
+    assert torch.equal(seen, expected)
+    assert segments.cu_q[-1] == segments.cu_k[-1] == 12

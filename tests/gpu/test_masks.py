@@ -1,0 +1,120 @@
+"""Windows and packed documents on NCCL: errors are relative to the same kernel's on one GPU.
+
+Catches segments that a kernel reads wrongly, a halo that is too short, rows that are put into
+another order than they came in, and boundaries that change under calls that are under way.
+"""
+
+import pytest
+import torch
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import DisagreementError
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu.test_nodes import SOCKETS
+from tests.oracle import full_attention, rows_of, seen_by
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+TOKENS, DIM = 2048, 128
+ANYWHERE = (0, 1, 1, 300, 1111, 2047)  # one of a token, an empty one, one token behind the last
+EACH = (0, 8, 8, 304, 1112, 2048)
+CASES = {  # mask, layout, where documents begin
+    "documents anywhere": (Mask(right=0, documents=True), "zigzag", ANYWHERE),
+    "documents, not causal": (Mask(documents=True), "contiguous", ANYWHERE),
+    "documents each for itself": (Mask(right=0, documents=True), "zigzag-documents", EACH),
+    "window": (Mask(200, 0), "zigzag", ()),
+    "window to both sides": (Mask(100, 50), "contiguous", ()),
+    "window in documents": (Mask(200, 0, documents=True), "zigzag", ANYWHERE),
+}
+WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"},
+        {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
+
+
+def can(case, way, nodes):
+    """What docs/masks.md says."""
+    mask, layout, _ = CASES[case]
+    mode = way.get("intra")
+    if layout == "zigzag-documents" or (mask.documents and mask.windowed):
+        gathers = mode == "gather" and layout != "zigzag-documents"
+        return mode is None or (nodes == 1 and (mode == "a2a" or gathers))
+    return True
+
+
+def problem(heads, mask, edges):
+    """q, k, v and dout in bf16, and (out, dq, dk, dv) in float64, of a sample of one."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    sizes = (heads[0], heads[1], heads[1], heads[0])
+    tensors = [
+        torch.randn(1, TOKENS, h, DIM, generator=generator, device="cuda").bfloat16() for h in sizes
+    ]
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    seen = seen_by(mask, edges, TOKENS).cuda()
+    with torch.device("cuda"):
+        out = full_attention(*leaves, False, DIM**-0.5, seen)
+    return tensors, [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+
+
+def errors(rank, world, nodes, case, heads):
+    """Relative errors of (out, dq, dk, dv) by way, over the whole sample."""
+    mask, layout, edges = CASES[case]
+    tensors, truth = problem(heads, mask, edges)
+    starts = torch.tensor(edges, dtype=torch.int32, device="cuda") if edges else None
+
+    def run(rows, config, group=None):
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+        out = burst_attention(
+            q, k, v, causal=mask.right == 0, window=(mask.left, mask.right), cu_seqlens=starts,
+            layout=layout, config=config, group=group,
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+
+    rows = rows_of(Layout(layout), rank, world, TOKENS // world, edges).cuda()
+    found = {"alone": alone(run, truth, BurstConfig())}
+    for way in (way for way in WAYS if can(case, way, nodes)):
+        config = BurstConfig.of(nodes=nodes, **way)
+        for turn in range(4):  # buffers are used again; a race shows as a difference
+            if turn == rank:
+                torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
+            got = relative(run(rows, config), truth, rows)
+            found[str(way)] = max(found.get(str(way), (0,)), got)
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("heads", [(8, 4), (16, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_errors_are_at_most_twice_one_gpus(case, heads, nodes):
+    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
+    found = run_ranks(errors, 2, 2, nodes, case, heads, **settings)[0]
+    single = found.pop("alone")
+    print(f"{case} {heads} 1 rank: {single}")
+    for way, several in found.items():
+        print(f"{case} {heads} 2 ranks, {nodes} nodes, {way}: {several}")
+        for error, bar in zip(several, single, strict=True):
+            assert error <= 2 * bar and bar < 1e-2, (way, several, single)
+
+
+def other_boundaries(rank):
+    """What a backward says whose ranks had other boundaries on their GPUs."""
+    starts = torch.tensor([0, 100 + rank, 256], dtype=torch.int32, device="cuda")
+    q = torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    said = []
+    for _ in range(2):
+        try:
+            burst_attention(q, q, q, cu_seqlens=starts, max_seqlen=256).sum().backward()
+            torch.cuda.synchronize()
+            torch.distributed.barrier()
+        except DisagreementError as error:
+            said.append(str(error))
+    return said
+
+
+def test_other_boundaries_on_a_rank_are_named_with_the_backward():
+    for said in run_ranks(other_boundaries, 2, backend="nccl", timeout_s=120, fresh=True):
+        assert "[0, 100, 256]" in said[0] and "[0, 101, 256]" in said[0], said

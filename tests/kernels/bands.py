@@ -1,0 +1,163 @@
+"""Attention of one call under bands and segments against float64: a dense mask and autograd.
+
+Other calls' share of the softmax is one more key a row, with a score and a value of its own: what
+autograd then finds is what a backend must find from lse and delta of all keys. The same comparisons
+run on CPU, in Triton's interpreter and, in tests/gpu, on a GPU.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.partial import delta_stand_in
+from megatron_burst.kernels.visible import Segments, Visible
+from tests.kernels.attention import relative
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Band:
+    """What is computed: queries and keys of each segment; of one alone unless `packed`."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    left: int | None = None
+    right: int | None = None
+    packed: bool = True
+    heads: int = 2
+    heads_kv: int = 1
+    dim_qk: int = 16
+    dim_v: int = 16
+    batch: int = 1
+    dtype: torch.dtype = torch.float64
+    strided: bool = False  # inputs and gradients lie side by side in wider rows
+
+    @property
+    def scale(self) -> float:
+        return self.dim_qk**-0.5
+
+    def visible(self, device: str = "cpu") -> Visible:
+        if not self.packed:
+            return Visible(self.left, self.right)
+        cu_q, cu_k = (
+            torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device)
+            for each in (self.queries, self.keys)
+        )
+        longest = max(self.queries), max(self.keys)
+        return Visible(self.left, self.right, Segments(cu_q, cu_k, *longest))
+
+    def seen(self) -> Tensor:
+        """[queries, keys]: which keys each query sees, by the definition."""
+        seen = torch.zeros(sum(self.queries), sum(self.keys), dtype=torch.bool)
+        starts = (pairwise([0, *accumulate(each)]) for each in (self.queries, self.keys))
+        for (row, end), (key, stop) in zip(*starts, strict=True):
+            query = torch.arange(end - row).unsqueeze(1)
+            ahead = torch.arange(stop - key) - (query + (stop - key) - (end - row))
+            inside = torch.ones_like(ahead, dtype=torch.bool)
+            inside &= True if self.left is None else ahead >= -self.left
+            inside &= True if self.right is None else ahead <= self.right
+            seen[row:end, key:stop] = inside
+        return seen
+
+    def inputs(self, device: str = "cpu") -> list[Tensor]:
+        """q, k, v, dout."""
+        torch.manual_seed(sum(self.queries) + 31 * sum(self.keys))
+        rows, keys, b = sum(self.queries), sum(self.keys), self.batch
+        sizes = (
+            (b, rows, self.heads, self.dim_qk), (b, keys, self.heads_kv, self.dim_qk),
+            (b, keys, self.heads_kv, self.dim_v), (b, rows, self.heads, self.dim_v),
+        )  # fmt: skip
+        return [beside(torch.randn(x).to(device, self.dtype), self.strided) for x in sizes]
+
+
+def beside(x: Tensor, strided: bool) -> Tensor:
+    """The same values; strided, between sevens in each row, as fields of an interleaved buffer."""
+    if not strided:
+        return x.clone()
+    b, n, h, d = x.shape
+    memory = x.new_full((b, n, 8 + h * d + 8), 7.0)
+    return memory[:, :, 8:-8].unflatten(2, (h, d)).copy_(x)
+
+
+def truth_of(band: Band, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """out and lse over these keys; lse and delta over all; gradients: float64, on inputs' device.
+
+    Every third row has no other keys than these.
+    """
+    q, k, v, dout = (x.detach().cpu().double() for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    group, (rows, heads) = band.heads // band.heads_kv, q.shape[1:3]
+    other = torch.randn(band.batch, heads, rows, 1, dtype=torch.float64)
+    other[:, :, ::3] = -torch.inf
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT * band.scale).masked_fill(~band.seen(), -torch.inf)
+    alone, _ = softmax(scores)
+    weights, total = softmax(torch.cat((scores, other), dim=-1))
+    values = torch.randn(band.batch, heads, rows, band.dim_v, dtype=torch.float64)
+    out = (weights[..., :-1] @ v + weights[..., -1:] * values).transpose(1, 2)
+    grads = torch.autograd.grad(out, leaves, dout)
+    found = {
+        "out": (alone @ v).transpose(1, 2), "lse": scores.logsumexp(-1), "total": total,
+        "delta": (dout * out).sum(-1).transpose(1, 2),
+    } | dict(zip(NAMES[1:], grads, strict=True))  # fmt: skip
+    return {name: x.detach().to(inputs[0].device) for name, x in found.items()}
+
+
+def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, lse); all weights are 0 where all scores are -inf."""
+    least = torch.full((*scores.shape[:-1], 1), -1e30, dtype=scores.dtype)
+    largest = torch.cat((scores.detach(), least), dim=-1).amax(-1, keepdim=True)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    lse = (total.log() + largest).squeeze(-1)
+    return weights / total.masked_fill(total == 0, 1.0), lse
+
+
+def results_of(
+    backend: Backend, band: Band, inputs: list[Tensor], truth: dict[str, Tensor], into: bool,
+    with_delta: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The same from a backend; `into`: written to where told, in the dtypes that it would return.
+
+    `with_delta`: backward gets delta and no output; else an output with that delta.
+    """
+    q, k, v, dout = inputs
+    visible = band.visible(q.device)
+    out, lse = backend.forward(q, k, v, band.scale, visible)
+    delta, total = (truth[name].to(lse.dtype) for name in ("delta", "total"))
+    like = None if with_delta else delta_stand_in(dout, delta)
+    side = QuerySide(q, dout, total, delta if with_delta else None, like)
+    grads = backend.backward(side, k, v, band.scale, visible)
+    if into:
+        told = beside(out + 9, True), torch.stack((lse, lse), -1).nan_to_num()[..., 0]
+        tolds = [beside(x + 9, True) for x in grads]
+        again = backend.forward(q, k, v, band.scale, visible, into=told)
+        anew = backend.backward(side, k, v, band.scale, visible, into=tuple(tolds))
+        assert all(a is b for a, b in zip((*again, *anew), (*told, *tolds), strict=True))
+        for x in (told[0], *tolds):  # what lies beside
+            assert x._base[..., :8].eq(7).all() and x._base[..., -8:].eq(7).all()
+        (out, lse), grads = again, anew
+    return dict(zip(("out", "lse", *NAMES[1:]), (out, lse, *grads), strict=True))
+
+
+def errors_of(
+    backend: Backend, band: Band, device: str = "cpu", into: bool = False,
+    with_delta: bool | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Relative errors in the norm by name; lse's largest difference, infinite where one is NaN."""
+    inputs = band.inputs(device)
+    truth = truth_of(band, inputs)
+    with_delta = backend.capability.takes_delta if with_delta is None else with_delta
+    got = results_of(backend, band, inputs, truth, into, with_delta)
+    errors = {name: relative(got[name], truth[name]) for name in NAMES}
+    empty = truth["lse"] == -torch.inf
+    assert torch.equal(got["lse"] == -torch.inf, empty)
+    blank = empty.transpose(1, 2)
+    assert not got["out"][blank].any() and not got["dq"][blank].any()
+    difference = (got["lse"].double() - truth["lse"])[~empty].abs()
+    return errors | {"lse": float(difference.max()) if difference.numel() else 0.0}

@@ -1,0 +1,248 @@
+"""Windows and segments of GPU kernels that cannot run here: stand-ins with their signatures.
+
+A stand-in computes in float64 what its kernel would: what FlashAttention-2 makes of bounds, of
+segments of one query and of rows without a key (flash_api.cpp), shapes and targets of
+FlashAttention-4 (interface.py, 4.0.0b36).
+"""
+
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_burst.kernels import flash
+from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.fa4 import FlashAttention4
+from megatron_burst.kernels.flash import Flash
+from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_burst.kernels.reference import Reference
+from megatron_burst.kernels.visible import Segments, Visible
+from tests.kernels.bands import Band, errors_of
+from tests.kernels.test_visible import bands
+
+
+def forward(q, k, v, scale, visible, empty):
+    """(out [t, h, d], lse [h, t]) with `empty` in rows without a key."""
+    out, lse = Reference().forward(q[None], k[None], v[None], scale, visible)
+    assert out.dtype is torch.float64
+    return out[0], lse[0].masked_fill(lse[0] == -torch.inf, empty)
+
+
+def backward(dout, q, k, v, out, lse, scale, visible, delta=None):
+    assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
+    given = delta if delta is None else delta[None]
+    side = QuerySide(q[None], dout[None], lse[None], given, out[None])
+    return [x[0] for x in Reference().backward(side, k[None], v[None], scale, visible)]
+
+
+def segments(q, k, cu_q, cu_k, max_q, max_k):
+    for x, cu, most in ((q, cu_q, max_q), (k, cu_k, max_k)):
+        assert x.dim() == 3 and cu.dtype is torch.int32 and cu.is_contiguous()
+        assert cu[0] == 0 and cu[-1] == x.shape[0] and cu.diff().max() <= most
+    return Segments(cu_q, cu_k, max_q, max_k)
+
+
+def of_2(q, k, cu_q, cu_k, max_q, max_k, causal, left, right):
+    """What FlashAttention-2 takes for visible."""
+    assert max_q > 1 and max_k > 0
+    right = 0 if causal else right
+    left, right = (-1 if bound >= max_k else bound for bound in (left, right))
+    if left < 0 <= right:
+        left = max_k
+    elif right < 0 <= left:
+        right = max_k
+    bounds = (None if bound < 0 else bound for bound in (left, right))
+    return Visible(*bounds, segments(q, k, cu_q, cu_k, max_q, max_k))
+
+
+class Aten:
+    """torch.ops.aten, as far as it has flash attention."""
+
+    def _flash_attention_forward(
+        self, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and not return_debug_mask
+        if cum_seq_q is None:  # dense
+            visible = Visible(None, 0 if is_causal else None)
+            return Reference().forward(q, k, v, scale, visible)
+        bounds = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        visible = of_2(q, k, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, *bounds)
+        return *forward(q, k, v, scale, visible, torch.inf), None, None, None
+
+    def _flash_attention_backward(
+        self, dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and rng_state.shape == (2,) and unused.shape == ()
+        if cum_seq_q is None:
+            side = QuerySide(q, dout, lse, None, out)
+            visible = Visible(None, 0 if is_causal else None)
+            return Reference().backward(side, k, v, scale, visible)
+        bounds = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        visible = of_2(q, k, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, *bounds)
+        return backward(dout, q, k, v, out, lse, scale, visible)
+
+
+class FlashAttn2:
+    """flash_attn.flash_attn_interface 2.8.3."""
+
+    def _flash_attn_forward(
+        self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        visible = Visible(None, 0 if causal else None)
+        return *Reference().forward(q, k, v, softmax_scale, visible), None, None
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        side = QuerySide(q, dout, softmax_lse, None, out)
+        visible = Visible(None, 0 if causal else None)
+        grads = Reference().backward(side, k, v, softmax_scale, visible)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    def _flash_attn_varlen_forward(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
+        seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+        visible = of_2(q, k, *where, window_size_left, window_size_right)
+        return *forward(q, k, v, softmax_scale, visible, torch.inf), None, None
+
+    def _flash_attn_varlen_backward(
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+        zero_tensors=False,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+        visible = of_2(q, k, *where, window_size_left, window_size_right)
+        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, visible)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+
+class FlashAttn3:
+    """flash_attn_interface of the hopper folder: one function for dense and packed rows."""
+
+    def visible(self, q, k, where, causal, window_size):
+        left, right = (None if bound < 0 else bound for bound in window_size)
+        cut = segments(q, k, *where) if where[0] is not None else None
+        return Visible(left, 0 if causal else right, cut)
+
+    def _flash_attn_forward(
+        self, q, k, v, softmax_scale, causal, cu_seqlens_q=None, cu_seqlens_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, window_size=(-1, -1), softcap=0.0,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        visible = self.visible(q, k, where, causal, window_size)
+        if visible.segments is None:
+            return *Reference().forward(q, k, v, softmax_scale, visible), None, None
+        return *forward(q, k, v, softmax_scale, visible, -torch.inf), None, None
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
+        max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
+        softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        visible = self.visible(q, k, where, causal, window_size)
+        if visible.segments is None:
+            side = QuerySide(q, dout, softmax_lse, None, out)
+            grads = Reference().backward(side, k, v, softmax_scale, visible)
+        else:
+            grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, visible)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+
+class FlashAttn4:
+    """flash_attn.cute.interface 4.0.0b36: a bound of None is none, and any int is meant."""
+
+    def visible(self, q, k, causal, left, right, where):
+        assert left is None or left >= 0
+        assert right is None or right >= 0
+        cut = None if where[0] is None else segments(q, k, *where)
+        return Visible(left, 0 if causal else right, cut)
+
+    def _flash_attn_fwd(
+        self, q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None,
+        window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        max_seqlen_q=None, max_seqlen_k=None,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
+        run = Reference().forward if cu_seqlens_q is None else self.varlen
+        found = run(q, k, v, softmax_scale, visible)
+        for target, result in zip((out, lse), found, strict=True):
+            if target is not None:
+                assert target.shape == result.shape
+                target.copy_(result)
+        assert return_lse
+        return found[0] if out is None else out, found[1] if lse is None else lse, None, None, None
+
+    def varlen(self, q, k, v, scale, visible):
+        return forward(q, k, v, scale, visible, -torch.inf)
+
+    def _flash_attn_bwd(
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
+    ):  # fmt: skip
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
+        delta = (out * dout).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
+        if cu_seqlens_q is None:
+            side = QuerySide(q, dout, lse, delta, None)
+            grads = Reference().backward(side, k, v, softmax_scale, visible)
+        else:
+            grads = backward(dout, q, k, v, out, lse.contiguous(), softmax_scale, visible, delta)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            if target is not None:
+                assert target.shape == grad.shape
+                target.copy_(grad)
+        return tuple(a if b is None else b for a, b in zip(grads, (dq, dk, dv), strict=True))
+
+
+INTERFACES = {"flash_attn.flash_attn_interface": FlashAttn2(), "flash_attn_interface": FlashAttn3()}
+KERNELS = {
+    "flash": (Flash, patch.object(flash, "_aten", Aten())),
+    "flash-attn": (FlashAttention2, patch.dict(sys.modules, INTERFACES)),
+    "fa3": (FlashAttention3, patch.dict(sys.modules, INTERFACES)),
+    "fa4": (FlashAttention4, patch.dict(sys.modules, {"flash_attn.cute.interface": FlashAttn4()})),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(max_examples=80, deadline=None)
+@given(band=bands(windows=True), into=st.booleans(), with_delta=st.booleans())
+@example(band=Band((9,), (3,), None, 4, packed=False), into=False, with_delta=False)
+@example(band=Band((9,), (3,), 0, None), into=True, with_delta=True)
+def test_a_kernel_is_asked_for_what_is_visible(name, band, into, with_delta):
+    kind, stand_in = KERNELS[name]
+    with ExitStack() as stack:
+        stack.enter_context(stand_in)
+        backend = kind()
+        assert backend.missing() is None
+        with_delta = with_delta and backend.capability.takes_delta
+        errors = errors_of(backend, band, into=into, with_delta=with_delta)
+    assert all(error <= 1e-12 for error in errors.values()), errors
+
+
+def test_a_package_without_packed_rows_is_refused():
+    lacking = SimpleNamespace(
+        _flash_attn_forward=FlashAttn2()._flash_attn_forward,
+        _flash_attn_backward=FlashAttn2()._flash_attn_backward,
+    )
+    with patch.dict(sys.modules, {"flash_attn.flash_attn_interface": lacking}):
+        assert "it has no _flash_attn_varlen_forward" in FlashAttention2().missing()
