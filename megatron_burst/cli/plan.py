@@ -72,13 +72,13 @@ def plan(
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
-        in_file = _arguments_in(model)
+        described, in_file = model_of(model), _arguments_in(model)
         fixed = _fixed(in_file, asked)
         tokens = _tokens(seq_length or in_file.get("seq_length", ""))
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
-        job = Job(model_of(model), tokens, count, on_node, batch(count), machine)
+        job = Job(described, tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         show(Shown(job, found, warnings_of(job, found, fixed), missing, do_search, not in_file))
