@@ -23,8 +23,7 @@ from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.cli.timing import attempt
-from megatron_burst.cli.world import started
+from megatron_burst.cli.world import attempt, started
 from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice

@@ -12,10 +12,9 @@ from benchmarks.cases import Case, Pass
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.peers import Peer
 from benchmarks.rows import ATTENTION_CSV, Sheet
-from benchmarks.sweep import save
+from benchmarks.sweep import interleave, save
 from benchmarks.trial import Trial, try_out
-from megatron_burst.cli.timing import attempt, clean_up, interleave
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, attempt, clean_up
 
 _WARM_UP = 2
 _SLOW_S = 0.5
@@ -50,8 +49,8 @@ class Bench:
         """All rows of one problem; on disk when this returns."""
         shard = self.draw(case, self.world)
         self.trials, truth = {}, None
-        for number, peer in enumerate(peers):
-            self.world.progress.now(f"{peer.impl}: trying it out", number / len(peers) / 2)
+        for peer in peers:
+            self.world.progress.now(f"{peer.impl}: trying it out")
             trial = try_out(peer, shard, self.world, truth)
             if peer.comparable and trial.status == "ok":
                 truth = truth or trial.sample

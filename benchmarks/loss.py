@@ -33,6 +33,7 @@ from benchmarks.sweep import (
     Out,
     check_out,
     clock,
+    interleave,
     new_app,
     save,
     sweep,
@@ -40,8 +41,7 @@ from benchmarks.sweep import (
 )
 from megatron_burst.cli.speeds import matmul
 from megatron_burst.cli.terminal import Device, in_one_sentence
-from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
-from megatron_burst.cli.world import World, started
+from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
 
 _WHO = "benchmarks.loss"
 _CHECKED_TOKENS = 1024
@@ -128,8 +128,8 @@ class _Head:
         x = draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
         truth = truth_of(small)
-        for number, peer in enumerate(self.plan.peers):
-            world.progress.now(f"{peer.name}: trying it out", number / len(self.plan.peers) / 2)
+        for peer in self.plan.peers:
+            world.progress.now(f"{peer.name}: trying it out")
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
         able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
         runs = {peer.name: partial(peer.run, x) for peer in able}

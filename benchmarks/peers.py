@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli.timing import sample_of
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, sample_of
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible

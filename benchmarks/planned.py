@@ -10,11 +10,10 @@ from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time
-from megatron_burst.plan.buffers import buffer_bytes
-from megatron_burst.plan.calibration import preset_of
-from megatron_burst.plan.cost import exchange_widths
+from megatron_burst.plan.attention_cost import attention_time, buffer_bytes
+from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
+from megatron_burst.plan.hardware_file import preset_of
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Model
@@ -31,7 +30,8 @@ _SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more i
 _HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
-    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ nodes( of one machine)?"
+    r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
+    r"( of one machine)?"
 )
 
 MASKS = {"causal": Mask.CAUSAL, "full": Mask.FULL}
@@ -84,15 +84,25 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     if is_standin(row):
         call = _as_megatron(call, hardware)
     hardware = _with_links(row, hardware, call)
-    work = call.tflop(Direction.FORWARD)
+    work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
     gib = None
     if row.pass_ == "fwd_bwd":
-        work += call.tflop(Direction.BACKWARD)
+        work += _tflop(call, Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
+
+
+def _tflop(call: AttentionCall, direction: Direction) -> float:
+    """Work of one GPU in a pass, TFLOP: of the whole sequence, sharded evenly."""
+    shape, size = call.shape, call.topology.cp_size
+    pairs = shape.tokens * size * shape.tokens * (0.5 if call.mask.causal else 1)
+    dims = shape.dim_qk + shape.dim_v
+    if direction is Direction.BACKWARD:
+        dims = 3 * shape.dim_qk + 2 * shape.dim_v
+    return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
 
 
 def _is_outdated(row: Row, call: AttentionCall) -> bool:
@@ -110,7 +120,7 @@ def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
     if call.mode != "a2a" or call.again:
         return call.left_bytes
-    there, _ = exchange_widths(call.shape)[Direction.FORWARD]
+    there, _ = a2a_widths(call.shape)[Direction.FORWARD]
     return call.shape.batch * call.shape.tokens * there
 
 
@@ -163,7 +173,7 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
     passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
     work = seconds = 0.0
     for direction in passes:
-        work += call.tflop(direction)
+        work += _tflop(call, direction)
         seconds += Timer(hardware, row.mode, work).tile(tile, shape, direction)
     return Prediction(1e3 * seconds, None)
 

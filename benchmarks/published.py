@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import Candidate, candidate
 from megatron_burst.plan.strategy import Job, Strategy

@@ -27,14 +27,14 @@ from benchmarks.sweep import (
     Out,
     check_out,
     clock,
+    interleave,
     new_app,
     save,
     sweep,
     usual_dtype,
 )
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.timing import Memory, attempt, clean_up, interleave, timed_ms
-from megatron_burst.cli.world import World, started
+from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
 from megatron_burst.config import BurstConfig
 from megatron_burst.units import whole_numbers
 
@@ -121,8 +121,8 @@ class _Part:
         """Measure, and let everything go."""
         modes = [mode for mode in self.plan.modes if mode.impl == self.impl]
         failure = attempt(self._build, self.world)
-        for number, mode in enumerate(modes):
-            self.world.progress.now(f"{mode}: trying it out", number / len(modes) / 2)
+        for mode in modes:
+            self.world.progress.now(f"{mode}: trying it out")
             failure_of_it = failure or self._try_out(mode)
             if failure_of_it:
                 self.failures[str(mode)] = failure_of_it

@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.cells import cells_of, row_of
 from benchmarks.layers import writes
 from megatron_burst.cli.terminal import check_writable
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.tables import nearest
+from megatron_burst.errors import BurstError, nearest
 
 _WHO, _OUT = "benchmarks", "--out"
 _FEW = 3  # columns that differ and are named

@@ -1,6 +1,6 @@
 """What the run loops share: options, the file that rows go to, time that runs out, the loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from typer import Option, Typer
 
 from benchmarks.rows import ATTENTION_CSV, Sheet, append, check_appendable
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, timed_ms
 
 Out = Annotated[Path, Option(help="CSV to append to")]
 Dtype = Annotated[
@@ -76,7 +76,42 @@ def sweep(
             say(f"time is up: {len(problems) - number} problems were not started")
             break
         say(f"{number + 1} of {len(problems)}: {problem}")
-        world.progress.begin(number, len(problems))
         rows += rows_of(problem)
     world.progress.end()
     return rows
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]],
+    reps: Mapping[str, int],
+    world: World,
+    out_of_time: Callable[[], bool],
+    before: Callable[[str], object] | None = None,
+) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank for each repetition of each run.
+
+    Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
+    that none always follows the same one.
+
+    Args:
+        runs: what is timed, by name.
+        reps: repetitions of each.
+        world: all ranks.
+        out_of_time: asked on rank 0 after each turn; stops the repetitions.
+        before: called with the name before each repetition, untimed.
+    """
+    mine: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(max((reps[name] for name in runs), default=0)):
+        if turn and world.decide(out_of_time()):
+            break
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            if turn < reps[name]:
+                world.progress.now(f"{name}: repetition {turn + 1} of {reps[name]}")
+                if before:
+                    before(name)
+                mine[name].append(timed_ms(runs[name], world))
+    everyone = world.gather(mine)
+    return {
+        name: [max(times) for times in zip(*(theirs[name] for theirs in everyone), strict=True)]
+        for name in runs
+    }

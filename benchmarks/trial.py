@@ -7,8 +7,7 @@ from time import perf_counter
 from torch import Tensor
 
 from benchmarks.peers import Peer, Shard
-from megatron_burst.cli.timing import Memory, attempt, clean_up, disagreement, errors_of
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import Memory, World, attempt, clean_up, disagreement, errors_of
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from draw_ring import save_picture
 from rich.table import Table
 
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.draw import save_picture
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout

@@ -21,7 +21,7 @@ from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.asked import check_asked
+from megatron_burst.plan.auto import check_asked
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import recording

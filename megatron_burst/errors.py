@@ -1,6 +1,7 @@
 """Errors. One sentence each: who, what must hold and why; what was got; what to change."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 # Whether it holds, what must hold and why, what was got, what to change.
 type Need = tuple[object, str, object, str]
@@ -41,3 +42,9 @@ def require(who: str, needs: Iterable[Need]) -> None:
     """
     if sentence := unmet(who, needs):
         raise BurstError(sentence)
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """ ", did you mean ...?" or nothing."""
+    close = get_close_matches(word, list(names), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

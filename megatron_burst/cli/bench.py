@@ -12,10 +12,18 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli import timing
 from megatron_burst.cli.speeds import Attention
 from megatron_burst.cli.te import MODES, TransformerEngine
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import (
+    Memory,
+    World,
+    attempt,
+    clean_up,
+    disagreement,
+    errors_of,
+    sample_of,
+    timed_ms,
+)
 from megatron_burst.comm.state import symmetric_bytes
 from megatron_burst.errors import BurstError
 from megatron_burst.units import in_units, nearest_multiples
@@ -75,15 +83,7 @@ class Contender:
 
 
 def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
-    """Burst, each mode of TransformerEngine, and burst's kernel alone; all ranks together.
-
-    Args:
-        problem: the same on all ranks.
-        world: all ranks.
-        reps: repetitions, in turns.
-
-    Returns:
-        by name, the same on all ranks.
+    """Burst, each mode of TransformerEngine, and burst's kernel alone, by name; all ranks together.
 
     Raises:
         BurstError: if the problem cannot be sharded.
@@ -99,18 +99,32 @@ def measure(problem: Problem, world: World, reps: int) -> dict[str, Contender]:
         world.progress.now(f"{name}: trying it out")
         sample = _try_out(one, name, world, truth)
         truth = truth or sample
-    able = {name: one for name, one in found.items() if not one.failure}
-    counts = dict.fromkeys(able, reps)
-    forward, both = (
-        timing.interleave(
-            {name: getattr(one, pass_) for name, one in able.items()}, counts, world, bool
-        )
+    able = [one for one in found.values() if not one.failure]
+    times = [
+        _in_turns([getattr(one, pass_) for one in able], reps, world)
         for pass_ in ("forward", "both")
-    )
-    for name, one in able.items():
-        one.ms = forward[name], both[name]
+    ]
+    for one, forward, both in zip(able, *times, strict=True):
+        one.ms = forward, both
     world.progress.end()
     return found
+
+
+def _in_turns(runs: list[Callable[[], object]], reps: int, world: World) -> list[list[float]]:
+    """Milliseconds of the slowest rank for each repetition of each run.
+
+    Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
+    that none always follows the same one.
+    """
+    mine: list[list[float]] = [[] for _ in runs]
+    for turn in range(reps):
+        world.progress.now(f"repetition {turn + 1} of {reps}")
+        for ms, run in list(zip(mine, runs, strict=True))[:: -1 if turn % 2 else 1]:
+            ms.append(timed_ms(run, world))
+    return [
+        [max(times) for times in zip(*ranks, strict=True)]
+        for ranks in zip(*world.gather(mine), strict=True)
+    ]
 
 
 def _dtype(world: World) -> torch.dtype:
@@ -132,9 +146,7 @@ def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Cont
     engine, dims = TransformerEngine(mode, world), (problem.dim, problem.dim)
     refusals = world.gather(engine.refusal(problem.heads[1]))
     failure = next(filter(None, refusals), None)
-    failure = failure or timing.attempt(
-        lambda: engine.prepare(problem.heads, dims, causal=True), world
-    )
+    failure = failure or attempt(lambda: engine.prepare(problem.heads, dims, causal=True), world)
     return Contender(failure=failure) if failure else _attention(engine, tensors)
 
 
@@ -151,7 +163,7 @@ def _kernel(problem: Problem, world: World) -> Contender:
 def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results:
     """Run it twice, the second time for its memory; a wrong answer is a failure."""
     results: list[Tensor] = []
-    memory = timing.Memory(world)
+    memory = Memory(world)
 
     def run() -> None:
         results[:] = []
@@ -159,15 +171,15 @@ def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results
 
     for _ in range(2):
         memory.restart()
-        one.failure = one.failure or timing.attempt(run, world)
-    sample = timing.sample_of(results)
+        one.failure = one.failure or attempt(run, world)
+    sample = sample_of(results)
     if not one.failure and truth and name != KERNEL:
-        one.failure = timing.disagreement(timing.errors_of(sample, truth, world))
+        one.failure = disagreement(errors_of(sample, truth, world))
     if not one.failure:
         uncounted = symmetric_bytes(world.group) if name == BURST else 0
         one.gib = memory.peak_gib(sum(x.nbytes for x in results), uncounted)
     results[:] = []
-    timing.clean_up(world)
+    clean_up(world)
     return sample
 
 

@@ -7,15 +7,13 @@ from time import monotonic
 
 import torch
 
-from megatron_burst.cli.speeds import Attention, Mover, Run, matmul, rank_ms, rings
-from megatron_burst.cli.timing import clean_up
-from megatron_burst.cli.world import World
+from megatron_burst.cli.speeds import Attention, Mover, Run, host_copies, matmul, rank_ms
+from megatron_burst.cli.world import World, clean_up
 from megatron_burst.comm.nodes import my_home, topology_of_homes
-from megatron_burst.plan.calibration import Calibration, KernelSpeed, LinkSpeed
+from megatron_burst.plan.hardware_file import Calibration, KernelSpeed, LinkSpeed
 from megatron_burst.schedule.topology import Link
 
 _HEAD_DIMS = (64, 128)
-_KINDS_OF_LINKS = 6
 _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 
@@ -43,15 +41,24 @@ _SIZES = {
 def calibrate(
     world: World, name: str | None, budget_s: float, say: Callable[[str], None]
 ) -> Calibration:
-    """Measure, all ranks together, until so many seconds have passed; the same on all ranks.
+    """Measure, all ranks together; the same on all ranks.
 
-    Args:
-        world: all ranks.
-        name: of the machine; None takes the GPU's.
-        budget_s: seconds after which nothing new is measured.
-        say: takes lines on rank 0: what begins, what there was no time for.
+    After `budget_s` seconds nothing new is measured; `say` takes lines on rank 0. A machine without
+    a name is called by its GPU's.
     """
-    return _Run(world, _SIZES[world.device.type], monotonic() + budget_s, say).all(name)
+    run = _Run(world, _SIZES[world.device.type], monotonic() + budget_s)
+    tell = say if world.rank == 0 else lambda text: None
+    tell("measuring kernels and links")
+    mover = Mover(world, topology_of_homes(world.gather(my_home())))
+    gpu, memory_gib = _device(world.device)
+    product, flops = matmul(world, run.sizes.matmul, run.sizes.dtype)
+    rate = flops / max(rank_ms(product, world)) / 1e9
+    links = tuple(run.links(mover))
+    kernels = tuple(run.kernels())
+    world.progress.end()
+    if run.left_out:
+        tell(f"time was up; not measured: {', '.join(run.left_out)}")
+    return Calibration(name or gpu, gpu, _rounded(memory_gib), _rounded(rate), kernels, links)
 
 
 @dataclass(slots=True)
@@ -59,31 +66,14 @@ class _Run:
     world: World
     sizes: Sizes
     deadline: float
-    say: Callable[[str], None]
     left_out: list[str] = field(default_factory=list)
-    begun: int = 0
 
-    def all(self, name: str | None) -> Calibration:
-        if self.world.rank == 0:
-            self.say("measuring kernels and links")
-        topology = topology_of_homes(self.world.gather(my_home()))
-        gpu, memory_gib = _device(self.world.device)
-        run, flops = matmul(self.world, self.sizes.matmul, self.sizes.dtype)
-        rate = flops / max(rank_ms(run, self.world)) / 1e9
-        links = tuple(self._links(Mover.of(self.world, topology)))
-        kernels = tuple(self._kernels())
-        self.world.progress.end()
-        if self.left_out and self.world.rank == 0:
-            self.say(f"time was up; not measured: {', '.join(self.left_out)}")
-        return Calibration(name or gpu, gpu, _rounded(memory_gib), _rounded(rate), kernels, links)
-
-    def _kernels(self) -> Iterator[KernelSpeed]:
+    def kernels(self) -> Iterator[KernelSpeed]:
         for dim in _HEAD_DIMS:
-            for seq, heads_q, heads_kv in self.sizes.attention:
+            for seq, *heads in self.sizes.attention:
                 if not self._starts(f"attention of {seq} tokens, head dimension {dim}"):
                     continue
-                heads, dtype = (heads_q, heads_kv), self.sizes.dtype
-                call = Attention.drawn(self.world, seq, heads, dim, dtype)
+                call = Attention.drawn(self.world, seq, tuple(heads), dim, self.sizes.dtype)
                 passes = {"forward": (call.forward, 1.0), "backward": (call.backward(), 2.5)}
                 for direction, (run, factor) in passes.items():
                     ms = max(rank_ms(run, self.world, reps=3))
@@ -93,17 +83,13 @@ class _Run:
                 del call, passes, run
                 clean_up(self.world)
 
-    def _links(self, mover: Mover) -> Iterator[LinkSpeed]:
-        found = rings(mover.topology)
+    def links(self, mover: Mover) -> Iterator[LinkSpeed]:
         for link in Link:
-            if found[link]:
+            if mover.rings[link]:
                 yield from self._speeds(link.value, lambda n, link=link: (mover.shift(link, n),))
-        if found[Link.INTRA]:
-            yield from self._speeds("all_to_all", lambda n: (mover.all_to_all(n),))
-            yield from self._speeds("all_gather", lambda n: (mover.all_gather(n),))
-            if read := mover.puller(max(self.sizes.messages)):
-                yield from self._speeds("copy_engine", lambda n: (read(n),))
-        yield from self._speeds("host", mover.host_copies)
+        if mover.rings[Link.INTRA] and (read := mover.puller(max(self.sizes.messages))):
+            yield from self._speeds("copy_engine", lambda n: (read(n),))
+        yield from self._speeds("host", lambda n: host_copies(self.world, n))
 
     def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:
         if not self._starts(f"link {kind}"):
@@ -124,9 +110,7 @@ class _Run:
         if late:
             self.left_out.append(what)
         else:
-            most = len(_HEAD_DIMS) * len(self.sizes.attention) + _KINDS_OF_LINKS
-            self.world.progress.now(what, self.begun / most)
-            self.begun += 1
+            self.world.progress.now(what)
         return not late
 
 

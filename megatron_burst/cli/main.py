@@ -8,7 +8,7 @@ from typer import Option
 
 from megatron_burst.cli.doctor import doctor
 from megatron_burst.cli.plan import plan
-from megatron_burst.cli.terminal import Device, Nodes, check_writable, in_one_sentence
+from megatron_burst.cli.terminal import Device, Nodes, check_writable, in_one_sentence, writing
 from megatron_burst.units import whole_number, whole_numbers
 from megatron_burst.version import __version__
 
@@ -44,13 +44,14 @@ def calibrate(
     """Measure this machine's kernels and links; alone or under torchrun, on all nodes together."""
     from megatron_burst.cli.calibrate import calibrate as measure
     from megatron_burst.cli.world import started
-    from megatron_burst.plan.calibration import to_toml, write_calibration
+    from megatron_burst.plan.hardware_file import to_toml
 
     with in_one_sentence(), started("calibrate", device, nodes) as world:
         world.refuse_together(lambda: check_writable("calibrate", "--out", out))
         found = measure(world, name, budget_s, world.progress.say)
         if world.rank == 0:
-            write_calibration(found, out)
+            with writing("calibrate", "--out", out):
+                out.write_text(to_toml(found), encoding="utf-8")
             typer.echo(to_toml(found), nl=False)
             typer.echo(f"written to {out}", err=True)
 

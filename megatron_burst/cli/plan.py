@@ -1,11 +1,9 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -13,19 +11,17 @@ from typer import Argument, Exit, Option
 
 from megatron_burst.cli.plan_notes import no_room, warnings_of
 from megatron_burst.cli.plan_table import Shown, show
-from megatron_burst.cli.terminal import check_writable, in_one_sentence, unwritable
+from megatron_burst.cli.terminal import check_writable, in_one_sentence, writing
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.attention_time import attention_time
-from megatron_burst.plan.draw_times import MOST_RANKS, Panel, save_timelines
-from megatron_burst.plan.hardware import preset_names
+from megatron_burst.plan.flags import as_json
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.model import PRESETS, Model
+from megatron_burst.plan.hardware_file import preset_names
+from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
-from megatron_burst.plan.report import as_json
-from megatron_burst.plan.search import Candidate, search
-from megatron_burst.plan.strategy import Job, Strategy, attention_call, even_share
-from megatron_burst.schedule.call import Direction
-from megatron_burst.units import in_units, whole_number
+from megatron_burst.plan.picture import save_picture
+from megatron_burst.plan.search import Candidate, Fixed, search
+from megatron_burst.plan.strategy import Job, Strategy, even_share
+from megatron_burst.units import whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
 _NOT_RUN = 3  # exit code; 2 is refused input
@@ -36,20 +32,15 @@ _IN_FILE = {  # Megatron's names, and where they go
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-
-
 Size = Annotated[int | None, Option(min=1)]
 _MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
 
 def plan(
-    name: Annotated[str, Argument(metavar="MODEL", help=_MODEL)] = "",
-    model: Annotated[str, Option(help="the same as an option")] = "",
-    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")] = "",
+    model: Annotated[str, Argument(help=_MODEL)],
+    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")],
     seq_length: Annotated[str, Option(help="tokens of a sequence, e.g. 1M, 128k, 1048576")] = "",
-    gpus_per_node: Annotated[
-        int | None, Option(min=1, help="of an NVLink domain; default: the hardware's")
-    ] = None,
+    gpus_per_node: Annotated[int | None, Option(min=1, help="default: the hardware's")] = None,
     hardware: Annotated[
         str, Option(help=f"{', '.join(preset_names())}, or a TOML file of calibrate's")
     ] = "h200",
@@ -65,10 +56,7 @@ def plan(
     keep: Annotated[Literal["none", "half", "all"] | None, Option(help="--burst-keep")] = None,
     offload: Annotated[bool | None, Option(help="--burst-keep-offload results")] = None,
     offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload inputs")] = None,
-    do_search: Annotated[
-        bool, Option("--search", help="show the strategies that the best was chosen among")
-    ] = False,
-    top: Annotated[int, Option(min=1, help="of them to show")] = 8,
+    do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
     picture: Annotated[
         Path | None, Option(help="draw one layer's attention, ranks x time (.png, .svg)")
@@ -84,12 +72,8 @@ def plan(
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
-        described, in_file = _described(name, model)
-        given = _sizes_in(in_file) | {
-            key: value for key, value in asked.items() if value is not None
-        }
-        fixed = tuple(sorted(given.items()))
-        _check_policy(given)
+        described, in_file = model_of(model), _arguments_in(model)
+        fixed = _fixed(in_file, asked)
         tokens = _tokens(seq_length or in_file.get("seq_length", ""))
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
@@ -97,37 +81,41 @@ def plan(
         job = Job(described, tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
-        notes = warnings_of(job, found, fixed)
-        show(Shown(job, found, notes, missing, top if do_search else 0, not in_file))
-        if json:
-            with _writing("--json", json):
-                json.write_text(as_json(job, found))
-        if picture:
-            with _writing("--picture", picture):
-                _draw(job, found[0], picture)
+        show(Shown(job, found, warnings_of(job, found, fixed), missing, do_search, not in_file))
+        _write(job, found, json, picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
 
 
-def _described(argument: str, option: str) -> tuple[Model, dict[str, str]]:
-    """The model, and what a file of Megatron's arguments says beside it."""
-    if bool(argument) == bool(option):
-        raise BurstError(
-            "plan: a model must be named once, because its sizes are planned; got "
-            f"{' and '.join(filter(None, (argument, option))) or 'none'}; write for example: plan "
-            "llama3-8b --seq-length 1M --gpus 64"
-        )
-    name = argument or option
-    return model_of(name), _arguments_in(name)
+def _write(job: Job, found: Sequence[Candidate], json: Path | None, picture: Path | None) -> None:
+    if json:
+        with writing("plan", "--json", json):
+            json.write_text(as_json(job, found))
+    if picture:
+        with writing("plan", "--picture", picture):
+            save_picture(job, found[0].strategy, picture)
 
 
-def _sizes_in(arguments: dict[str, str]) -> dict[str, object]:
-    """Sizes that a file of Megatron's arguments has; those of options count before them."""
-    return {
+def _arguments_in(model: str) -> dict[str, str]:
+    """What a file of Megatron's arguments says, but for what a shell would have to expand."""
+    path = Path(model)
+    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
+        return {}
+    found = megatron_arguments(text_of(path))
+    return {name: str(value) for name, value in found.items() if "$" not in str(value)}
+
+
+def _fixed(arguments: dict[str, str], asked: dict[str, Any]) -> Fixed:
+    """What is given: sizes that a file of Megatron's arguments has, and options, which count before
+    them."""
+    given = {
         name: whole_number(arguments[flag], f"--{flag}".replace("_", "-"))
         for name, flag in _IN_FILE.items()
         if flag in arguments
     }
+    given |= {name: value for name, value in asked.items() if value is not None}
+    _check_policy(given)
+    return tuple(sorted(given.items()))
 
 
 def _tokens(seq: str) -> int:
@@ -140,9 +128,19 @@ def _tokens(seq: str) -> int:
 
 
 def _batch(asked: str, tokens: int) -> Callable[[int], int]:
-    """Sequences of a step of a job with so many GPUs."""
+    """Sequences of a step of a job with so many GPUs.
+
+    Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack of 72, because CP and
+    TP divide the sequence: the batch gets them, unless it grew fourfold.
+    """
+
+    def usual(gpus: int) -> int:
+        sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
+        odd = gpus // (gpus & -gpus)
+        return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
+
     if not asked:
-        return lambda gpus: _usual_batch(gpus, tokens)
+        return usual
     sequences = whole_number(asked, "--global-batch-size")
     return lambda gpus: sequences
 
@@ -154,53 +152,20 @@ def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     return track(layouts, "layouts", console=console, transient=True, disable=quiet)
 
 
-def _usual_batch(gpus: int, tokens: int) -> int:
-    """Sequences of a step. Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack
-    of 72, because CP and TP divide the sequence: the batch gets them, unless it grew fourfold."""
-    sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
-    odd = gpus // (gpus & -gpus)
-    return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
-
-
-def _arguments_in(model: str) -> dict[str, str]:
-    """What a file of Megatron's arguments says, but for what a shell would have to expand."""
-    path = Path(model)
-    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
-        return {}
-    found = megatron_arguments(text_of(path))
-    return {name: str(value) for name, value in found.items() if "$" not in str(value)}
-
-
-def _draw(job: Job, best: Candidate, path: Path) -> None:
-    call = attention_call(job, best.strategy)
-    ranks = range(min(call.topology.cp_size, MOST_RANKS))
-    panels = []
-    for direction in Direction:
-        timeline = attention_time(call, job.hardware, direction, ranks=ranks)
-        shown = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
-        title = (
-            f"{job.model.name} {in_units(job.seq)}, {best.strategy.layout}: one layer's attention, "
-            f"{direction},\n{call.in_words}{shown}, {timeline.seconds:.3g} s"
-        )
-        panels.append(Panel(title, timeline))
-    save_timelines(panels, call.topology, path)
-
-
 def _check_policy(given: dict[str, object]) -> None:
     """Refuse options that contradict each other; what is missing is left to the search."""
-    recompute, keep = given.get("recompute", "full"), given.get("keep")
-    if recompute != "full" and keep not in (None, "none"):
+    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
+    needs_full = {
+        "--keep": keep != "none", "--offload": given.get("offload"),
+        "--offload-inputs": given.get("offload_inputs"),
+    }  # fmt: skip
+    option = next((option for option, is_on in needs_full.items() if is_on), None)
+    if option and recompute != "full":
         raise BurstError(
-            "plan: --keep must come with --recompute full, because without replays nothing needs "
-            f"to be kept; got --recompute {recompute} --keep {keep}; leave one out"
+            f"plan: {option} must come with --recompute full, because it is of what layers are "
+            f"computed again from; got --recompute {recompute}; leave one out"
         )
-    if recompute != "full" and (given.get("offload") or given.get("offload_inputs")):
-        option = "--offload" if given.get("offload") else "--offload-inputs"
-        raise BurstError(
-            f"plan: {option} must come with --recompute full, because only what replays start "
-            f"from waits on the host; got --recompute {recompute}; leave one out"
-        )
-    if given.get("offload") and keep == "none":
+    if given.get("offload") and given.get("keep") == "none":
         raise BurstError(
             "plan: --offload must come with --keep half or all, because nothing is kept without "
             "it; got --keep none; pass --keep all, or leave it out"
@@ -212,27 +177,8 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
     for option, path in (("--json", json), ("--picture", picture)):
         if path:
             check_writable("plan", option, path)
-    if json and picture and json.resolve() == picture.resolve():
+    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
         raise BurstError(
-            "plan: --json and --picture must name two files, because one would overwrite the "
-            f"other; got {json} twice; rename one"
+            "plan: --picture must end in .png, .svg or .pdf and be another file than --json, "
+            f"because the suffix is the format; got {picture}; rename it"
         )
-    if picture and picture.suffix not in (".png", ".svg", ".pdf"):
-        raise BurstError(
-            "plan: --picture must end in .png, .svg or .pdf, because the suffix is the format; got "
-            f"{picture}; rename it"
-        )
-    if picture and find_spec("matplotlib") is None:
-        raise BurstError(
-            "plan: --picture needs matplotlib, because it draws; got none installed; pip "
-            "install matplotlib, or leave --picture out"
-        )
-
-
-@contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    """A file that the system will not write is refused in one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable("plan", option, path, error.strerror or str(error)) from None

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.layouts import SIZES, length_step
-from megatron_burst.plan.search import Candidate, Fixed, enough_gpus, loses, search
-from megatron_burst.plan.strategy import Job
+from megatron_burst.plan.search import Candidate, Fixed, enough_gpus, length_step, loses, search
+from megatron_burst.plan.strategy import SIZES, Job
 from megatron_burst.schedule.flat import flat_cost
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.units import nearest_multiples

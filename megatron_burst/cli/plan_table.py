@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time, sent_bytes
+from megatron_burst.plan.attention_cost import pass_time, sent_bytes
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.choose_half import Rates, choose_half
-from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
+from megatron_burst.plan.flags import as_words, flag_values, model_flags
+from megatron_burst.plan.half import Rates, choose_half
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.search import Candidate, loses
-from megatron_burst.plan.step import StepTime, half_call
+from megatron_burst.plan.step import half_call
 from megatron_burst.plan.strategy import Job, attention_call
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.units import in_units
 
-_LAYOUTS = 10  # of those that lose
+_TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
 _WIDTH = 160  # where no terminal says
 
 
@@ -35,7 +35,7 @@ class Shown:
     found: Sequence[Candidate]  # the best first
     warnings: Sequence[str] = ()  # sentences
     no_room: str = ""  # by how much the best does not fit, and what would do; "" if it does
-    top: int = 0  # how many to show; 0: the best alone, with a line on how it was chosen
+    others: bool = False  # whether to show them; else a line on how the best was chosen
     own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
 
 
@@ -47,13 +47,13 @@ def show(shown: Shown) -> None:
     _say(
         console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{in_sequences(job.batch)} a step, {job.gpus} GPUs, {job.on_node} a node, "
-        f"{job.hardware.name}",
+        f"{job.batch} sequence{'s' * (job.batch > 1)} a step, {job.gpus} GPUs, "
+        f"{job.on_node} a node, {job.hardware.name}",
     )
     for note in shown.warnings:
         _say(console, note, "warning: ", "yellow")
-    if shown.top and len(found) > 1:
-        _show_candidates(console, found, shown.top)
+    if shown.others and len(found) > 1:
+        _show_candidates(console, found)
     else:
         _say(console, _why_best(found))
     if shown.no_room:
@@ -68,20 +68,14 @@ def _say(console: Console, text: str, head: str = "", style: str = "") -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def in_sequences(count: int) -> str:
-    """ "1 sequence", "4 sequences"."""
-    return f"{count} sequence{'s' if count > 1 else ''}"
-
-
-def _show_candidates(console: Console, found: Sequence[Candidate], top: int) -> None:
+def _show_candidates(console: Console, found: Sequence[Candidate]) -> None:
     best, fitting = found[0], [one for one in found if one.fits]
-    title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {top}"
-    console.print(_candidates(fitting[:top] or found[:top], best, title))
-    firsts: dict[str, Candidate] = {}
-    for one in found:
-        firsts.setdefault(one.strategy.layout, one)
-    told = {one.strategy.layout for one in fitting[:top]}
-    if losing := [one for layout, one in firsts.items() if layout not in told][:_LAYOUTS]:
+    title = f"{len(found)} strategies, {len(fitting)} fit in memory; the best {_TOP}"
+    console.print(_candidates(fitting[:_TOP] or found[:_TOP], best, title))
+    firsts = {one.strategy.layout: one for one in reversed(found)}
+    told = {one.strategy.layout for one in fitting[:_TOP]}
+    losing = [one for one in found if firsts[one.strategy.layout] is one]
+    if losing := [one for one in losing if one.strategy.layout not in told][:_LAYOUTS]:
         console.print(_candidates(losing, best, "other layouts, each with its best policy"))
 
 
@@ -114,8 +108,13 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
 
 
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
-    if best.time:
-        _say(console, _speed(job, best.time))
+    if time := best.time:
+        every = time.tokens_per_gpu * job.gpus
+        _say(
+            console,
+            f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s a GPU, "
+            f"{every:,.0f} in all, MFU {time.mfu:.1%}",
+        )
     _say(console, f"{best.strategy.layout}, {best.strategy.policy}")
     parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory)}
     if best.time:
@@ -136,15 +135,6 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
             _say(console, _half_line(job, best))
 
 
-def _speed(job: Job, time: StepTime) -> str:
-    """A step's time and speed in a line."""
-    every = time.tokens_per_gpu * job.gpus
-    return (
-        f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s a GPU, "
-        f"{every:,.0f} in all, MFU {time.mfu:.1%}"
-    )
-
-
 def _show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
@@ -154,8 +144,8 @@ def _show_flags(console: Console, shown: Shown) -> None:
     note = "beside the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
-    flags = megatron_flags(job, best.strategy, best.memory.node)
-    _show_words(console, f"Megatron flags ({note}):", flags)
+    flags = flag_values(job, best.strategy, best.memory.node)
+    _show_words(console, f"Megatron flags ({note}):", as_words(flags))
 
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:

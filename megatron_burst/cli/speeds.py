@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.cli.timing import attempt, timed_ms
-from megatron_burst.cli.world import World
+from megatron_burst.cli.world import World, attempt, timed_ms
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.topology import Link, Topology
@@ -38,81 +37,67 @@ def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
     return {Link.INTRA: [row for row in rows if len(row) > 1], Link.INTER: columns}
 
 
-@dataclass(frozen=True, slots=True)
 class Mover:
-    """Moves bytes between ranks."""
+    """Moves bytes between ranks; all of them make it together."""
 
-    world: World
-    topology: Topology
-    node_group: dist.ProcessGroup | None  # of this rank's node; None where it is alone
-
-    @classmethod
-    def of(cls, world: World, topology: Topology) -> "Mover":
-        """All ranks make it together."""
-        mine = None
-        for row in rings(topology)[Link.INTRA]:
+    def __init__(self, world: World, topology: Topology) -> None:
+        self.world, self.rings = world, rings(topology)
+        self.node_group: dist.ProcessGroup | None = None  # None where a rank is alone on its node
+        for row in self.rings[Link.INTRA]:
             group = world.group if len(row) == world.size else dist.new_group(sorted(row))
-            mine = group if world.rank in row else mine
-        return cls(world, topology, mine)
+            self.node_group = group if world.rank in row else self.node_group
 
     def shift(self, link: Link, num_bytes: int) -> Run:
         """Each rank sends to the next of its ring; those in none do nothing."""
-        world = self.world
-        ring = next((ring for ring in rings(self.topology)[link] if world.rank in ring), None)
+        rank, group = self.world.rank, self.world.group
+        ring = next((ring for ring in self.rings[link] if rank in ring), None)
         if ring is None:
             return lambda: None
-        send, recv = self._bytes(num_bytes), self._bytes(num_bytes)
-        place = ring.index(world.rank)
+        send, recv = bytes_on(self.world, num_bytes), bytes_on(self.world, num_bytes)
+        place = ring.index(rank)
         to, source = ring[(place + 1) % len(ring)], ring[place - 1]
-        return partial(shift_once, send, recv, to, source, world.group)
-
-    def all_to_all(self, num_bytes: int) -> Run:
-        """Each rank sends an equal part to each of its node."""
-        if self.node_group is None:
-            return lambda: None
-        size = self.node_group.size()
-        send, recv = (self._bytes(max(1, num_bytes // size) * size) for _ in range(2))
-        return lambda: dist.all_to_all_single(recv, send, group=self.node_group)
-
-    def all_gather(self, num_bytes: int) -> Run:
-        """Each rank receives an equal part of each of its node, its own among them."""
-        if self.node_group is None:
-            return lambda: None
-        part = self._bytes(max(1, num_bytes // self.node_group.size()))
-        whole = self._bytes(part.numel() * self.node_group.size())
-        return lambda: dist.all_gather_into_tensor(whole, part, group=self.node_group)
+        return partial(shift_once, send, recv, to, source, group)
 
     def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
         """Makes runs in which each rank reads the next one's symmetric memory, up to so many bytes;
         None where GPUs cannot."""
-        made: list[tuple] = []
+        made: list[Window] = []
 
         def make() -> None:
-            if self.node_group is None:
-                return
-            own = symmetric_memory.empty(most_bytes, dtype=torch.uint8, device=self.world.device)
-            handle = symmetric_memory.rendezvous(own, self.node_group.group_name)
-            after = (self.node_group.rank() + 1) % self.node_group.size()
-            theirs = handle.get_buffer(after, (most_bytes,), torch.uint8)
-            made.append((theirs, self._bytes(most_bytes), own, handle))  # these last as long
+            if self.node_group is not None:
+                made.append(Window(self.world, self.node_group, most_bytes))
 
-        def read(num_bytes: int) -> Run:
-            return lambda: [
-                target[:num_bytes].copy_(theirs[:num_bytes]) for theirs, target, *_ in made
-            ]
+        if self.world.device.type != "cuda" or attempt(make, self.world):
+            return None
+        return made[0].read if made else lambda num_bytes: lambda: None
 
-        able = self.world.device.type == "cuda" and not attempt(make, self.world)
-        return read if able else None
 
-    def host_copies(self, num_bytes: int) -> tuple[Run, Run]:
-        """To the device from pinned memory, and back."""
-        pin, device = self.world.device.type == "cuda", self._bytes(num_bytes)
-        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
-        ends = (device, pinned), (pinned, device)
-        return tuple(partial(to.copy_, source, non_blocking=True) for to, source in ends)
+class Window:
+    """Symmetric memory of this rank and of the next one of its node."""
 
-    def _bytes(self, num_bytes: int) -> Tensor:
-        return torch.ones(num_bytes, dtype=torch.uint8, device=self.world.device)
+    def __init__(self, world: World, group: dist.ProcessGroup, num_bytes: int) -> None:
+        self.own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=world.device)
+        self.handle = symmetric_memory.rendezvous(self.own, group.group_name)
+        after = (group.rank() + 1) % group.size()
+        self.theirs = self.handle.get_buffer(after, (num_bytes,), torch.uint8)
+        self.target = bytes_on(world, num_bytes)
+
+    def read(self, num_bytes: int) -> Run:
+        """Copies so many of the next rank's bytes."""
+        return partial(self.target[:num_bytes].copy_, self.theirs[:num_bytes])
+
+
+def bytes_on(world: World, num_bytes: int) -> Tensor:
+    """Of this rank's device."""
+    return torch.ones(num_bytes, dtype=torch.uint8, device=world.device)
+
+
+def host_copies(world: World, num_bytes: int) -> tuple[Run, Run]:
+    """To the device from pinned memory, and back."""
+    pin, device = world.device.type == "cuda", bytes_on(world, num_bytes)
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    ends = (device, pinned), (pinned, device)
+    return tuple(partial(to.copy_, source, non_blocking=True) for to, source in ends)
 
 
 def shift_once(send: Tensor, recv: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:

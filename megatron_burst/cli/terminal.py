@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.status import Status as RichStatus
+from rich.text import Text
 from typer import Option
 
 from megatron_burst.errors import BurstError
@@ -25,17 +25,22 @@ def check_writable(who: str, option: str, path: Path) -> None:
     Raises:
         BurstError: if its folder is missing, it is a folder, or the system will not write it.
     """
-    if not path.parent.is_dir() or path.is_dir():
-        raise BurstError(
-            f"{who}: {option} must name a file in a folder that is there, because results go "
-            f"there; got {path}; make the folder, or choose another path"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise unwritable(who, option, path, "it is write-protected")
+    if not path.parent.is_dir():
+        raise _unwritable(who, option, path, "its folder is not there")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _unwritable(who, option, path, "a folder" if path.is_dir() else "write-protected")
 
 
-def unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
-    """That the system does not write a file."""
+@contextmanager
+def writing(who: str, option: str, path: Path) -> Iterator[None]:
+    """A file that the system will not write is refused in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(who, option, path, error.strerror or str(error)) from None
+
+
+def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
     return BurstError(
         f"{who}: {option} must name a file that can be written, because results go there; got "
         f"{path}: {reason}; choose another path"
@@ -55,36 +60,29 @@ def in_one_sentence() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Progress:
-    """What a user sees of a run on standard error: a bar on a terminal, a line for each problem
+    """What a user sees of a run on standard error: what is done at the moment on a terminal, lines
     elsewhere, nothing where nobody looks."""
 
     talks: bool = False  # whether lines are printed
-    bars: Bars | None = field(default=None, repr=False)  # of a terminal
-    number: int = 0  # of the problem that is under way, counted from 0
-    total: int = 1
+    status: RichStatus | None = field(default=None, repr=False)  # of a terminal
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self.bars:
-            self.bars.console.print(text, markup=False, highlight=False)
+        if self.status:
+            self.status.console.print(text, markup=False, highlight=False)
         elif self.talks:
             typer.echo(text, err=True)
 
-    def begin(self, number: int, total: int) -> None:
-        """Of so many problems."""
-        self.number, self.total = number, total
-
-    def now(self, text: str, fraction: float = 0.0) -> None:
-        """What is done at the moment, and how much of the problem is behind."""
-        for task in self.bars.task_ids if self.bars else ():
-            done = (self.number + fraction) / self.total
-            self.bars.update(task, description=text, completed=done)
+    def now(self, text: str) -> None:
+        """What is done at the moment."""
+        if self.status:
+            self.status.update(Text(text))
 
     def end(self) -> None:
-        """Take the bar away: what follows is the result."""
-        if self.bars:
-            self.bars.stop()
-            self.bars, self.talks = None, True
+        """Take it away: what follows is the result."""
+        if self.status:
+            self.status.stop()
+            self.status, self.talks = None, True
 
 
 @contextmanager
@@ -94,7 +92,5 @@ def shown(rank: int) -> Iterator[Progress]:
     if rank or not console.is_terminal:
         yield Progress(talks=rank == 0)
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        bars.add_task("starting", total=1)
-        yield Progress(True, bars)
+    with console.status("starting") as status:
+        yield Progress(True, status)

@@ -9,7 +9,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.choose_half import HalfCall, Rates
+from megatron_burst.plan.half import HalfCall, Rates
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.hardware_file import hardware
 from megatron_burst.schedule.call import AttentionShape

@@ -32,7 +32,7 @@ from megatron_burst.mcore.checks import (
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check
-from megatron_burst.plan.choose_half import replayed_share
+from megatron_burst.plan.half import recomputed_share
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
@@ -219,7 +219,7 @@ class BurstForward:
         """Share of the replay that keeping half saves."""
         shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
         call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
-        return 1 - replayed_share(call)
+        return 1 - recomputed_share(call)
 
 
 def window_of_layer(

@@ -1,21 +1,18 @@
-"""One attention call, how it is settled to run, and the programs that the engine would run."""
+"""One attention call, how it is resolved, and the programs that the engine runs for it."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_burst.plan.choose import (
+    AllToAll,
     Choice,
-    Exchange,
     choose_circulate,
     choose_inter,
     choose_intra,
+    few_come,
+    on_wire,
 )
-from megatron_burst.plan.choose_heads import (
-    choose_heads_per_exchange,
-    choose_heads_per_round,
-    most_heads,
-)
-from megatron_burst.plan.cost import few_come, on_wire
+from megatron_burst.plan.choose_heads import choose_heads_a2a, choose_heads_gather, most_heads
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
@@ -31,51 +28,29 @@ _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "referenc
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """An attention call and how it is to run; "auto" as in `BurstConfig`.
+    """An attention call and how it is to run; "auto" as in `BurstConfig`."""
 
-    Attributes:
-        shape: sizes on one rank; `grad_bytes` is left to `grad_wire`.
-        topology: of the context-parallel group.
-        neighbours: GPUs of a node that belong to other groups beside one rank of this one, plus it:
-            the tensor-parallel size, where those ranks run their rings at the same time.
-        intra: inside a node.
-        inter: between nodes.
-        heads_per_round: of gathering or exchanging; None: as the engine chooses.
-        pieces: whether there may be several rounds.
-        circulate: in backward.
-        transfer: of gathered keys inside a node: "send", "pull" by copy engine; "auto" pulls where
-            it can.
-        overlap: whether transfers are hidden.
-        backend: attention kernel, or several joined by commas, the fastest first.
-        layout: of the tokens.
-        mask: of the sequence.
-        device: torch device type.
-        multiprocessors: of a GPU: how many heads a round fill it depends on them.
-        grad_wire: of gradients between ranks.
-        resend: whether gathered K and V go between nodes again in backward.
-        kernel: what programs depend on of it; None: as the backend of that name has it.
-        again: whether backward exchanges Q, K and V again: under recomputation with kept results.
-    """
-
-    shape: AttentionShape
-    topology: Topology
+    shape: AttentionShape  # sizes on one rank; `grad_bytes` is left to `grad_wire`
+    topology: Topology  # of the context-parallel group
+    # GPUs of a node that run other groups' rings at the same time, for one rank of this one, plus
+    # it: the tensor-parallel size
     neighbours: int = 1
-    intra: str = "auto"
-    inter: str = "auto"
-    heads_per_round: int | None = None
-    pieces: bool = True
-    circulate: str = "auto"
-    transfer: str = "auto"
-    overlap: bool = True
-    backend: str = "auto"
+    intra: str = "auto"  # inside a node
+    inter: str = "auto"  # between nodes
+    heads_per_round: int | None = None  # of gather and a2a; None: as the engine chooses
+    pieces: bool = True  # whether there may be several rounds
+    circulate: str = "auto"  # in backward
+    transfer: str = "auto"  # inside a node: "send", "pull" by copy engine; "auto": pulls if it can
+    overlap: bool = True  # whether transfers are hidden
+    backend: str = "auto"  # attention kernel, or several joined by commas, the fastest first
     layout: Layout = Layout.ZIGZAG
     mask: Mask = Mask.CAUSAL
-    device: str = "cuda"
-    multiprocessors: int = USUAL_MULTIPROCESSORS
-    grad_wire: str = "auto"
-    resend: str = "auto"
-    kernel: Kernel | None = None
-    again: bool = False
+    device: str = "cuda"  # torch device type
+    multiprocessors: int = USUAL_MULTIPROCESSORS  # of a GPU: heads of a round depend on them
+    grad_wire: str = "auto"  # of gradients between ranks
+    resend: str = "auto"  # whether gathered K and V go between nodes again in backward
+    kernel: Kernel | None = None  # what programs depend on of it; None: as `backend` has it
+    again: bool = False  # whether backward of a2a sends Q, K, V again: results are kept
 
     @cached_property
     def between_why(self) -> Choice:
@@ -85,8 +60,8 @@ class AttentionCall:
             return Choice("a2a", "over all ranks each has whole documents")
         asked = self.inter, self._of_rings
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
-        exchange = Exchange(self._rounds_over_all, self.again)
-        return choose_inter(shape, self.topology, self.layout, self.device, asked, exchange)
+        over_all = AllToAll(self._rounds_over_all, self.again)
+        return choose_inter(shape, self.topology, self.layout, self.device, asked, over_all)
 
     @property
     def _wants_whole(self) -> bool:
@@ -99,7 +74,7 @@ class AttentionCall:
 
     @property
     def _of_rings(self) -> str:
-        """An option that was given and that an exchange over all ranks does not have, or ""."""
+        """An option that was given and that an all-to-all over all ranks does not have, or ""."""
         given = {"intra": self.intra, "circulate": self.circulate, "transfer": self.transfer}
         given = {name: value for name, value in given.items() if value not in ("auto", "send")}
         if (self.heads_per_round or 0) > most_heads(self.shape, _flat(self.topology), "a2a"):
@@ -108,10 +83,10 @@ class AttentionCall:
 
     @property
     def _rounds_over_all(self) -> int:
-        """Rounds of an exchange over all ranks."""
+        """Rounds of an all-to-all over all ranks."""
         everyone = _flat(self.topology)
         asked = self.multiprocessors, self.heads_per_round, self.pieces
-        heads = choose_heads_per_exchange(self.shape, everyone, *asked)
+        heads = choose_heads_a2a(self.shape, everyone, *asked)
         return -(-self.shape.heads_kv // (heads * everyone.cp_size))
 
     @property
@@ -190,21 +165,21 @@ class AttentionCall:
 
     @property
     def by_copy_engine(self) -> bool:
-        """Whether ranks of a node pull what is gathered or exchanged."""
+        """Whether ranks of a node pull what they get from each other."""
         together = self.arranged.intra_size > 1 and not self.arranged.spans_nodes
         return self.transfer != "send" and together
 
     @cached_property
     def heads(self) -> int:
-        """KV heads of a round: gathered, or of a rank that exchanges."""
-        choose = choose_heads_per_exchange if self.mode == "a2a" else choose_heads_per_round
+        """KV heads of a round: gathered, or of a rank in an all-to-all."""
+        choose = choose_heads_a2a if self.mode == "a2a" else choose_heads_gather
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         return choose(self.shape, self.arranged, *asked)
 
-    def settled(self, direction: Direction) -> "AttentionCall":
+    def resolved(self, direction: Direction) -> "AttentionCall":
         """The same call as far as a pass depends on it: calls whose pass is alike become equal.
 
-        A choice circulates in backward only; all that is exchanged may come again, not keys.
+        A choice circulates in backward only; all of an all-to-all may come again, not keys.
         """
         backward = direction is Direction.BACKWARD
         return replace(
@@ -216,7 +191,7 @@ class AttentionCall:
         )  # fmt: skip
 
     def on_nodes(self, count: int) -> "AttentionCall":
-        """A settled call on another number of nodes that nest."""
+        """A resolved call on another number of nodes that nest."""
         ranks = count * self.arranged.intra_size
         return replace(self, topology=pretend_nodes(ranks, count), inter="ring")
 
@@ -248,15 +223,6 @@ class AttentionCall:
     def program_of(self, spec: Spec) -> Program:
         """The same for a spec that is other than this call's in a detail."""
         return program_of(self.mode, spec)
-
-    def tflop(self, direction: Direction) -> float:
-        """Work of one GPU in a pass, TFLOP: of the whole sequence, dealt out evenly."""
-        shape, size = self.shape, self.topology.cp_size
-        pairs = shape.tokens * size * shape.tokens * (0.5 if self.mask.causal else 1)
-        dims = shape.dim_qk + shape.dim_v
-        if direction is Direction.BACKWARD:
-            dims = 3 * shape.dim_qk + 2 * shape.dim_v
-        return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
 
 
 @lru_cache(maxsize=256)

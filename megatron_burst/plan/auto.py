@@ -1,13 +1,13 @@
-"""The schedule that costs least by simulation: what `auto` can choose where a machine is known."""
+"""The ways to run a call: which have all that was asked for, and which simulates fastest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.plan.asked import check_asked, misses
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.attention_cost import buffer_bytes, pass_time
+from megatron_burst.plan.choose_heads import most_heads
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
@@ -17,26 +17,17 @@ _TIE = 1.01  # within measurements' spread the one with smaller buffers is taken
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A way to run a call, and what speaks for it.
+    """A way to run a call, and what speaks for it."""
 
-    Attributes:
-        call: with `intra`, `inter`, `heads_per_round` and `circulate` settled.
-        seconds: forward and backward.
-        num_bytes: of its buffers.
-        reason: in words, beside the next best mode.
-    """
-
-    call: AttentionCall
-    seconds: float
-    num_bytes: float
-    reason: str
+    call: AttentionCall  # with `intra`, `inter`, `heads_per_round` and `circulate` resolved
+    seconds: float  # forward and backward
+    num_bytes: float  # of its buffers
+    reason: str  # in words, beside the next best mode
 
 
 @lru_cache(maxsize=1024)
-def choose_call(
-    call: AttentionCall, hardware: Hardware, most_bytes: float = float("inf")
-) -> Chosen:
-    """The fastest way to run a call whose buffers fit; of equally fast ones the smallest.
+def choose_call(call: AttentionCall, hardware: Hardware) -> Chosen:
+    """The fastest way to run a call; of equally fast ones that with the smallest buffers.
 
     A pure function of what all ranks know alike (shape, topology, machine's figures), so they
     agree without a broadcast.
@@ -44,20 +35,18 @@ def choose_call(
     Args:
         call: options that are not "auto" or None stay as they are.
         hardware: of all ranks.
-        most_bytes: of buffers on a rank.
 
     Raises:
         BurstError: if what was asked for cannot run.
     """
-    check_ways(call)
     found = [
         (sum(pass_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
         for way in ways(call)
     ]
-    smallest = min(found, key=lambda one: one[1])
-    fitting = [one for one in found if one[1] <= most_bytes] or [smallest]
-    least = min(one[0] for one in fitting)
-    near = [one for one in fitting if one[0] <= least * _TIE]
+    if not found:  # refuses what its own way does not have
+        check_asked(call)
+    least = min(one[0] for one in found)
+    near = [one for one in found if one[0] <= least * _TIE]
     seconds, num_bytes, best = min(near, key=lambda one: one[1])
     reason = f"{1e3 * seconds:.3g} ms, {num_bytes / GIB:.2f} GiB"
     others = [one for one in found if _mode(one[2]) != _mode(best)]
@@ -71,12 +60,6 @@ def _mode(call: AttentionCall) -> str:
     return f"{call.mode} over all ranks" if call.arranged.spans_nodes else call.mode
 
 
-def check_ways(call: AttentionCall) -> None:
-    """Refuse a call whose options leave no way open, for what its own way does not have."""
-    if next(ways(call), None) is None:
-        check_asked(call)
-
-
 def ways(call: AttentionCall) -> Iterator[AttentionCall]:
     """Every way to run a call that its options leave open."""
     return (way for way in _every_way(call) if misses(way) is None)
@@ -87,35 +70,32 @@ def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
     if call.inter in ("a2a", "flat"):
         yield from _ways_inside(call)
         return
-    nested = call if nodes == 1 else replace(call, inter="ring")
-    yield from _ways_inside(nested)
+    yield from _ways_inside(call if nodes == 1 else replace(call, inter="ring"))
     over_all = nodes > 1 and call.inter == call.intra == "auto"
     if over_all and call.layout is not Layout.STRIPED and heads % call.topology.cp_size == 0:
         yield from _in_rounds(replace(call, inter="a2a", intra="a2a"))
 
 
 def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
-    """Every way inside the rows of ranks, between which it is settled how it goes."""
+    """Every way inside the rows of ranks, between which it is resolved how it goes."""
     topology, heads = call.arranged, call.shape.heads_kv
     intras = [call.mode if call.inter in ("a2a", "flat") else call.intra]
     if intras == ["auto"]:
         in_order = call.layout is not Layout.STRIPED and not topology.spans_nodes
         in_order = in_order and topology.cp_size > 1
-        exchange = in_order and topology.intra_size > 1 and heads % topology.intra_size == 0
-        intras = ["ring"] + ["gather"] * in_order + ["a2a"] * exchange
+        a2a = in_order and topology.intra_size > 1 and heads % topology.intra_size == 0
+        intras = ["ring"] + ["gather"] * in_order + ["a2a"] * a2a
     for intra in intras:
-        way = replace(call, intra=intra)
-        if intra == "ring" or topology.inter_size > 1:
-            circulates = ["kv", "q"] if call.circulate == "auto" else [call.circulate]
-            one_each = [replace(way, circulate=circulate) for circulate in circulates]
-        else:
-            one_each = [way]
-        for one in one_each:
-            yield from [one] if intra == "ring" else _in_rounds(one)
+        circulates = [call.circulate]
+        if call.circulate == "auto" and (intra == "ring" or topology.inter_size > 1):
+            circulates = ["kv", "q"]
+        for circulate in circulates:
+            way = replace(call, intra=intra, circulate=circulate)
+            yield from [way] if intra == "ring" else _in_rounds(way)
 
 
 def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
-    """A call that gathers or exchanges, with every number of heads a round."""
+    """A call that gathers or has an all-to-all, with every number of heads a round."""
     if call.heads_per_round is not None or not call.pieces:
         yield call
         return
@@ -123,3 +103,89 @@ def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
     for heads in range(1, most + 1):
         if most % heads == 0:
             yield replace(call, heads_per_round=heads)
+
+
+def check_asked(call: AttentionCall) -> None:
+    """Refuse an option that the call, with the group's nodes as rows, would drop.
+
+    Raises:
+        BurstError: if there is one, or the call cannot run at all.
+    """
+    reason = misses(call)
+    if reason:
+        raise BurstError(f"burst attention: {reason}")
+
+
+def misses(call: AttentionCall) -> str | None:
+    """What a call was asked for and does not have, as a sentence; None if it has all of it.
+
+    What holds of itself is not refused: on one node nothing goes between nodes, one rank sends
+    nothing, and a ring takes all heads at once anyway.
+
+    Raises:
+        BurstError: if the call cannot run so at all.
+    """
+    several = len(set(call.topology.node_of)) > 1
+    return (
+        _heads_missing(call)
+        or _transfer_missing(call)
+        or (_circulate_missing(call) or _resend_missing(call) if several else None)
+    )
+
+
+def _heads_missing(call: AttentionCall) -> str | None:
+    asked = call.heads_per_round
+    if asked is None or (call.mode == "ring" and call.topology.cp_size == 1):
+        return None
+    if call.mode == "ring":
+        return (
+            "heads_per_round must come with gather or a2a, because a ring has no rounds of some "
+            f"heads; got heads_per_round={asked} and {call.in_words}; leave it out, or pass "
+            "--burst-intra gather (intra='gather') or a2a"
+        )
+    most = most_heads(call.shape, call.arranged, call.mode)
+    if asked <= most or (call.mode == "a2a" and call.shape.heads_kv % call.arranged.intra_size):
+        return None  # heads that cannot be sharded evenly are refused with their program
+    does = "gathers" if call.mode == "gather" else "computes"
+    return (
+        f"heads_per_round must not exceed the KV heads that a rank {does}, because a round has "
+        f"some of them; got {asked} of {most}; leave it out"
+    )
+
+
+def _transfer_missing(call: AttentionCall) -> str | None:
+    if call.transfer != "pull" or call.mode != "ring" or call.topology.cp_size == 1:
+        return None
+    return (
+        "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL; "
+        f"got {call.in_words}; pass --burst-tune transfer=send or transfer=auto, or --burst-intra "
+        "gather"
+    )
+
+
+def _circulate_missing(call: AttentionCall) -> str | None:
+    if call.circulate == "auto" or call.between != "a2a":
+        return None
+    return (
+        "circulate must come with a ring between nodes, because nothing circulates in an "
+        f"all-to-all over all ranks; got circulate={call.circulate} and inter=a2a; leave one of "
+        "them out"
+    )
+
+
+def _resend_missing(call: AttentionCall) -> str | None:
+    """Of "never" only: nothing has to stay for "always".
+
+    What comes in an all-to-all over all ranks stays of itself. Under recomputation with kept
+    results backward follows no forward directly; where it does all the same, keys stay.
+    """
+    if call.resend != "never" or call.between == "a2a" or call.can_recall:
+        return None
+    got = call.in_words
+    if call.mode == "gather" and call.arranged.inter_size > 1:
+        got = f"circulate={call.circulate}"
+    return (
+        "resend=never must come with keys that are gathered inside nodes while K and V go round "
+        f"between nodes, because only those can stay until backward; got {got}; leave it out, or "
+        "pass --burst-intra gather (intra='gather') and no circulate=q"
+    )

@@ -1,13 +1,14 @@
-"""The choices that `auto` makes from a shape alone, each with its reason."""
+"""The choices that `auto` makes from a shape alone, each with its reason, and the bytes of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cost import exchange_bytes, hop_bytes, nested_bytes
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import Topology
+
+_ON_CPU = "on CPU nothing is gained by fewer kernel calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +23,88 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """How heads would be exchanged over all ranks.
-
-    Attributes:
-        rounds: in which.
-        again: whether backward exchanges Q, K and V again (`exchange_widths`).
-    """
+class AllToAll:
+    """How an all-to-all over all ranks would go."""
 
     rounds: int
-    again: bool = False
+    again: bool = False  # whether backward sends Q, K and V again (`a2a_widths`)
+
+
+def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
+    """The shape with gradients as wide as they travel between ranks.
+
+    Args:
+        shape: sizes of the call.
+        grad_wire: "accumulate", "input" or "auto": the model's dtype where a sum makes no more than
+            one hop. It is rounded once then, as what the kernels return is, and joined in float32.
+        hops: that a sum of gradients makes.
+    """
+    narrow = grad_wire == "input" or (grad_wire == "auto" and hops <= 1)
+    return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
+
+
+def few_come(shape: AttentionShape, others: int) -> bool:
+    """Whether K and V of all other nodes' pieces take no more memory than the queries, and their
+    gradients' way home is no longer than that of circulating Q."""
+    keys = shape.rows_kv * (shape.dim_qk + shape.dim_v)
+    sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
+    return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
+
+
+def hop_bytes(
+    shape: AttentionShape, direction: Direction, circulate: Circulate
+) -> dict[Cargo, int]:
+    """Bytes of one hop of each cargo.
+
+    K,V: `read` is K and V, `grad` dK and dV. Q (backward only): `read` is Q, dO and the
+    statistics lse and delta, `grad` dQ.
+    """
+    both_dims = shape.dim_qk + shape.dim_v
+    if circulate is Circulate.KV:
+        read = shape.rows_kv * both_dims * shape.itemsize
+        grad = shape.rows_kv * both_dims * shape.grad_bytes
+    else:
+        read = shape.rows_q * (both_dims * shape.itemsize + 2 * shape.stat_bytes)
+        grad = shape.rows_q * shape.dim_qk * shape.grad_bytes
+    return {Cargo.READ: read, Cargo.GRAD: grad if direction is Direction.BACKWARD else 0}
+
+
+def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
+    """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
+
+    Of all that is sent (`a2a_widths`) 1 - 1/N goes to other nodes.
+    """
+    widths = a2a_widths(shape, again).values()
+    every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
+    return every - every // topology.inter_size
+
+
+def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate) -> int:
+    """Bytes that a rank sends to other nodes in both passes of a ring between nodes."""
+    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV)
+    backward = hop_bytes(shape, Direction.BACKWARD, circulate)
+    return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
+
+
+def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
+    """Bytes of a token's heads in an all-to-all, there and back, by direction.
+
+    Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
+    With `again` backward sends Q, K, V and lse too: where kept results stand for the forward that
+    would have left them.
+    """
+    q = shape.heads_q * shape.dim_qk * shape.itemsize
+    out = shape.heads_q * shape.dim_v * shape.itemsize
+    kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    stats = shape.heads_q * shape.stat_bytes
+    return {
+        Direction.FORWARD: (q + kv, out + stats),
+        Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
+    }
 
 
 def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
     """Which operand circulates in backward: the one with fewer bytes a hop, unless asked for.
-
-    Args:
-        shape: sizes of the call on one rank.
-        asked: "auto", "kv" or "q".
 
     Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
@@ -64,13 +129,13 @@ def choose_intra(
 
     Args:
         topology: of the group.
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded.
         device: torch device type.
         asked: "auto", "ring", "gather" or "a2a".
         inter: how it goes between nodes; "a2a" and "flat" run the same over all ranks.
 
     Raises:
-        BurstError: if gathering or exchanging was asked for across nodes or in the striped layout.
+        BurstError: if gather or a2a was asked for across nodes or in the striped layout.
     """
     if topology.cp_size == 1:
         return Choice("ring", "one rank")
@@ -87,16 +152,16 @@ def choose_intra(
     elif layout is Layout.STRIPED:
         cannot = "the layout must not be striped, because whole sequences lie in order; got striped"
     if asked in ("gather", "a2a") and cannot:
-        what = "gather" if asked == "gather" else "exchange heads"
         raise BurstError(
-            f"burst attention: to {what}, {cannot}; pass --burst-intra ring (intra='ring') or auto"
+            f"burst attention: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') "
+            "or auto"
         )
     if asked != "auto":
         return Choice(asked, "over all ranks" if inter == "a2a" else "asked for")
     if cannot:
         return Choice("ring", "gathering cannot do it")
     if device == "cpu":
-        return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
+        return Choice("ring", _ON_CPU)
     return Choice("gather", "few long kernel calls, merged once")
 
 
@@ -106,24 +171,24 @@ def choose_inter(
     layout: Layout,
     device: str,
     asked: tuple[str, str],
-    exchange: Exchange,
+    over_all: AllToAll,
 ) -> Choice:
     """How queries and keys come together between nodes: "ring", "a2a" (over all ranks) or "flat".
 
-    Bytes decide, and those that nothing hides count twice: of an exchange in R rounds the first
+    Bytes decide, and those that nothing hides count twice: of an all-to-all in R rounds the first
     round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
     the node's own shards. It is counted as if K and V went round again in backward, also where they
-    stay: counting less would change only calls of which simulation says that the exchange is as
+    stay: counting less would change only calls of which simulation says that the all-to-all is as
     fast or faster.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group.
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded.
         device: torch device type.
         asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given and that an
-            exchange over all ranks does not have, such as "intra=gather", or "".
-        exchange: what the ring is compared with.
+            all-to-all over all ranks does not have, such as "intra=gather", or "".
+        over_all: what the ring is compared with.
     """
     inter, of_rings = asked
     if inter != "auto":
@@ -133,14 +198,14 @@ def choose_inter(
     if of_rings:
         return Choice("ring", f"{of_rings} was asked for")
     if device == "cpu":
-        return Choice("ring", "on CPU nothing is gained by fewer kernel calls")
+        return Choice("ring", _ON_CPU)
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
-        return Choice("ring", "this layout or number of heads is not exchanged over all ranks")
+        return Choice("ring", "no all-to-all over all ranks has this layout or number of heads")
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
-    sent = exchange_bytes(shape, topology, exchange.again)
-    bare = sent // exchange.rounds
+    sent = a2a_bytes(shape, topology, over_all.again)
+    bare = sent // over_all.rounds
     figures = (
-        f"between nodes a ring sends {_size(ring)} a rank, an exchange {_size(sent)}, of which "
+        f"between nodes a ring sends {_size(ring)} a rank, an all-to-all {_size(sent)}, of which "
         f"{_size(bare)} have nothing to hide behind"
     )
     return Choice("a2a" if sent + bare < ring else "ring", figures)
@@ -167,13 +232,11 @@ def choose_transfer(
     cannot: str | None
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
-    elif topology.spans_nodes:
+    elif topology.spans_nodes or topology.intra_size == 1:
         cannot = (
-            "the ranks that gather must share a node, because they read each other's memory; got "
-            f"{topology}"
+            "a rank must share its node with those it gathers from, because it reads their memory; "
+            f"got {topology}"
         )
-    elif topology.intra_size == 1:
-        cannot = "a rank must share its node with another, because it reads the other's memory"
     else:
         reason = try_out()
         cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"

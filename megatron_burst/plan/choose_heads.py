@@ -14,17 +14,11 @@ _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 
 def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
-    """KV heads that a round can have: all of those that are gathered, or that a rank computes.
-
-    Args:
-        shape: sizes of the call on one rank.
-        topology: of the group; ranks of a row gather or exchange.
-        mode: "gather" or "a2a".
-    """
+    """KV heads that a round can have: all of those that are gathered, or that a rank computes."""
     return max(1, shape.heads_kv // (topology.intra_size if mode == "a2a" else 1))
 
 
-def choose_heads_per_round(
+def choose_heads_gather(
     shape: AttentionShape,
     topology: Topology,
     multiprocessors: int,
@@ -68,7 +62,7 @@ def choose_heads_per_round(
     return shape.heads_kv
 
 
-def choose_heads_per_exchange(
+def choose_heads_a2a(
     shape: AttentionShape,
     topology: Topology,
     multiprocessors: int,
@@ -78,14 +72,7 @@ def choose_heads_per_exchange(
     """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 
     On several nodes there are eight rounds, if heads and kernels allow: nothing hides the first one
-    there and the last one back.
-
-    Args:
-        shape: sizes of the call on one rank.
-        topology: of the group; ranks of a row exchange.
-        multiprocessors: of a GPU.
-        asked: by the user, at most as many as there are; None lets the rule decide.
-        pieces: whether there may be several rounds.
+    there and the last one back. Arguments are those of `choose_heads_gather`.
     """
     ranks = topology.intra_size
     group = shape.heads_q // shape.heads_kv

@@ -1,42 +1,70 @@
-"""The Megatron flags of a model, and those that say how its training is sharded over GPUs."""
+"""The Megatron flags of a model and of how its training is sharded; all of a plan as JSON."""
 
+import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import ceil
+from typing import Any
 
 from megatron_burst.plan.model import Experts, Latent, Model, Windows
+from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job, Strategy, stage_layers
 
 _OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
 
 Values = dict[str, int | float | str | bool | list[str]]
+VERSION = 1  # of the JSON
 
 
 def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
     """Flags as words of a shell's command, one flag with its value an entry; none that are off."""
-    return tuple(_in_words(flag, value) for flag, value in flags.items() if value is not False)
+    words = []
+    for flag, value in flags.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [] if value is False else [shlex.join([flag, *map(str, values)])]
+    return tuple(words)
 
 
-def _in_words(flag: str, value: object) -> str:
-    if value is True:
-        return flag
-    return shlex.join([flag, *map(str, value if isinstance(value, list) else [value])])
+def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
+    """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
+    flags, the job, that strategy, and others, `most` in all, with what speaks against them."""
+    best = found[0]
+    described = {
+        "version": VERSION,
+        "flags": flag_values(job, best.strategy, best.memory.node),
+        "model_flags": model_flags(job.model),
+        "job": {
+            "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
+            "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
+        },
+        "best": _describe(best, best),
+        "others": [_describe(one, best) for one in found[1:most]],
+    }  # fmt: skip
+    return json.dumps(described, indent=1) + "\n"
 
 
-def megatron_flags(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> tuple[str, ...]:
-    """`flag_values` as words of a command."""
-    return as_words(flag_values(job, strategy, host_bytes))
+def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
+    described = {
+        "strategy": asdict(one.strategy),
+        "fits": one.fits,
+        "refused": one.refused,
+        "memory_gib": {name: round(gib, 3) for name, gib in one.memory.in_gib().items()},
+        "why": loses(one, best),
+    }
+    if one.time:
+        described["step_s"] = one.time.seconds
+        described["tokens_per_s_per_gpu"] = one.time.tokens_per_gpu
+        described["mfu"] = one.time.mfu
+        described["parts_s"] = dict(one.time.parts)
+    return described
 
 
 def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values:
     """What to add to a Megatron-LM command: values by flag, true for one that takes none.
 
-    False stands for a flag that must not be there, because the figures would be others.
-
-    Args:
-        job: the job.
-        strategy: how it is dealt out.
-        host_bytes: pinned memory of a node, of `Memory.node`.
+    False stands for a flag that must not be there, because the figures would be others;
+    `host_bytes`: pinned memory of a node, of `Memory.node`.
     """
     flags: Values = {
         "--seq-length": job.seq,
@@ -91,12 +119,8 @@ def model_flags(model: Model) -> Values:
 
     Norms, biases and position embedding are those of a Llama, unless its config says otherwise.
     """
-    flags: Values = {
-        "--num-layers": model.layers,
-        "--hidden-size": model.hidden,
-        "--ffn-hidden-size": model.ffn,
-        "--num-attention-heads": model.heads_q,
-    }
+    flags: Values = {"--num-layers": model.layers, "--hidden-size": model.hidden}
+    flags |= {"--ffn-hidden-size": model.ffn, "--num-attention-heads": model.heads_q}
     if model.latent:
         flags |= _latent_flags(model, model.latent)
     else:

@@ -1,4 +1,4 @@
-"""What a cluster's GPUs, links and nodes can do, as data: presets and TOML files.
+"""What a cluster's GPUs, links and nodes can do, as data.
 
 Speeds are what programs reach, not what data sheets promise, wherever somebody measured; every
 figure of a preset names its source (`sources`).
@@ -7,8 +7,7 @@ figure of a preset names its source (`sources`).
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from importlib.resources import files
+from functools import cached_property
 from math import log
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -17,13 +16,9 @@ USUAL_MULTIPROCESSORS = 132  # of a GPU that nothing is known of: a Hopper's
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A measured quantity: linear in log x between its points, flat beyond them.
+    """A measured quantity: linear in log x between its points, flat beyond them."""
 
-    Attributes:
-        points: (x, y), x positive and ascending.
-    """
-
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float], ...]  # (x, y), x positive and ascending
 
     def at(self, x: float) -> float:
         """The value at x."""
@@ -37,15 +32,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """How long messages take over a link.
+    """How long messages take over a link."""
 
-    Attributes:
-        latency_us: of a message of no bytes, microseconds.
-        gbs: GB/s in one direction by MiB of a message.
-    """
-
-    latency_us: float
-    gbs: Curve
+    latency_us: float  # of a message of no bytes
+    gbs: Curve  # GB/s in one direction by MiB of a message
 
     def seconds(self, num_bytes: float, share: float = 1.0) -> float:
         """Time of a message that gets a share of the link."""
@@ -58,15 +48,11 @@ class LinkSpeed:
 class KernelSpeed:
     """How fast an attention kernel is, whole GPU, causal or not.
 
-    Attributes:
-        backend: its name in `--burst-backend`.
-        head_dim: for which head dimension.
-        forward: TFLOP/s by the TFLOP that the GPU computes without pause: after some 10 ms
-            it reaches its power limit and lowers its clock.
-        backward: the same of backward.
+    Speeds are TFLOP/s by the TFLOP that the GPU computes without pause: after some 10 ms it reaches
+    its power limit and lowers its clock.
     """
 
-    backend: str
+    backend: str  # its name in `--burst-backend`
     head_dim: int
     forward: Curve
     backward: Curve
@@ -74,29 +60,17 @@ class KernelSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """One GPU."""
 
-    Attributes:
-        memory_gib: that a process sees.
-        reserved_gib: of it for the CUDA context, NCCL, libraries and fragmentation.
-        multiprocessors: a kernel's blocks run on.
-        peak_tflops: dense bf16; what MFU is relative to.
-        matmul_tflops: dense bf16 in the GEMMs of a transformer's layers, sustained.
-        memory_gbs: GB/s that element-wise kernels reach.
-        launch_us: between two dependent kernels.
-        nccl_share: of the multiprocessors, while a transfer of NCCL's runs.
-        host_gbs: GB/s to pinned host memory while all GPUs of the node copy.
-    """
-
-    memory_gib: float
-    reserved_gib: float
-    multiprocessors: int
-    peak_tflops: float
-    matmul_tflops: float
-    memory_gbs: float
-    launch_us: float
-    nccl_share: float
-    host_gbs: float
+    memory_gib: float  # that a process sees
+    reserved_gib: float  # of it for the CUDA context, NCCL, libraries and fragmentation
+    multiprocessors: int  # that a kernel's blocks run on
+    peak_tflops: float  # dense bf16; what MFU is relative to
+    matmul_tflops: float  # dense bf16 in the GEMMs of a transformer's layers, sustained
+    memory_gbs: float  # GB/s that element-wise kernels reach
+    launch_us: float  # between two dependent kernels
+    nccl_share: float  # of the multiprocessors, while a transfer of NCCL's runs
+    host_gbs: float  # GB/s to pinned host memory while all GPUs of the node copy
 
     @property
     def usable_bytes(self) -> float:
@@ -106,52 +80,32 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One NVLink domain: a server, or a rack of those that are one domain.
-
-    Attributes:
-        gpus: of the domain.
-        nics: of the domain, shared evenly by those GPUs that send at the same time.
-        memory_gib: of the node.
-    """
+    """One NVLink domain: a server, or a rack of those that are one domain."""
 
     gpus: int
-    nics: int
+    nics: int  # shared evenly by those GPUs that send at the same time
     memory_gib: float
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links of a GPU.
+    """The links of a GPU."""
 
-    Attributes:
-        intra: NVLink, by NCCL.
-        pull: NVLink, by copy engine through symmetric memory.
-        inter: one network card, by NCCL.
-    """
-
-    intra: LinkSpeed
-    pull: LinkSpeed
-    inter: LinkSpeed
+    intra: LinkSpeed  # NVLink, by NCCL
+    pull: LinkSpeed  # NVLink, by copy engine through symmetric memory
+    inter: LinkSpeed  # one network card, by NCCL
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of cluster; looked up all the time, so its hash is told once.
+    """A kind of cluster; looked up all the time, so its hash is computed once."""
 
-    Attributes:
-        name: of the preset, or of the machine that was measured.
-        gpu: one GPU.
-        node: one NVLink domain.
-        links: between GPUs.
-        kernels: attention kernels, the one that `auto` takes first.
-        sources: where figures come from, by dotted name, e.g. "gpu.memory_gib".
-    """
-
-    name: str
+    name: str  # of the preset, or of the machine that was measured
     gpu: Gpu
     node: Node
     links: Links
-    kernels: tuple[KernelSpeed, ...]
+    kernels: tuple[KernelSpeed, ...]  # attention kernels, the one that `auto` takes first
+    # where figures come from, by dotted name, e.g. "gpu.memory_gib"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -177,19 +131,3 @@ class Hardware:
     def inter_share(self, senders: int) -> float:
         """How much of one network card each of so many senders of a node gets."""
         return min(1.0, self.node.nics / max(senders, 1))
-
-
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets."""
-    folder = files("megatron_burst.plan") / "machines"
-    names = (entry.name for entry in folder.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
-
-
-@lru_cache(maxsize=64)
-def preset(name: str) -> Hardware:
-    """A preset by its name, one of `preset_names()`."""
-    from megatron_burst.plan.hardware_file import parse_hardware
-
-    text = (files("megatron_burst.plan") / "machines" / f"{name}.toml").read_text()
-    return parse_hardware(text, f"the preset {name}")

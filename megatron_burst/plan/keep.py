@@ -9,38 +9,25 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KeepProblem:
-    """What is known of a pipeline stage.
+    """What is known of a pipeline stage."""
 
-    Attributes:
-        layers: attention layers of the stage, all its chunks together.
-        in_flight: how often each layer's results wait for backward at the same time, on average.
-        layer_bytes: out and lse of one layer and micro-batch.
-        tokens: of the whole sequence.
-        half_saves: share of its replay that a layer saves by keeping the later half; 0: none can.
-    """
-
-    layers: int
+    layers: int  # attention layers of the stage, all its chunks together
+    # how often each layer's results wait for backward at the same time, on average
     in_flight: float
-    layer_bytes: int
-    tokens: int
+    layer_bytes: int  # out and lse of one layer and micro-batch
+    tokens: int  # of the whole sequence
+    # share of its recomputation that a layer saves by keeping the later half; 0: none can
     half_saves: float = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class KeepChoice:
-    """What is kept, and why, in words for the user.
+    """What is kept, and why, in words for the user."""
 
-    Attributes:
-        keep: "none", "half" or "all".
-        layers: how many layers of the stage keep; the others recompute.
-        offload: whether it waits on the host.
-        reason: figures.
-    """
-
-    keep: str
-    layers: int
-    offload: bool
-    reason: str
+    keep: str  # "none", "half" or "all"
+    layers: int  # how many layers of the stage keep; the others recompute
+    offload: bool  # whether it waits on the host
+    reason: str  # figures
 
     def __str__(self) -> str:
         where = " on the host" if self.offload else ""
@@ -61,16 +48,11 @@ def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
 
 
 def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0) -> KeepChoice:
-    """The cheapest replay whose kept results fit into a budget of device memory.
+    """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
     Everything if it fits; else everything on the host if the copy hides behind attention, which
     for any model depends on the sequence's length alone; else half of it or all of some layers,
-    whichever saves more of the replays.
-
-    Args:
-        problem: the stage.
-        budget_bytes: of device memory for kept results.
-        host_bytes: of host memory for them.
+    whichever saves more of the recomputation.
     """
     per_layer = problem.layer_bytes * problem.in_flight
     total, layers = per_layer * problem.layers, problem.layers

@@ -1,12 +1,14 @@
-"""How long kernels take on given hardware."""
+"""How long kernels, and the operations of a program, keep the GPU on given hardware."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 from megatron_burst.plan.hardware import Hardware
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.mask import Tile
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.program import Op, Program, Ref
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
@@ -25,17 +27,11 @@ def share_busy(kernels: Sequence[int], multiprocessors: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Times kernels.
-
-    Attributes:
-        hardware: that they run on.
-        backend: of attention; "auto" for the first one that the hardware lists.
-        pass_tflop: what the GPU computes without pause; infinite in training, where it never rests.
-    """
+    """Times kernels."""
 
     hardware: Hardware
-    backend: str = "auto"
-    pass_tflop: float = inf
+    backend: str = "auto"  # of attention; "auto" for the first one that the hardware lists
+    pass_tflop: float = inf  # what the GPU computes without pause: in training it never rests
 
     def tile(self, tile: Tile, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of a tile of a call with these heads.
@@ -51,12 +47,7 @@ class Timer:
         """Seconds of sliding-window attention of a call's queries.
 
         Kernels skip what no query of a block sees, and compute the blocks at both ends of a window
-        whole: a block of keys more for each query.
-
-        Args:
-            keys: that a query sees on average.
-            shape: of the call.
-            direction: which pass.
+        whole: a block more than the `keys` that a query sees on average.
         """
         return self._kernel(shape.tokens * (keys + _BLOCK), shape.tokens, False, shape, direction)
 
@@ -87,3 +78,92 @@ class Timer:
     @property
     def _launch(self) -> float:
         return self.hardware.gpu.launch_us * 1e-6
+
+
+Bytes = dict[str, int]  # by field
+
+
+class OpTimer:
+    """Times the operations of a program; what has been timed is not timed again."""
+
+    def __init__(self, program: Program, timer: Timer) -> None:
+        self._program, self._timer = program, timer
+        self._tiles: dict[tuple, float] = {}
+        self._bytes: dict[Ref, Bytes] = {}
+
+    def seconds(self, op: Op) -> float:
+        """Of an operation that is no transfer, with the GPU to itself."""
+        if isinstance(op, ops.Attend):
+            return self._tile(op.q, op.kv, op.mask)
+        if isinstance(op, ops.AttendBackward):
+            queries = next(side for side in op.sides if "q" in self._fields(side))
+            return self._tile(queries, op.kv, op.mask)
+        return self._timer.memory(self._moved(op))
+
+    def _tile(self, q: Ref, kv: Ref, mask: Mask) -> float:
+        key = self._rows(q), self._rows(kv), mask, self._heads(q, "q"), self._heads(kv, "k")
+        if key not in self._tiles:
+            fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
+            shape = AttentionShape(
+                self._program.batch, key[0], *key[3:], fields["q"].dim, fields["v"].dim,
+                *self._program.widths.values(),
+            )  # fmt: skip
+            tile = Tile(Span(0, key[0]), Span(0, key[1]), mask)
+            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction)
+        return self._tiles[key]
+
+    def _rows(self, ref: Ref) -> int:
+        rows = ref.rows
+        return self._program.buffers[ref.buffer].rows if rows is None else len(rows)
+
+    def _heads(self, ref: Ref, name: str) -> int:
+        if ref.heads:
+            return len(ref.heads)
+        fields = self._program.buffers[ref.buffer].fields
+        return next(field.heads for field in fields if field.name == name)
+
+    def _fields(self, ref: Ref) -> Bytes:
+        """Bytes of each field of a part of a buffer."""
+        if ref not in self._bytes:
+            rows = self._rows(ref) * self._program.batch
+            self._bytes[ref] = {
+                field.name: rows * (len(ref.heads) if ref.heads else field.heads)
+                * max(field.dim, 1) * self._program.widths[field.dtype]
+                for field in self._program.buffers[ref.buffer].fields
+            }  # fmt: skip
+        return self._bytes[ref]
+
+    def _first(self, refs: Iterable[Ref]) -> Bytes:
+        """Of several fields with one name the first."""
+        found: Bytes = {}
+        for ref in refs:
+            found = self._fields(ref) | found
+        return found
+
+    def _moved(self, op: Op) -> int:
+        """Bytes that an operation without products reads and writes."""
+        fields = self._fields
+        match op:
+            case ops.Copy() | ops.ToRanks():
+                source, target = self._first(op.sources), fields(op.target)
+                return _sum(source.keys() & target.keys(), source, target)
+            case ops.FromRanks():
+                target = self._first(op.targets)
+                return _sum(target, fields(op.source), target)
+            case ops.Fill():
+                return sum(fields(op.target).values())
+            case ops.Merge():
+                return _sum(("out", "lse"), self._first(op.into), *map(fields, op.parts))
+            case ops.Add():
+                every = [fields(op.into), *map(fields, op.parts)]
+                return _sum(set.intersection(*map(set, every)), *every)
+            case ops.Delta():
+                return _sum(("dout", "out"), fields(op.side)) + fields(op.into)["delta"]
+            case ops.StandIn():
+                made = fields(op.into)["out"]
+                return _sum(("dout", "delta"), self._first(op.sides)) + made
+        raise AssertionError(op)
+
+
+def _sum(names: Iterable[str], *every: Bytes) -> int:
+    return sum(found[name] for name in names for found in every)

@@ -22,28 +22,24 @@ _NOT_COUNTED = (  # keys of models with layers that are no softmax attention ove
 
 
 def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> Windows | None:
-    """The windows in a Hugging Face config.
-
-    Args:
-        config: of the text model.
-        layers: that it has.
-        name: of the file, for complaints.
+    """The windows in a Hugging Face config of so many layers; `name` is the file's.
 
     Raises:
         BurstError: if there are layers that the planner does not count, or kinds that contradict
             the other keys.
     """
-    for key in _NOT_COUNTED:
-        if config.get(key):
-            raise _unknown(name, f"{key} {config[key]}")
     kinds = config.get("layer_types") or _kinds(config, layers)
+    found = [f"{key} {config[key]}" for key in _NOT_COUNTED if config.get(key)]
     if unknown := sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING}):
-        raise _unknown(name, f"layer_types with {', '.join(unknown)}")
-    if len(kinds) != layers:
+        found.append(f"layer_types with {', '.join(unknown)}")
+    if found:
         raise BurstError(
-            f"plan: {name} must name a kind for each layer, because the step's time depends on it; "
-            f"got {len(kinds)} layer_types and {layers} layers; change one of them"
+            f"plan: {name} must be of a model whose layers are softmax attention over all earlier "
+            "keys or the nearest, because the planner counts no others; got "
+            f"{', '.join(found)}; plan another model"
         )
+    if len(kinds) != layers:
+        raise _unread(name, "kind for each layer", f"{len(kinds)} layer_types and {layers} layers")
     if _SLIDING not in kinds:
         return None
     return _windows(config.get("sliding_window"), tuple(k == _SLIDING for k in kinds), name)
@@ -150,11 +146,4 @@ def _unread(name: str, option: str, got: str) -> BurstError:
     return BurstError(
         f"plan: {name} must hold a {option} that can be read, because the time of attention "
         f"depends on it; got {got}; correct it"
-    )
-
-
-def _unknown(name: str, got: str) -> BurstError:
-    return BurstError(
-        f"plan: {name} must be of a model whose layers are softmax attention over all earlier keys "
-        f"or the nearest, because the planner counts no others; got {got}; plan another model"
     )

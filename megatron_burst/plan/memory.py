@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from megatron_burst.plan.buffers import buffer_bytes
+from megatron_burst.plan.attention_cost import buffer_bytes
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.keep import in_flight
 from megatron_burst.plan.model import Model
@@ -14,31 +14,22 @@ _LOSS_BYTES = 1 << 30  # of the fused loss, whatever the number of tokens (docs/
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the first pipeline stage's GPU, which holds most micro-batches; node is a node's.
+    """Bytes of the first pipeline stage's GPU, which holds most micro-batches; node is a node's."""
 
-    Attributes:
-        weights: bf16.
-        gradients: float32.
-        optimizer: float32 weights and two moments, dealt out over data and context parallel ranks.
-        saved: activations that wait for backward, all layers and micro-batches.
-        kept: attention's results for the replays of layers that wait.
-        layer: of the one in backward, at its fullest moment: what recomputation brings back,
-            gradients, attention's buffers if it is attention's moment.
-        head: logits, or the fused loss's tiles, and the gradient of its input; with PP what the
-            last stage has of it beyond the micro-batches that it need not hold.
-        attention: hop buffers, slots, sums of one attention call; no part of the sum.
-        node: pinned memory of all GPUs of a node.
-    """
-
-    weights: float
-    gradients: float
+    weights: float  # bf16
+    gradients: float  # float32
+    # float32 weights and two moments, sharded over data- and context-parallel ranks
     optimizer: float
-    saved: float
-    kept: float
+    saved: float  # activations that wait for backward, all layers and micro-batches
+    kept: float  # attention's results, kept for layers that wait
+    # of the one in backward, at its fullest moment: what recomputation brings back, gradients,
+    # attention's buffers if it is attention's moment
     layer: float
+    # logits, or the fused loss's tiles, and the gradient of its input; with PP what the last
+    # stage has of it beyond the micro-batches that it need not hold
     head: float
-    attention: float
-    node: float
+    attention: float  # hop buffers, slots, sums of one attention call; no part of the sum
+    node: float  # pinned memory of all GPUs of a node
 
     @property
     def peak(self) -> float:
@@ -112,16 +103,11 @@ class _LayerBytes:
     Weight gradients need no room of their own at the fullest moments: the largest is there while
     what the activation has saved is gone, which is more once a rank has two thirds as many tokens
     as the model is wide.
-
-    Attributes:
-        saved: what waits for backward, the layer's input included.
-        working: what backward of the layer needs beside that at its fullest moment.
-        buffers: of its attention call.
     """
 
-    saved: float
-    working: float
-    buffers: float
+    saved: float  # what waits for backward, the layer's input included
+    working: float  # what backward of the layer needs beside that at its fullest moment
+    buffers: float  # of its attention call
 
 
 @lru_cache(maxsize=1024)
@@ -139,7 +125,7 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
-    # a replay brings the rest back, and its output is held while backward goes through it
+    # recomputation brings the rest back, and its output is held while backward goes through it
     again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
     gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
     buffers = buffer_bytes(call)
@@ -150,15 +136,12 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class _FeedForward:
-    """Bytes of a feed-forward for one sequence.
+    """Bytes of a feed-forward for one sequence."""
 
-    Attributes:
-        saved: its input after the norm, what the first products gave, and the activation's output.
-        working: what backward needs beside that at its fullest moment, the gradient of the layer's
-            output included.
-    """
-
+    # its input after the norm, what the first products gave, and the activation's output
     saved: float
+    # what backward needs beside that at its fullest moment, the gradient of the layer's output
+    # included
     working: float
 
 

@@ -10,49 +10,30 @@ from megatron_burst.errors import BurstError
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture-of-experts layers.
+    """Mixture-of-experts layers."""
 
-    Attributes:
-        count: routed experts.
-        active: that a token goes to.
-        ffn: width of one.
-        shared_ffn: width of what every token passes besides.
-        dense_layers: layers without experts, at the front.
-    """
-
-    count: int
-    active: int
-    ffn: int
-    shared_ffn: int = 0
-    dense_layers: int = 0
+    count: int  # routed experts
+    active: int  # that a token goes to
+    ffn: int  # width of one
+    shared_ffn: int = 0  # width of what every token passes besides
+    dense_layers: int = 0  # layers without experts, at the front
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention: low ranks of queries and of keys and values.
+    """Multi-head latent attention: low ranks of queries and of keys and values."""
 
-    Attributes:
-        q_rank: of queries.
-        kv_rank: of keys and values.
-        rope_dim: part of `dim_qk` that carries positions.
-    """
-
-    q_rank: int
-    kv_rank: int
-    rope_dim: int
+    q_rank: int  # of queries
+    kv_rank: int  # of keys and values
+    rope_dim: int  # part of `dim_qk` that carries positions
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Layers whose queries see only the nearest keys (sliding-window attention).
+    """Layers whose queries see only the nearest keys (sliding-window attention)."""
 
-    Attributes:
-        size: keys that a query sees, its own included.
-        layers: of each layer of the model, whether it has a window.
-    """
-
-    size: int
-    layers: tuple[bool, ...]
+    size: int  # keys that a query sees, its own included
+    layers: tuple[bool, ...]  # of each layer of the model, whether it has a window
 
     @property
     def count(self) -> int:
@@ -67,42 +48,26 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with causal attention in every layer.
+    """A decoder with causal attention in every layer."""
 
-    Attributes:
-        name: of the preset or the file.
-        layers: number of them.
-        hidden: width.
-        heads_q: query heads.
-        heads_kv: KV heads; divides heads_q.
-        dim_qk: head dimension of queries and keys.
-        dim_v: head dimension of values.
-        ffn: width of the dense feed-forward.
-        vocab: classes.
-        gated: whether the feed-forward has a gate (SwiGLU): three matrices instead of two.
-        tied: whether embedding and head share a weight.
-        experts: of MoE models.
-        latent: of models with latent attention, whose heads are expanded for training.
-        windows: of models with layers of sliding-window attention.
-        sinks: whether the softmax has a learned sink for each head.
-        beside: Megatron's flags for what neither time nor memory depend on, with their values.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads_q: int
-    heads_kv: int
-    dim_qk: int
-    dim_v: int
-    ffn: int
-    vocab: int
+    name: str  # of the preset or the file
+    layers: int  # number of them
+    hidden: int  # width
+    heads_q: int  # query heads
+    heads_kv: int  # KV heads; divides heads_q
+    dim_qk: int  # head dimension of queries and keys
+    dim_v: int  # head dimension of values
+    ffn: int  # width of the dense feed-forward
+    vocab: int  # classes
+    # whether the feed-forward has a gate (SwiGLU): three matrices instead of two
     gated: bool = True
-    tied: bool = False
-    experts: Experts | None = None
+    tied: bool = False  # whether embedding and head share a weight
+    experts: Experts | None = None  # of MoE models
+    # of models with latent attention, whose heads are expanded for training
     latent: Latent | None = None
-    windows: Windows | None = None
-    sinks: bool = False
+    windows: Windows | None = None  # of models with layers of sliding-window attention
+    sinks: bool = False  # whether the softmax has a learned sink for each head
+    # Megatron's flags for what neither time nor memory depend on, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
 
     def __post_init__(self) -> None:
@@ -114,7 +79,7 @@ class Model:
             got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
             raise BurstError(
                 "model: all sizes must be positive and KV heads divide query heads, because each "
-                f"KV head serves equally many; got {got}; mend {self.name}"
+                f"KV head serves equally many; got {got}; correct {self.name}"
             )
 
     @property

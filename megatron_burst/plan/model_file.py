@@ -1,15 +1,14 @@
 """Models by name, from Hugging Face's config.json, or from Megatron's arguments."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware_file import nearest
-from megatron_burst.plan.hub import cached_config, is_on_hub
+from megatron_burst.errors import BurstError, nearest
 from megatron_burst.plan.layer_kinds import (
     dense_layers,
     has_sinks,
@@ -18,7 +17,7 @@ from megatron_burst.plan.layer_kinds import (
 )
 from megatron_burst.plan.model import PRESETS, Experts, Latent, Model
 
-_WHO = "plan"
+_HUB = "hf:"
 
 
 def model_of(name_or_path: str) -> Model:
@@ -34,11 +33,11 @@ def model_of(name_or_path: str) -> Model:
     """
     if name_or_path.lower() in PRESETS:
         return PRESETS[name_or_path.lower()]
-    on_hub = is_on_hub(name_or_path)
-    path = cached_config(name_or_path) if on_hub else Path(name_or_path)
+    on_hub = name_or_path.startswith(_HUB)
+    path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
     if not path.is_file():
         raise BurstError(
-            f"{_WHO}: --model must be a preset or a file, because sizes come from there; got "
+            "plan: MODEL must be a preset or a file, because sizes come from there; got "
             f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
             f"{', '.join(PRESETS)}, hf:ORG/NAME, a config.json, or a file of Megatron's arguments"
         )
@@ -46,6 +45,28 @@ def model_of(name_or_path: str) -> Model:
     if path.suffix == ".json":
         return from_hugging_face(_json(text, path), name_or_path)
     return from_megatron(megatron_arguments(text), str(path))
+
+
+def _cached_config(name: str) -> Path:
+    """The config.json of hf:ORG/NAME, or of hf:ORG/NAME@REVISION, in the local cache.
+
+    Source of where that is: huggingface_hub/constants.py, HF_HUB_CACHE.
+    """
+    usual = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{usual}/huggingface")
+    cache = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")
+    cache = os.environ.get("HF_HUB_CACHE", cache)
+    repository, _, revision = name.removeprefix(_HUB).partition("@")
+    folder = Path(cache).expanduser() / f"models--{repository.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    path = folder / "snapshots" / commit / "config.json"
+    if not path.is_file():
+        raise BurstError(
+            f"plan: {name} must be in the local cache, because nothing is downloaded here; got no "
+            f"{path}; run: hf download {repository} config.json"
+        )
+    return path
 
 
 def text_of(path: Path) -> str:
@@ -60,7 +81,7 @@ def text_of(path: Path) -> str:
         data, got = b"\0", error.strerror or str(error)
     if b"\0" in data:
         raise BurstError(
-            f"{_WHO}: --model must name a text file, because sizes are read from its words; got "
+            "plan: MODEL must name a text file, because sizes are read from its words; got "
             f"{path}: {got}; name a config.json, a file of Megatron's arguments, or a preset"
         )
     return data.decode(errors="replace")
@@ -69,15 +90,13 @@ def text_of(path: Path) -> str:
 def _json(text: str, path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
+        got = f"a {type(found).__name__}"
     except json.JSONDecodeError as error:
-        raise BurstError(
-            f"{_WHO}: {path}, line {error.lineno}, must be JSON, because it is read as a Hugging "
-            f"Face config; got: {error.msg}; mend that line"
-        ) from error
+        found, got = None, str(error)
     if not isinstance(found, dict):
         raise BurstError(
-            f"{_WHO}: {path} must hold an object, because a Hugging Face config is one; got "
-            f"{type(found).__name__}; name a model's config.json"
+            f"plan: {path} must hold a JSON object, because it is read as a Hugging Face config; "
+            f"got: {got}; name a model's config.json"
         )
     return found
 
@@ -92,18 +111,13 @@ class _Sizes:
         value = self._table.get(key)
         if value is None and default is not None:
             return default
-        try:
-            number = -1 if value is None else int(value)
-        except (TypeError, ValueError):
-            number = -1
-        if value is None or number < 0 or isinstance(value, bool):
+        if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):
             close = "" if value is not None else nearest(key, self._table)
-            got = "nothing" if value is None else repr(value)
             raise BurstError(
-                f"{_WHO}: {self._name} must hold a number {key!r}, because a model's time and "
-                f"memory depend on it; got {got}{close}; add it"
+                f"plan: {self._name} must hold a number {key!r}, because a model's time and "
+                f"memory depend on it; got {value!r}{close}; add it"
             )
-        return number
+        return int(float(value))
 
     def truth(self, key: str, default: bool = False) -> bool:
         value = self._table.get(key, default)
@@ -134,11 +148,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
         rope = size("qk_rope_head_dim")
         dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
-    experts, count = (
-        None,
-        size("n_routed_experts", size("num_local_experts", size("num_experts", 0))),
-    )
-    if count:
+    experts = None
+    if count := size("n_routed_experts", size("num_local_experts", size("num_experts", 0))):
         width = size("moe_intermediate_size", size("intermediate_size"))
         shared = size("n_shared_experts", 0) * width
         shared = size("shared_expert_intermediate_size", shared)

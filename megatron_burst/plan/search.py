@@ -1,17 +1,27 @@
-"""Every way to deal a job out: what fits in memory, how fast it is, why the others lose."""
+"""Every way to shard a job: what fits in memory, how fast it is, why the others lose."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import lcm
 from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.layouts import SIZES, layouts, why_nothing
 from megatron_burst.plan.memory import Memory, memory_of
 from megatron_burst.plan.step import StepTime, step_time
-from megatron_burst.plan.strategy import Job, Keep, Strategy, even_share, misfit
+from megatron_burst.plan.strategy import (
+    SIZES,
+    Job,
+    Keep,
+    Strategy,
+    even_share,
+    least_multiple,
+    misfit,
+    size_misfit,
+)
+from megatron_burst.units import nearest_multiples
 
 Fixed = tuple[tuple[str, Any], ...]
 Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
@@ -30,23 +40,14 @@ _POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy with its memory and, if it fits, its time.
+    """A strategy with its memory and, if it fits, its time."""
 
-    Attributes:
-        strategy: how the job is dealt out.
-        memory: that it needs.
-        time: of a step; None if it does not fit.
-        over_gib: GPU memory that is missing; 0 if none is.
-        host_over_gib: host memory that is missing.
-        refused: what burst attention refuses of the model, where the strategy needs it.
-    """
-
-    strategy: Strategy
-    memory: Memory
-    time: StepTime | None
-    over_gib: float
-    host_over_gib: float
-    refused: str = ""
+    strategy: Strategy  # how the job is sharded
+    memory: Memory  # that it needs
+    time: StepTime | None  # of a step; None if it does not fit
+    over_gib: float  # GPU memory that is missing; 0 if none is
+    host_over_gib: float  # host memory that is missing
+    refused: str = ""  # what burst attention refuses of the model, where the strategy needs it
 
     @property
     def fits(self) -> bool:
@@ -64,11 +65,10 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
     Raises:
         BurstError: if it cannot be for the job.
     """
-    reason = misfit(job, strategy)
-    if reason:
+    if reason := misfit(job, strategy):
         raise BurstError(
             "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
-            f"deals all of them out evenly; got: {reason}; change it, or leave it to --search"
+            f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
         )
     return _look_at(job, strategy)
 
@@ -94,10 +94,8 @@ def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate,
     """All candidates, the fastest first, then those that burst refuses, then what does not fit,
     the nearest to fitting first.
 
-    Args:
-        job: the job.
-        fixed: fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")).
-        watch: goes through the layouts, to show how far it is.
+    `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
+    through the layouts, to show how far it is.
 
     Raises:
         BurstError: if nothing divides evenly.
@@ -106,18 +104,13 @@ def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate,
     for layout in watch(list(layouts(job, _given_sizes(fixed)))):
         found += [_look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
     if not found:
-        raise BurstError(why_nothing(job, dict(fixed)))
+        raise BurstError(_why_nothing(job, fixed))
     return tuple(sorted(found, key=_rank))
 
 
 def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
-    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits.
-
-    Args:
-        job: the job.
-        fixed: as in `search`.
-        batch: of a job with so many GPUs.
-    """
+    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits;
+    `batch`: of a job with so many GPUs."""
     node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
     gpus = 2 * job.gpus
     while gpus <= _MOST_GPUS:
@@ -132,6 +125,69 @@ def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | No
 
 def _given_sizes(fixed: Fixed) -> dict[str, int]:
     return {name: value for name, value in fixed if name in SIZES}
+
+
+def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
+    """Every (TP, CP, PP, DP, EP) that divides evenly."""
+    for tp in _divisors(job.on_node, fixed.get("tp")):
+        for pp in _divisors(job.gpus, fixed.get("pp")):
+            if pp > job.model.layers or job.gpus % (tp * pp):
+                continue
+            for dp in _divisors(job.batch, fixed.get("dp")):
+                cp, rest = divmod(job.gpus, tp * pp * dp)
+                if rest or fixed.get("cp", cp) != cp:
+                    continue
+                for ep in _expert_sizes(job, pp, fixed.get("ep")):
+                    strategy = Strategy(tp, cp, pp, dp, ep)
+                    if not misfit(job, strategy):
+                        yield strategy
+
+
+def _expert_sizes(job: Job, pp: int, given: int | None) -> list[int]:
+    if not job.model.experts:
+        return [given or 1]
+    most = min(job.model.experts.count, job.gpus // pp)
+    return [ep for ep in _divisors(job.model.experts.count, given) if ep <= most]
+
+
+def _divisors(number: int, given: int | None) -> list[int]:
+    return [given] if given else [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _why_nothing(job: Job, fixed: Fixed) -> str:
+    """Why nothing makes up a job; a length alone that is in the way is named."""
+    sizes: dict[str, Any] = _given_sizes(fixed)
+    options = " or ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
+    change = f"leave out {options}, or change" if fixed else "change"
+    change += " --gpus, --seq-length or --global-batch-size"
+    given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
+    why = size_misfit(job, sizes)
+    if not why and {"tp", "cp", "pp", "dp"} <= sizes.keys():
+        why = misfit(job, Strategy(**sizes))
+    if not why and next(layouts(job, sizes), None) is None:
+        even = replace(job, seq=2 * job.gpus)  # every CP x TP divides it
+        if next(layouts(even, sizes), None):
+            near = nearest_multiples(job.seq, length_step(job, sizes))
+            change = f"choose a --seq-length that is a {near} (2 x CP x TP)"
+    return (
+        "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron shards "
+        f"everything evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
+        f"{job.seq} tokens, a batch of {job.batch} and {given}{why and f' ({why})'}; {change}"
+    )
+
+
+def length_step(job: Job, sizes: dict[str, int]) -> int:
+    """What a length should be a multiple of, so that TP and CP may be what they like.
+
+    That is 2 x CP x TP; of those that are not given, powers of two that divide the GPUs.
+    """
+    least = least_multiple(Strategy(tp=sizes.get("tp", 1), cp=sizes.get("cp", 1)))
+    if {"tp", "cp"} <= sizes.keys():
+        return least
+    step = lcm(least, 2 * (job.gpus & -job.gpus))
+    while step > job.seq and step % 2 == 0 and step // 2 % least == 0:
+        step //= 2
+    return step
 
 
 def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:

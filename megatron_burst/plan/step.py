@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import pass_time
-from megatron_burst.plan.choose_half import HalfCall, Rates, choose_half, replayed_share
+from megatron_burst.plan.attention_cost import pass_time
+from megatron_burst.plan.half import HalfCall, Rates, choose_half, recomputed_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import Memory
@@ -20,25 +20,19 @@ from megatron_burst.schedule.topology import Link
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
-NODE, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
-REPLAY, UPDATE = "computing again", "gradients and optimizer"
+HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
+AGAIN, UPDATE = "computing again", "gradients and optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step.
+    """One step."""
 
-    Attributes:
-        seconds: of a step.
-        parts: what they are made of, on the slowest pipeline stage; they add up.
-        tokens_per_gpu: tokens a second and GPU.
-        mfu: model FLOPs (`Model.flops_per_token`) over the peak.
-    """
-
-    seconds: float
+    seconds: float  # of a step
+    # what they are made of, on the slowest pipeline stage; they add up
     parts: tuple[tuple[str, float], ...]
-    tokens_per_gpu: float
-    mfu: float
+    tokens_per_gpu: float  # tokens a second and GPU
+    mfu: float  # model FLOPs (`Model.flops_per_token`) over the peak
 
     @property
     def tokens(self) -> str:
@@ -47,13 +41,7 @@ class StepTime:
 
 
 def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
-    """Time of a step; `misfit` must have found nothing.
-
-    Args:
-        job: the job.
-        strategy: how it is dealt out.
-        memory: that it needs, of `memory_of`.
-    """
+    """Time of a step that needs this memory; `misfit` must have found nothing."""
     # a layer is the same in every stage and for every micro-batch
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
     micro_batches = job.batch // strategy.dp
@@ -83,18 +71,13 @@ def _layer(job: Job, strategy: Strategy) -> tuple[tuple[tuple[str, float], ...],
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
-    """Time of an average layer, forward, replay and backward, for one sequence.
-
-    Args:
-        job: the job.
-        strategy: how it is dealt out.
-        call: of attention; None: burst's.
-    """
+    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: of
+    attention, if not burst's."""
     return sum(_Layer(job, strategy, call).parts().values())
 
 
 class _Layer:
-    """Time of an average layer of a stage, forward, replay and backward, for one micro-batch."""
+    """Time of an average layer of a stage, with recomputation, for one micro-batch."""
 
     def __init__(self, job: Job, strategy: Strategy, call: AttentionCall | None = None) -> None:
         self._job, self._strategy = job, strategy
@@ -125,9 +108,9 @@ class _Layer:
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
         parts: dict[str, float] = defaultdict(float)
-        replay = self._replay()
+        again = self._again()
         for direction, timeline in self._passes.items():
-            times = self._full * (1 + (replay if direction is Direction.FORWARD else 0))
+            times = self._full * (1 + (again if direction is Direction.FORWARD else 0))
             waits = 0.0
             for link, name in ((Link.INTRA, INTRA), (Link.INTER, INTER)):
                 parts[name] += timeline.exposed(link) * times
@@ -135,33 +118,33 @@ class _Layer:
             kernels = self._full * (timeline.seconds - waits) + self._windows[direction]
             parts[ATTENTION] += kernels
             if direction is Direction.FORWARD:
-                parts[REPLAY] += replay * kernels
+                parts[AGAIN] += again * kernels
         parts[INTER] += self._full * self._deal_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()
         parts[TENSOR] += 2 * self._tensor_seconds()
         parts[EXPERT] += 2 * self._expert_seconds()
-        again = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
-        parts[REPLAY] += self._matmul(again)
-        share = again / params
-        parts[REPLAY] += share * self._elementwise()
+        weights = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
+        parts[AGAIN] += self._matmul(weights)
+        share = weights / params
+        parts[AGAIN] += share * self._elementwise()
         parts[TENSOR] += share * self._tensor_seconds()
         parts[EXPERT] += self._expert_seconds() if share else 0.0
-        parts[NODE] += self._host_seconds(sum(parts.values()))
+        parts[HOST] += self._host_seconds(sum(parts.values()))
         return parts
 
-    def _replay(self) -> float:
+    def _again(self) -> float:
         """Share of attention's forward that backward computes again."""
         strategy = self._strategy
         if strategy.recompute != "full" or strategy.keep == "all":
             return 0.0
         if strategy.keep == "none":
             return 1.0
-        return replayed_share(half_call(self._job, strategy))
+        return recomputed_share(half_call(self._job, strategy))
 
     def _deal_seconds(self) -> float:
-        """Time that early rows, dealt out anew in the replay, pass between nodes."""
+        """Time that early rows, dealt out anew for recomputation, pass between nodes."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
         call = half_call(self._job, self._strategy)
@@ -214,8 +197,8 @@ class _Layer:
 def half_call(job: Job, strategy: Strategy) -> HalfCall:
     """A layer's attention whose later half is kept."""
     call = attention_call(job, strategy)
-    exchanged = call.mode == "a2a" and call.arranged.inter_size == 1
-    known = Rates.of(job.hardware), exchanged
+    over_all = call.mode == "a2a" and call.arranged.inter_size == 1
+    known = Rates.of(job.hardware), over_all
     return HalfCall(Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, *known)
 
 

@@ -16,8 +16,7 @@ from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.choose_half import choose_half
-from megatron_burst.plan.half import EarlyHalf, Move
+from megatron_burst.plan.half import EarlyHalf, Move, choose_half
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.schedule.call import Cargo

@@ -18,8 +18,8 @@ from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.plan.asked import misses
 from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.auto import misses
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask

@@ -14,7 +14,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.mcore import patches
-from megatron_burst.plan.cost import exchange_bytes
+from megatron_burst.plan.choose import a2a_bytes
 from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.layout import Layout
@@ -188,7 +188,7 @@ def exchanged_and_planned(rank, world):
         if keep == "none":  # the replay
             back += there
         planned = [dict(+there), dict(+back)]
-        over_all = exchange_bytes(shape, topology, keep == "all") if inter == "a2a" else None
+        over_all = a2a_bytes(shape, topology, keep == "all") if inter == "a2a" else None
         found.append(([forward, dict(+sent)], planned, over_all))
     return found
 

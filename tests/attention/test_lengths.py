@@ -5,7 +5,6 @@ that differs between the ranks' machines.
 """
 
 import os
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,8 +20,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine import facts
 from megatron_burst.errors import DisagreementError
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.hardware import preset
-from megatron_burst.plan.hardware_file import as_toml
+from megatron_burst.plan.hardware_file import preset_text
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.terms import terms_of
 from tests.attention.test_processes import inputs, truth_of, worst
@@ -108,11 +106,11 @@ def other_machine(rank, folder):
 
 
 def test_facts_that_differ_between_machines_are_told_on_all_ranks(tmp_path):
-    machine = preset("h200")
-    slower = replace(machine, gpu=replace(machine.gpu, peak_tflops=1.0))
-    for rank, one in enumerate((machine, slower)):
+    machine = preset_text("h200")
+    slower = machine.replace("peak_tflops = 989.5", "peak_tflops = 1.0")
+    for rank, text in enumerate((machine, slower)):
         (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "machine.toml").write_text(as_toml(one))
+        (tmp_path / str(rank) / "machine.toml").write_text(text)
     for found in run_ranks(other_machine, 2, str(tmp_path)):
         assert found["none"] == "well"
         assert "hardware=machine.toml, whose figures are" in found["hardware"]

@@ -13,8 +13,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.planned import planned
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware import preset
-from megatron_burst.plan.hardware_file import as_toml
+from megatron_burst.plan.hardware_file import preset_text
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -94,7 +93,7 @@ def test_a_planned_call_is_exact_and_says_why():
 
 def test_ranks_whose_files_differ_are_told(tmp_path: Path):
     """On all ranks, before anything is sent."""
-    text = as_toml(preset("h200"))
+    text = preset_text("h200")
     files = [tmp_path / name for name in ("one.toml", "other.toml")]
     for file in files:
         file.write_text(text)

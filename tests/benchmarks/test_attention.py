@@ -26,8 +26,7 @@ TOGETHER = ["burst", "burst", "te", "te", "te", "te", "ceiling"]
 def bench(rank, folder):
     """What every rank has after a run, a run without time, and a failure of rank 0 alone."""
     from benchmarks.attention import Plan, measure
-    from megatron_burst.cli.timing import attempt
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.cli.world import attempt, world_of
 
     world, said = world_of("cpu"), []
     impls, out = impls_of(IMPLS), folder / "attention.csv"
@@ -133,7 +132,7 @@ def stub_world(others, answers=()):
 
 
 def test_turns_alternate_in_order_and_the_slowest_rank_counts():
-    from megatron_burst.cli.timing import interleave
+    from benchmarks.sweep import interleave
 
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -146,7 +145,7 @@ def test_turns_alternate_in_order_and_the_slowest_rank_counts():
 
 
 def test_repetitions_end_when_time_is_up():
-    from megatron_burst.cli.timing import interleave
+    from benchmarks.sweep import interleave
 
     order = []
     world = stub_world({"a": [1.0, 1.0]}, answers=(False, True))

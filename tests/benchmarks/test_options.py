@@ -95,11 +95,11 @@ REFUSALS = {
     "device": (["--device", "cuda"], "--device cuda must find a GPU"),
     "nodes": (
         ["--nodes", "2"],
-        "attention: --nodes must divide the ranks.*got 2 nodes and 1 rank; start more ranks",
+        "attention: --nodes must divide the ranks.*got 2 nodes and 1 rank; choose 1, or start more",
     ),
     "folder": (
         ["--device", "cpu", "--seq", "64", "--out", "nowhere/a.csv"],
-        "attention: --out must name a file in a folder that is there.*got nowhere/a.csv; make the",
+        "attention: --out must name a file that can be written.*got nowhere/a.csv: its folder",
     ),
 }
 
@@ -122,7 +122,7 @@ OTHER_COMMANDS = {
     "loss, case": (["loss", "--case", "1,x,3"], "benchmarks.loss: --case must be a .*got 'x'"),
     "loss, folder": (
         ["loss", "--out", "no/a.csv"],
-        "benchmarks.loss: --out must .*got no/a.csv; make",
+        "benchmarks.loss: --out must .*got no/a.csv: its",
     ),
     "sequence": (["recompute", "--seq", "x"], "benchmarks.recompute: --seq must be a .*got 'x'"),
     "heads": (
@@ -132,7 +132,7 @@ OTHER_COMMANDS = {
     "two pairs": (["recompute", "--heads", "8/2,4/2"], "recompute: --heads must be one pair"),
     "mode": (["recompute", "--mode", "foo"], "benchmarks.recompute: --mode must name .*got 'foo'"),
     "nodes": (["recompute", "--nodes", "3"], "benchmarks.recompute: --nodes must divide .*1 rank;"),
-    "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv; make"),
+    "folder": (["recompute", "--out", "no/a.csv"], "recompute: --out must .*got no/a.csv: its"),
 }
 
 

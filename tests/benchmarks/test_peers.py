@@ -82,7 +82,8 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     monkeypatch.setattr(te, "find_spec", lambda name: True)
     monkeypatch.setenv("CUDNN_HOME", "the user's")  # and so is left alone
-    monkeypatch.setattr(te.TransformerEngine, "_stream", "a stream")
+    made = "the group", "a stream"
+    monkeypatch.setattr(te.TransformerEngine, "_made_once", made)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     return calls
 

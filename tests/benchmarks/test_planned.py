@@ -14,8 +14,9 @@ from benchmarks import validate_plan as validate
 from benchmarks.layers import MODES
 from benchmarks.planned import predict
 from benchmarks.rows import ANY_CSV, Row, append, read
-from megatron_burst.plan.attention_time import attention_time
-from megatron_burst.plan.hardware import GIB, preset
+from megatron_burst.plan.attention_cost import attention_time
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import Direction

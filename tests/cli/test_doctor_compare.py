@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 
 from megatron_burst.cli.doctor.compare import (
     Facts,
+    Sizes,
     check_alike,
     check_compute,
     check_groups,
     check_links,
     check_seats,
+    cp_groups,
     link_rates,
 )
-from megatron_burst.cli.doctor.launched import Launch, expand_nodes, launch_of
-from megatron_burst.cli.doctor.nodes import check_pairs, knock, open_door, own_address
+from megatron_burst.cli.doctor.meeting import Launch, expand_nodes, launch_of
+from megatron_burst.cli.doctor.network import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.report import Status
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cluster import Sizes, cp_groups
 from megatron_burst.schedule.topology import Link
 
 
@@ -107,10 +108,10 @@ def test_slow_compute_is_named():
 
 def test_groups_that_are_flat_are_named():
     fine = cp_groups("aabb", Sizes(cp=4))
-    assert check_groups({"g": fine[0].topology}).what == "1 x 2 nodes x 2 ranks"
+    assert check_groups(fine).what == "1 x 2 nodes x 2 ranks"
     with pytest.warns(UserWarning):
         uneven = cp_groups("aaab", Sizes(cp=4))
-    found = check_groups({"ranks [0, 1, 2, 3]": uneven[0].topology})
+    found = check_groups(uneven)
     assert found.status is Status.WARN and "flat: ranks [0, 1, 2, 3]" in found.what
 
 

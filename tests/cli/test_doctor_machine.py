@@ -6,7 +6,16 @@ import subprocess
 
 import pytest
 
-from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, matrix_of
+from megatron_burst.cli.doctor.machine import (
+    VARIABLES,
+    check_connections,
+    check_environment,
+    check_limits,
+    check_machine,
+    check_nvlink,
+    check_shm,
+    check_state,
+)
 from megatron_burst.cli.doctor.network import (
     check_network,
     choose_hcas,
@@ -18,17 +27,11 @@ from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, ch
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
     Answer,
+    free_gpus,
+    matrix_of,
     parse_survey,
     run_command,
     survey_here,
-)
-from megatron_burst.cli.doctor.system import (
-    VARIABLES,
-    check_connections,
-    check_environment,
-    check_limits,
-    check_machine,
-    check_shm,
 )
 from megatron_burst.mcore.patches import rows
 from megatron_burst.patching import Patch

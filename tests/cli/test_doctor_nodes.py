@@ -96,7 +96,7 @@ def test_nodes_that_differ_and_share_no_network():
 
 def test_nobody_answers():
     report = check_nodes(
-        ["a"], Reach(lambda command, timeout_s: Answer(255, "", "Permission denied"))
+        ["a"], Reach(lambda command, timeout_s: Answer(255, "", "Permission denied"), "ssh", 3.0)
     )
     assert [check.status for check in report.checks] == [Status.FAIL] and not report.environment
 
@@ -110,7 +110,7 @@ def test_names_that_are_none_are_refused(text):
 
 
 def test_the_default_is_ssh_that_asks_for_no_password():
-    from megatron_burst.cli.doctor.nodes import SSH
+    from megatron_burst.cli.doctor import _SSH as SSH
 
     assert "BatchMode=yes" in SSH and "ConnectTimeout" in SSH
 

@@ -8,16 +8,19 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
-from megatron_burst.plan.flags import as_words, megatron_flags, model_flags
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.flags import as_json, as_words, flag_values, model_flags
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.report import as_json
 from megatron_burst.plan.search import search
 from megatron_burst.plan.strategy import Job, Strategy
 
 PICTURE = str(Path(__file__).parents[2] / "docs" / "accuracy.png")
 JOB_OF_16 = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
+
+
+def megatron_flags(*of):
+    return as_words(flag_values(*of))
 
 
 def run(*options: str, code: int = 0) -> str:
@@ -27,14 +30,14 @@ def run(*options: str, code: int = 0) -> str:
 
 
 def test_a_search_prints_the_best_the_others_and_flags():
-    text = run("--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--search")
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "16", "--search")
     assert "8.03 B weights, 256K tokens" in text
     assert "slower, most by" in text and "other layouts" in text
     assert "--context-parallel-impl burst" in text and "--seq-length 262144" in text
 
 
 def test_without_search_the_best_is_shown_with_its_reason():
-    options = "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16"
+    options = "llama3-8b", "--seq-length", "256k", "--gpus", "16"
     alone, searched = run(*options), run(*options, "--search")
     best = search(JOB_OF_16)[0]
     assert f"{best.strategy.layout}, {best.strategy.policy}" in alone
@@ -58,7 +61,7 @@ def test_without_search_the_best_is_shown_with_its_reason():
 )
 def test_a_part_of_racks_is_planned(gpus, words):
     text = run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", gpus,
+        "llama3-8b", "--seq-length", "256k", "--gpus", gpus,
         "--hardware", "gb200-nvl72", "--keep", "all",
     )  # fmt: skip
     flat = " ".join(text.split())
@@ -71,14 +74,14 @@ def test_a_part_of_racks_is_planned(gpus, words):
 
 def test_sixteen_thousand_gpus_are_planned():
     text = run(
-        "--model", "llama3-405b", "--seq-length", "1M", "--gpus", "16k", "--hardware", "h100",
+        "llama3-405b", "--seq-length", "1M", "--gpus", "16k", "--hardware", "h100",
         "--search", "--tp", "8",
     )  # fmt: skip
     assert "16384 GPUs" in text and "--tensor-model-parallel-size 8" in text
 
 
 def test_one_strategy_that_does_not_fit_says_by_how_much():
-    job = ("--model", "llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
+    job = ("llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
     text = run(*job, code=3)
     assert "none of 192 strategies fits; the nearest: TP 8" in text
     assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
@@ -87,7 +90,7 @@ def test_one_strategy_that_does_not_fit_says_by_how_much():
 def test_a_written_plan_has_what_was_asked(tmp_path):
     path = tmp_path / "plan.json"
     run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--tp", "2", "--dp", "2",
+        "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--tp", "2", "--dp", "2",
         "--keep", "all", "--offload", "--json", str(path),
     )  # fmt: skip
     plan = json.loads(path.read_text())
@@ -100,7 +103,6 @@ def test_a_written_plan_has_what_was_asked(tmp_path):
 
 def test_gathering_inside_nodes_is_shown_with_both_links():
     text = run(
-        "--model",
         "llama3-8b",
         "--seq-length",
         "256k",
@@ -118,7 +120,7 @@ def test_gathering_inside_nodes_is_shown_with_both_links():
 
 
 def test_keeping_half_says_whether_rows_are_dealt_out_between_nodes():
-    options = "--model llama3-8b --gpus 16 --cp 16 --keep half --seq-length".split()
+    options = "llama3-8b --gpus 16 --cp 16 --keep half --seq-length".split()
     said = {length: " ".join(run(*options, length).split()) for length in ("64k", "256k", "2M")}
     assert "keep half: plain (not dealt out anew: " in said["64k"]
     assert "keep half: dealt (the early rows" in said["256k"]
@@ -147,7 +149,7 @@ def test_pictures_are_drawn(cp, keep, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.svg"
     run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", cp, "--cp", cp, "--keep", keep,
+        "llama3-8b", "--seq-length", "256k", "--gpus", cp, "--cp", cp, "--keep", keep,
         "--picture", str(path),
     )  # fmt: skip
     text = path.read_text()
@@ -162,9 +164,9 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         "--vocab-size 32000 --seq-length 65536 --context-parallel-size 2 "
         "--tensor-model-parallel-size 2"
     )
-    text = run("--model", str(path), "--gpus", "4")
+    text = run(str(path), "--gpus", "4")
     assert "TP 2 CP 2 PP 1 DP 1" in text and "64K tokens" in text
-    assert "TP 4 CP 1" in run("--model", str(path), "--gpus", "4", "--tp", "4", "--cp", "1")
+    assert "TP 4 CP 1" in run(str(path), "--gpus", "4", "--tp", "4", "--cp", "1")
 
 
 @pytest.mark.parametrize(
@@ -173,29 +175,32 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--seq-length", "1MB"], "--seq-length must be a positive whole number"),
         (["--seq-length", ""], "--seq-length must be given"),
         (["--gpus", "x"], "--gpus must be a positive whole number"),
-        (["--model", "llama9"], "--model must be a preset or a file"),
-        (["--model", "llama9", "--seq-length", ""], "--model must be a preset or a file"),
+        (["llama9"], "MODEL must be a preset or a file"),
+        (["llama9", "--seq-length", ""], "MODEL must be a preset or a file"),
         (
-            ["--model", PICTURE],
-            "--model must name a text file, .*accuracy.png: a binary file; name",
+            [PICTURE],
+            "MODEL must name a text file, .*accuracy.png: a binary file; name",
         ),
         (["--hardware", "h300"], "did you mean"),
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),
-        (["--gpus", "73", "--hardware", "gb200-nvl72"], "must come out even.*choose 72 or 144"),
-        (["--tp", "3"], "--tp must fit .*: TP 3 does not divide the 8 GPUs of a node; change or"),
-        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a node; change or leave out --tp"),
-        (["--cp", "6"], "CP 6 does not divide the 16 GPUs of the job; change or leave out --cp"),
-        (["--pp", "32"], "PP 32 does not divide the 16 GPUs of the job; change or leave out --pp"),
-        (["--dp", "32"], "DP 32 does not divide the batch of 16; change or leave out --dp"),
-        (["--ep", "4"], "EP 4 needs experts, and llama3-8b has none; change or leave out --ep"),
-        (["--model", "deepseek-v3", "--ep", "3"], "EP 3 does not divide 256 experts; change or"),
+        (
+            ["--gpus", "73", "--hardware", "gb200-nvl72"],
+            "must come out even.*multiple of 72, such as 72 or 144",
+        ),
+        (["--tp", "3"], "and tp 3 (TP 3 does not divide the 8 GPUs of a node); leave out --tp"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a node); leave out --tp"),
+        (["--cp", "6"], "CP 6 does not divide the 16 GPUs of the job); leave out --cp"),
+        (["--pp", "32"], "PP 32 does not divide the 16 GPUs of the job); leave out --pp"),
+        (["--dp", "32"], "DP 32 does not divide the batch of 16); leave out --dp"),
+        (["--ep", "4"], "EP 4 needs experts, and llama3-8b has none); leave out --ep"),
+        (["deepseek-v3", "--ep", "3"], "EP 3 does not divide 256 experts); leave out --ep"),
         (
             ["--tp", "4", "--cp", "8", "--ep", "1"],
-            "--cp and --tp must fit .*: CP 8 x TP 4 = 32 does not divide the 16 GPUs of the job;",
+            "(CP 8 x TP 4 does not divide the 16 GPUs of the job); leave out --cp or --ep or --tp",
         ),
         (
             ["--tp", "16", "--cp", "1", "--pp", "1", "--dp", "1"],
-            "got: TP 16 does not divide the 8 GPUs of a node; change or leave out --tp",
+            "(TP 16 does not divide the 8 GPUs of a node); leave out --cp or --dp or --pp or --tp",
         ),
         (
             ["--tp", "2", "--cp", "4", "--pp", "1", "--dp", "1"],
@@ -211,16 +216,17 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         ),
         (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
         (["--seq-length", "1025G"], "positive whole number up to 1024G"),
-        (["--json", "x.svg", "--picture", "x.svg"], "must name two files"),
+        (["--json", "x.svg", "--picture", "x.svg"], "another file than --json"),
         (["--picture", "x.txt"], "--picture must end in"),
-        (["--json", "/nowhere/at/all.json"], "--json must name a file in a folder that is there"),
+        (["--json", "/nowhere/at/all.json"], "--json must name a file .*folder is not there"),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, match):
-    given = {"--model": "llama3-8b", "--seq-length": "256k", "--gpus": "16"}
+    model = [] if options[:1] and not options[0].startswith("--") else ["llama3-8b"]
+    given = {"--seq-length": "256k", "--gpus": "16"}
     names = [word for word in options if word.startswith("--")]
     kept = [word for name, value in given.items() if name not in names for word in (name, value)]
-    text = run(*kept, *options, code=2)
+    text = run(*model, *kept, *options, code=2)
     assert text.count("error: ") == 1
     assert re.search(match.replace("(", r"\(").replace(")", r"\)"), text.replace("\n", " "))
 
@@ -230,7 +236,5 @@ def test_wrong_options_are_refused_in_a_sentence(options, match):
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")
-    text = run(
-        "--model", "llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2
-    )
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2)
     assert f"plan: {option} must name a file that can be written" in text

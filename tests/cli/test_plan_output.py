@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from megatron_burst.cli.main import app
 from megatron_burst.cli.plan_notes import warnings_of
-from megatron_burst.plan.hardware import GIB, preset
-from megatron_burst.plan.layouts import layouts
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.search import search
+from megatron_burst.plan.search import layouts, search
 from megatron_burst.plan.strategy import Job
 from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, MIXTRAL_8X7B
 
@@ -179,11 +179,6 @@ def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_left_open(tmp_p
     )
     assert "64K tokens, 24 sequences a step" in run(f"{path} --gpus 8")
     assert "8 sequences a step" in run(f"{path} --gpus 8 --global-batch-size 8")
-
-
-def test_a_model_is_named_once():
-    assert "a model must be named once" in run("--seq-length 1M --gpus 8", code=2)
-    assert "got llama3-8b and llama3-70b" in run(f"{LLAMA} --model llama3-70b", code=2)
 
 
 def test_progress_is_shown_on_terminals_only():

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.engine import planned
 from megatron_burst.mcore import patches
-from megatron_burst.plan.choose_half import Rates
+from megatron_burst.plan.half import Rates
 from megatron_burst.recompute.offload import host_memory
 from tests.ranks import run_ranks
 

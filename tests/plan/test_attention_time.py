@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_time import attention_time, pass_time, sent_bytes
-from megatron_burst.plan.hardware import Curve, LinkSpeed, preset
-from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.op_time import OpTimer
+from megatron_burst.plan.attention_cost import attention_time, pass_time, sent_bytes
+from megatron_burst.plan.hardware import Curve, LinkSpeed
+from megatron_burst.plan.hardware_file import preset
+from megatron_burst.plan.kernel_time import OpTimer, Timer
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile

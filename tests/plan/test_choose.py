@@ -4,7 +4,7 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_intra, choose_transfer
-from megatron_burst.plan.choose_heads import choose_heads_per_round
+from megatron_burst.plan.choose_heads import choose_heads_gather
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import pretend_nodes
@@ -42,7 +42,7 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
     def heads(tokens, heads_q, heads_kv, asked=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
-        return choose_heads_per_round(shape, pretend_nodes(4, 1), 132, asked)
+        return choose_heads_gather(shape, pretend_nodes(4, 1), 132, asked)
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
@@ -51,7 +51,7 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
     # 256 MiB each, but shorter tiles
-    assert choose_heads_per_round(wide, pretend_nodes(16, 1), 132) == 16
+    assert choose_heads_gather(wide, pretend_nodes(16, 1), 132) == 16
     assert heads(16384, 32, 8, asked=5) == 5
 
 
@@ -66,7 +66,7 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
 def test_a_round_fills_the_waves_of_any_gpu(multiprocessors, expected):
     for tokens, heads in expected.items():
         shape = AttentionShape(1, tokens, 32, 32, 128, 128, 2, 4, 4)
-        assert choose_heads_per_round(shape, pretend_nodes(16, 4), multiprocessors) == heads
+        assert choose_heads_gather(shape, pretend_nodes(16, 4), multiprocessors) == heads
 
 
 def test_several_nodes_have_several_rounds_or_one_if_asked():
@@ -74,7 +74,7 @@ def test_several_nodes_have_several_rounds_or_one_if_asked():
 
     def heads(heads_q, heads_kv, tokens=65536, **options):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 64, 64, 2, 4, 4)
-        return choose_heads_per_round(shape, two, 132, **options)
+        return choose_heads_gather(shape, two, 132, **options)
 
     assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
     assert heads(32, 32, tokens=2048) == 32  # whatever fills the kernels comes first
@@ -102,7 +102,7 @@ def test_ranks_pull_where_they_can(nodes, device, asked, trouble, value):
 @pytest.mark.parametrize(
     "nodes, device, trouble, why",
     [
-        (4, "cuda", None, "a rank must share its node with another"),
+        (4, "cuda", None, "a rank must share its node with those it"),
         (1, "cpu", None, "the ranks must use GPUs"),
         (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
     ],

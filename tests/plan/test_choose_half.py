@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.choose_half import (
+from megatron_burst.plan.half import (
     HalfCall,
     Rates,
     choose_half,
-    replayed_share,
+    early_half,
+    recomputed_share,
     rows_between_nodes,
 )
-from megatron_burst.plan.half import early_half
 from megatron_burst.plan.hardware_file import hardware
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
@@ -61,7 +61,9 @@ def test_what_keeping_half_comes_to(arguments, words):
 
 
 def share(layout, size, nodes, rates, mask=Mask.CAUSAL):
-    return replayed_share(HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(4096), rates))
+    return recomputed_share(
+        HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(4096), rates)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -78,9 +80,9 @@ def test_exchanged_heads_are_even_where_their_rows_are():
     """Every rank has all rows of some heads; contiguous shards, all early or none, are dealt."""
     for nodes in (1, 2):
         where = Mask.CAUSAL, pretend_nodes(4, nodes), shape_of(4096), FAST
-        zigzag = HalfCall(Layout.ZIGZAG, *where, exchanged=True)
+        zigzag = HalfCall(Layout.ZIGZAG, *where, over_all=True)
         assert choose_half(zigzag).value == "plain"
-        assert replayed_share(zigzag) == 0.25
+        assert recomputed_share(zigzag) == 0.25
         assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == "dealt"
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import Exchange, choose_inter
-from megatron_burst.plan.cost import exchange_bytes, nested_bytes
+from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
 from megatron_burst.schedule.call import AttentionShape, Circulate
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import pretend_nodes
@@ -16,7 +15,7 @@ def shape_of(heads_q, heads_kv, grad_bytes=4):
     return AttentionShape(1, 16384, heads_q, heads_kv, 128, 128, 2, 4, grad_bytes)
 
 
-EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
+EIGHT, AGAIN = AllToAll(8), AllToAll(8, again=True)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ EIGHT, AGAIN = Exchange(8), Exchange(8, again=True)
         (shape_of(32, 32, 2), 2, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", AGAIN, "ring"),
         (shape_of(32, 32), 4, "cuda", "auto", AGAIN, "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", "auto", Exchange(2), "ring"),  # half of it is waited for
+        (shape_of(32, 32, 2), 2, "cuda", "auto", AllToAll(2), "ring"),  # half of it is waited for
         (shape_of(32, 32), 4, "cpu", "auto", EIGHT, "ring"),
         (shape_of(32, 30), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
         (shape_of(32, 32), 1, "cuda", "auto", EIGHT, "ring"),
@@ -46,13 +45,13 @@ def test_what_nothing_hides_counts_twice():
     shape, topology = shape_of(32, 32, 2), pretend_nodes(4, 2)
     unit = 16384 * 32 * 128 * 2
     statistics = 16384 * 32 * 4  # of one of lse, delta
-    assert exchange_bytes(shape, topology) == 4 * unit + statistics
+    assert a2a_bytes(shape, topology) == 4 * unit + statistics
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     assert ring == 5 * unit + 2 * statistics
     found = AttentionCall(shape, topology)
     assert found.between == found.mode == "a2a" and found.heads == 1
     assert found.between_why.reason == (
-        "between nodes a ring sends 644 MiB a rank, an exchange 514 MiB, of which 64.2 MiB have "
+        "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB have "
         "nothing to hide behind"
     )
     for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
@@ -79,4 +78,4 @@ def test_exchanged_bytes_are_the_formulas(again):
     width = 16384 * 128 * 2
     tensors = 5 * 32 + 6 * 8 if again else 4 * 32 + 4 * 8
     statistics = 16384 * 32 * 4 * (3 if again else 2)
-    assert exchange_bytes(shape, topology, again) == (width * tensors + statistics) // 2
+    assert a2a_bytes(shape, topology, again) == (width * tensors + statistics) // 2

@@ -1,8 +1,9 @@
 """The picture shows what the programs say."""
 
+from pathlib import Path
+
 import pytest
 
-from megatron_burst.plan.draw import save_picture
 from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -14,7 +15,10 @@ def spec(direction, circulate=Circulate.KV):
 
 
 @pytest.mark.parametrize("suffix, magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magic):
+def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magic, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from draw_ring import save_picture
+
     path = tmp_path / f"schedule.{suffix}"
     save_picture([spec(Direction.FORWARD), spec(Direction.BACKWARD, Circulate.Q)], path)
     content = path.read_bytes()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.flags import as_words, model_flags
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import PRESETS, Windows
 from megatron_burst.plan.model_file import from_hugging_face, from_megatron, megatron_arguments

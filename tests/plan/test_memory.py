@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.buffers import buffer_bytes
-from megatron_burst.plan.hardware import preset
+from megatron_burst.plan.attention_cost import buffer_bytes
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Experts, Model
 from megatron_burst.plan.strategy import Job, Strategy, attention_call

@@ -115,14 +115,14 @@ def test_latent_attention_and_experts_of_megatron():
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("config.json", "{\n 'a': 1}", "config.json, line 2, must be JSON"),
-        ("config.json", "[1]", "must hold an object.*got list"),
+        ("config.json", "{\n 'a': 1}", "config.json must hold a JSON object.*line 2 column 2"),
+        ("config.json", "[1]", "must hold a JSON object.*got: a list"),
         ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
         ("config.json", '{"num_attention_head": 4}', "heads'.*did you mean 'num_att"),
         ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "KV heads divide query"),
-        ("config.json", json.dumps({**LLAMA, "vocab_size": 0}), "got vocab 0; mend .*config.json$"),
+        ("config.json", json.dumps({**LLAMA, "vocab_size": 0}), "vocab 0; correct .*config.json$"),
         ("run.sh", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),
-        ("run.sh", SHELL.replace("--vocab-size 128256", ""), "'vocab_size'.*got nothing"),
+        ("run.sh", SHELL.replace("--vocab-size 128256", ""), "'vocab_size'.*got None"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused_in_a_sentence(name, text, match, tmp_path):

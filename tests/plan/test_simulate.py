@@ -6,7 +6,7 @@ import pytest
 
 from megatron_burst.plan.hardware import Curve, KernelSpeed, LinkSpeed
 from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.timing import Wiring, simulate
+from megatron_burst.plan.timing import simulate
 from megatron_burst.schedule.call import Cargo, Direction
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import (
@@ -57,7 +57,7 @@ def machine(kernel_seconds=1.0, **gpu):
 
 def run(programs, overlap=True, **of_machine):
     hardware = machine(**of_machine)
-    return simulate(programs, Timer(hardware), Wiring(hardware), overlap)
+    return simulate(programs, Timer(hardware), overlap=overlap)
 
 
 def kernel(kv="kernel kv", out="kernel out", stream=Stream.COMPUTE) -> Attend:

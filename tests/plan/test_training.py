@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.flags import megatron_flags
-from megatron_burst.plan.hardware import GIB, preset
+from megatron_burst.plan.flags import as_words, flag_values
+from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import candidate, loses, search
@@ -18,6 +19,10 @@ from megatron_burst.plan.strategy import Job, Strategy, misfit
 
 M = 1 << 20
 EIGHT = Job(PRESETS["llama3-8b"], M // 4, 16, 8, 8, preset("h200"))
+
+
+def megatron_flags(*of):
+    return as_words(flag_values(*of))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def job_for(strategy: Strategy, **changes) -> Job:
 
 
 def fits(job: Job, strategy: Strategy) -> bool:
-    return misfit(job, strategy) is None
+    return not misfit(job, strategy)
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,7 +156,7 @@ def test_the_search_finds_what_fits_fastest_first():
     seconds = [one.time.seconds for one in fitting]
     assert seconds[0] <= min(seconds) * 1.003
     for one in found:
-        assert one.strategy.gpus == 16 and misfit(EIGHT, one.strategy) is None
+        assert one.strategy.gpus == 16 and not misfit(EIGHT, one.strategy)
         assert one.fits == (one.memory.peak <= EIGHT.hardware.gpu.usable_bytes)
     assert loses(found[0], found[0]) == "the best"
     assert "slower, most by" in loses(fitting[-1], found[0])
@@ -202,14 +207,17 @@ def test_a_rack_is_one_node():
 )
 def test_what_cannot_be_is_refused(strategy, match):
     if match is None:
-        assert misfit(EIGHT, strategy) is None
+        assert not misfit(EIGHT, strategy)
         return
     with pytest.raises(BurstError, match=match):
         candidate(EIGHT, strategy)
 
 
 def test_uneven_layouts_are_refused():
-    with pytest.raises(BurstError, match="multiple of --gpus-per-node.*got 12 and 8; choose 8"):
+    with pytest.raises(
+        BurstError,
+        match="multiple of --gpus-per-node.*got 12 and 8; choose a multiple of 8, such as 8 or 16",
+    ):
         replace(EIGHT, gpus=12)
     job = replace(EIGHT, seq=M + 2)
     with pytest.raises(BurstError, match="is no multiple of 32, such as 1048576 or 1048608"):
@@ -225,7 +233,9 @@ def test_a_length_that_nothing_divides_is_refused_with_the_nearest_that_do():
         search(job, (("tp", 2), ("cp", 4)))
     assert [int(n) for n in least.search(str(refused.value)).groups()] == [16, M, M + 16]
     assert search(replace(job, seq=M), (("tp", 2), ("cp", 4)))
-    with pytest.raises(BurstError, match="CP 3 does not divide the 16 GPUs of the job; change or"):
+    with pytest.raises(
+        BurstError, match=r"CP 3 does not divide the 16 GPUs of the job\); leave out --cp"
+    ):
         search(job, (("cp", 3),))  # no length helps
     with pytest.raises(BurstError, match="leave out --cp or --keep, or change --gpus"):
         search(replace(job, seq=M), (("cp", 1), ("keep", "half")))  # the length is not in the way

@@ -13,7 +13,7 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.engine import planned
 from megatron_burst.mcore import patches
-from megatron_burst.plan.choose_half import Rates
+from megatron_burst.plan.half import Rates
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks

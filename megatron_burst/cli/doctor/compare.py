@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_burst.cli.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.topology import Link, Topology
 
 SLOW = 0.7  # of the median
@@ -29,40 +31,40 @@ class Facts:
 
 def check_alike(facts: Sequence[Facts]) -> list[Check]:
     """Nodes that differ from most in what should be the same."""
-    nodes = list({fact.node: fact for fact in reversed(facts)}.values())[::-1]
+    nodes = {fact.node: fact for fact in reversed(facts)}
     if len(nodes) < 2:
         return [skip("alike", "one node")]
-    asked = list(_ALIKE)
-    for name in sorted({name for fact in nodes for name in fact.versions}):
-        change = f"install the same {name} on all nodes"
-        asked.append((name, Status.FAIL, change, lambda fact, n=name: fact.versions.get(n, "none")))
-    for name in sorted({name for fact in nodes for name in fact.variables} - _MAY_DIFFER):
-        change = "export the same value on all nodes"
-        value = lambda fact, n=name: fact.variables.get(n, "unset")  # noqa: E731
-        asked.append((name, Status.WARN, change, value))
-    found = [odd(*what, {fact.node: value(fact) for fact in nodes}) for *what, value in asked]
+    found = [
+        odd(name, Status.WARN, change, {node: value(fact) for node, fact in nodes.items()})
+        for name, change, value in _ALIKE
+    ]
+    for name in sorted({name for fact in nodes.values() for name in fact.versions}):
+        have = {node: fact.versions.get(name, "none") for node, fact in nodes.items()}
+        found.append(odd(name, Status.FAIL, f"install the same {name} on all nodes", have))
+    for name in sorted({n for fact in nodes.values() for n in fact.variables} - _MAY_DIFFER):
+        have = {node: fact.variables.get(name, "unset") for node, fact in nodes.items()}
+        found.append(odd(name, Status.WARN, "export the same value on all nodes", have))
     same = ok("alike", f"{len(nodes)} nodes have the same hardware, versions and variables")
     return [check for check in found if check] or [same]
 
 
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
 _SLOWEST = "the slowest sets the pace: take nodes of one kind"
-_ALIKE = (  # name, how bad a difference is, what to change, value
-    ("gpu", Status.WARN, _SLOWEST, lambda fact: fact.gpu),
-    ("gpus", Status.WARN, "take nodes with equally many GPUs", lambda fact: str(fact.gpus)),
-    ("ranks", Status.WARN, "start equally many ranks on each node: uneven ones get a flat ring",
+_ALIKE = (  # name, what to change, value
+    ("gpu", _SLOWEST, lambda fact: fact.gpu),
+    ("gpus", "take nodes with equally many GPUs", lambda fact: str(fact.gpus)),
+    ("ranks", "start equally many ranks on each node: uneven ones get a flat ring",
      lambda fact: str(fact.local_size)),
-    ("clock", Status.WARN, _SLOWEST, lambda fact: f"{fact.clock_mhz:.0f} MHz"),
-    ("driver", Status.WARN, "install the same driver on all nodes", lambda fact: fact.driver),
+    ("clock", _SLOWEST, lambda fact: f"{fact.clock_mhz:.0f} MHz"),
+    ("driver", "install the same driver on all nodes", lambda fact: fact.driver),
 )  # fmt: skip
 
 
 def odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> Check | None:
     """The nodes whose value is not that of most; None if all have the same."""
-    counts = Counter(values.values())
-    if len(counts) < 2:
+    (common, most), *_ = Counter(values.values()).most_common(1)
+    if most == len(values):
         return None
-    common, _ = counts.most_common(1)[0]
     others = {node: value for node, value in values.items() if value != common}
     named = few([f"{node} has {value}" for node, value in others.items()])
     what = f"{name} differs: {named}; the others {common}"
@@ -73,15 +75,13 @@ def check_seats(facts: Mapping[int, Facts]) -> Check:
     """That each rank has a GPU of its own."""
     ranks_of: dict[str, list[int]] = {}
     for rank, fact in facts.items():
-        if fact.gpu_id:
-            ranks_of.setdefault(fact.gpu_id, []).append(rank)
-    doubled = {gpu: ranks for gpu, ranks in ranks_of.items() if len(ranks) > 1}
-    without = [rank for rank, fact in facts.items() if not fact.gpu_id]
+        ranks_of.setdefault(fact.gpu_id, []).append(rank)
+    without = ranks_of.pop("", [])
+    shared = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
     change = "start no more ranks on a node than it has GPUs"
-    if doubled:
-        ranks = next(iter(doubled.values()))
-        return fail("seats", f"ranks {ranks} share a GPU", change, f"ranks {ranks}")
-    if without and len(without) < len(facts):
+    if shared:
+        return fail("seats", f"ranks {shared} share a GPU", change, f"ranks {shared}")
+    if without and ranks_of:
         what = f"ranks {without} have no GPU, the others have"
         return fail("seats", what, change, f"ranks {without}")
     if without:
@@ -136,24 +136,53 @@ def check_compute(tflops: Mapping[int, float], nodes: Mapping[int, str]) -> Chec
     """Ranks that compute slowly beside the median; rates and node names by rank."""
     middle = median(tflops.values())
     what = f"{min(tflops.values()):.3g} to {max(tflops.values()):.3g} TFLOP/s in a matrix product"
-    slow = [rank for rank, rate in tflops.items() if rate < SLOW * middle]
+    slow = {rank: rate for rank, rate in tflops.items() if rate < SLOW * middle}
     if not slow:
         return ok("compute", what)
-    named = [
-        f"rank {rank} on {nodes[rank]}: {tflops[rank]:.3g} ({tflops[rank] / middle:.0%})"
-        for rank in slow
-    ]
+    named = [f"rank {r} on {nodes[r]}: {t:.3g} ({t / middle:.0%})" for r, t in slow.items()]
     change = "look at clocks, power and other processes there: the slowest sets the pace"
     where = ", ".join(sorted({nodes[rank] for rank in slow}))
     return warn("compute", f"slow: {few(named)}; {what}", change, where)
 
 
-def check_groups(topologies: Mapping[str, Topology]) -> Check:
-    """How context-parallel groups lie on the nodes, by what each is called."""
-    found = {name: str(topology) for name, topology in topologies.items()}
-    flat = [name for name, text in found.items() if text.startswith("flat")]
-    counts = Counter(found.values())
-    what = "; ".join(f"{count} x {text}" for text, count in counts.items())
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of Megatron's model parallelism; what is left is data parallel."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+
+def cp_groups(
+    nodes: Sequence, sizes: Sizes, places: Sequence | None = None
+) -> dict[tuple[int, ...], Topology]:
+    """Topologies of all context-parallel groups, by global ranks, in Megatron's order tp-cp-dp-pp;
+    nodes, and places on them, are those of each global rank.
+
+    Raises:
+        BurstError: if the sizes do not divide the number of ranks.
+    """
+    world, model = len(nodes), sizes.tp * sizes.cp * sizes.pp
+    if min(sizes.tp, sizes.cp, sizes.pp) < 1 or world % model:
+        raise BurstError(
+            "doctor: tensor, context and pipeline parallel sizes must be positive and their "
+            "product must divide the number of ranks, because the rest is data parallel; got "
+            f"{sizes.tp} x {sizes.cp} x {sizes.pp} and {world} ranks; change one of them"
+        )
+    groups, span = {}, sizes.tp * sizes.cp  # ranks of one data-parallel place of a stage
+    for first in (start + tp for start in range(0, world, span) for tp in range(sizes.tp)):
+        ranks = tuple(range(first, first - first % span + span, sizes.tp))
+        own = None if places is None else [places[rank] for rank in ranks]
+        groups[ranks] = topology_of([nodes[rank] for rank in ranks], own)
+    return groups
+
+
+def check_groups(topologies: Mapping[tuple[int, ...], Topology]) -> Check:
+    """How context-parallel groups lie on the nodes, by their ranks."""
+    found = {ranks: str(topology) for ranks, topology in topologies.items()}
+    flat = [f"ranks {list(ranks)}" for ranks, text in found.items() if text.startswith("flat")]
+    what = "; ".join(f"{count} x {text}" for text, count in Counter(found.values()).items())
     if flat:
         change = "place equally many ranks of each group on each node"
         return warn("groups", f"{what}; flat: {few(flat)}", change)

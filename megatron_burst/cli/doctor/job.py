@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.cli.doctor import compare
-from megatron_burst.cli.doctor.gpus import gpus_of
-from megatron_burst.cli.doctor.launched import Launch
-from megatron_burst.cli.doctor.meeting import Meeting, Watch, check_attendance, meet, open_store
-from megatron_burst.cli.doctor.nodes import check_pairs, knock, open_door, own_address
+from megatron_burst.cli.doctor.machine import check_machine
+from megatron_burst.cli.doctor.meeting import (
+    Launch,
+    Meeting,
+    Watch,
+    check_attendance,
+    meet,
+    open_store,
+)
+from megatron_burst.cli.doctor.network import check_pairs, knock, open_door, own_address
 from megatron_burst.cli.doctor.report import Check, LinkRate, Merged, Report, Status, skip
 from megatron_burst.cli.doctor.software import software
-from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, survey_here
-from megatron_burst.cli.doctor.system import check_machine
+from megatron_burst.cli.doctor.survey import Answer, Runner, Survey, gpus_of, survey_here
 from megatron_burst.cli.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.cli.terminal import Progress
 from megatron_burst.cli.world import World, world_of
 from megatron_burst.comm.nodes import my_home, nvlink_domains, topology_of_homes
-from megatron_burst.plan.cluster import Sizes, cp_groups
 
 _KNOCK_S = 5.0
 _WATCHED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
@@ -37,7 +41,7 @@ class Job:
     run: Runner
     environ: Mapping[str, str]
     timeout_s: float  # ranks wait for each other in each step
-    sizes: Sizes | None  # of Megatron's parallelism, to see how its groups lie; None: not asked
+    sizes: compare.Sizes | None  # to see how Megatron's groups lie; None: not asked
     say: Callable[[Report], None]  # on rank 0
     progress: Progress = field(default_factory=Progress)
 
@@ -56,14 +60,16 @@ def check_job(launch: Launch, job: Job) -> bool:
     if launch.local_rank == 0:  # one rank of a node is enough
         survey = survey_here(job.run, job.timeout_s)
     mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
-    job.progress.now("waiting for all ranks", 0.2)
+    job.progress.now("waiting for all ranks")
     meeting, said = meet(launch, store, job.timeout_s, mine)
     checks = _Checks(meeting, job, said)
     checks.before_groups(survey)
     door.close()
     if checks.may_measure:
-        checks.measure()
-    report = checks.report()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of uneven nodes: a check says it
+            checks.measure()
+    report = Report(tuple(checks.found), tuple(checks.links))
     if meeting.leads:
         job.say(report)
     return meeting.part(report.breaks if meeting.leads else None)
@@ -89,9 +95,9 @@ class _Checks:
     """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
     def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
-        self.meeting, self.job = meeting, job
+        self.meeting, self.job, self.ranks = meeting, job, list(said)
         self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
-        self.homes = {rank: home for rank, (_, home, _) in said.items()}
+        self.homes = [home for _, home, _ in said.values()]
         self.doors = {rank: door for rank, (_, _, door) in said.items()}
         self.nodes = {rank: fact.node for rank, fact in self.facts.items()}
         # the first rank of each node speaks for it
@@ -99,60 +105,51 @@ class _Checks:
         self.found: list[Check] = []
         self.links: list[LinkRate] = []
 
-    def report(self) -> Report:
-        """What was found so far."""
-        return Report(tuple(self.found), tuple(self.links))
-
     @property
     def may_measure(self) -> bool:
         """Whether a process group of those who came can work; the same on all ranks."""
         stops = {"seats", "reachable"}
         broken = any(c.status is Status.FAIL and c.name in stops for c in self.found)
-        return not broken and len(self.facts) > 1
+        return not broken and len(self.ranks) > 1
 
     def before_groups(self, survey: Survey | Answer) -> None:
         """What needs no process group; the first rank of each machine has its survey."""
         meeting, node = self.meeting, self.nodes[self.meeting.launch.rank]
         self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
         speaks = self.speakers[node] == meeting.launch.rank
-        doors = {h: self.doors[rank] for h, rank in self.speakers.items() if h != node}
+        doors = {other: self.doors[rank] for other, rank in self.speakers.items() if other != node}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
         told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
         self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         merged = Merged(len(self.speakers))
         for rank, checks in meeting.share("machine", own).items():
-            if rank == self.speakers[self.nodes[rank]]:
-                merged.add(self.nodes[rank], checks)
+            merged.add(self.nodes[rank], checks)
         self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
         if self.job.sizes:
             self.found.append(self._groups(self.job.sizes))
 
-    def _groups(self, sizes: Sizes) -> Check:
-        if len(self.facts) < self.meeting.launch.size:
+    def _groups(self, sizes: compare.Sizes) -> Check:
+        if len(self.ranks) < self.meeting.launch.size:
             return skip("groups", "ranks are missing")
-        first = {home.node: rank for rank, home in reversed(self.homes.items())}
-        places = [(first[home.node], home.place) for home in self.homes.values()]
+        first = {home.node: rank for rank, home in reversed(list(enumerate(self.homes)))}
+        places = [(first[home.node], home.place) for home in self.homes]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the record says it
-            groups = cp_groups(nvlink_domains(list(self.homes.values())), sizes, places)
-        named = {f"ranks {list(group.ranks)}": group.topology for group in groups}
-        return compare.check_groups(named)
+            warnings.simplefilter("ignore")  # the check says it
+            return compare.check_groups(
+                compare.cp_groups(nvlink_domains(self.homes), sizes, places)
+            )
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""
-        world = None
         with self._watch("starting the process group"):
             world = self._world()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                topology = topology_of_homes(list(self.homes.values()))
-            mover = Mover.of(world, topology)
+            topology = topology_of_homes(self.homes)
+            mover = Mover(world, topology)
         with self._watch("the matrix product"):
             run, flops = matmul(world, *_PRODUCT[world.device.type])
             ms = rank_ms(run, world)
-        ranks = list(self.facts)
-        rates = {rank: flops / took / 1e9 for rank, took in zip(ranks, ms, strict=True)}
+        rates = {rank: flops / took / 1e9 for rank, took in zip(self.ranks, ms, strict=True)}
         self.found.append(compare.check_compute(rates, self.nodes))
         num_bytes = _SHIFT_BYTES[world.device.type]
         for link, found in rings(topology).items():
@@ -160,8 +157,8 @@ class _Checks:
             if found:
                 with self._watch(f"the shift over {link} links"):
                     ms = rank_ms(mover.shift(link, num_bytes), world)
-                took = dict(zip(ranks, ms, strict=True))
-                own = [[ranks[place] for place in ring] for ring in found]
+                took = dict(zip(self.ranks, ms, strict=True))
+                own = [[self.ranks[place] for place in ring] for ring in found]
                 links = compare.link_rates(link, own, took, num_bytes, self.nodes)
             self.links += links
             self.found.append(compare.check_links(link, links))
@@ -170,12 +167,11 @@ class _Checks:
     def _world(self) -> World:
         """The process group of those who came, numbered anew."""
         device = "cuda" if all(fact.gpu_id for fact in self.facts.values()) else "cpu"
-        ranks = list(self.facts)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore("doctor/group", self.meeting.store),
-            rank=ranks.index(self.meeting.launch.rank),
-            world_size=len(ranks),
+            rank=self.ranks.index(self.meeting.launch.rank),
+            world_size=len(self.ranks),
             timeout=timedelta(seconds=2 * self.job.timeout_s),  # the watch comes first
         )
         return world_of(device)
@@ -184,5 +180,5 @@ class _Checks:
         def give_up(failure: Check) -> None:
             self.job.say(Report((*self.found, failure), tuple(self.links)))
 
-        self.job.progress.now(stage, 0.6)
+        self.job.progress.now(stage)
         return Watch(self.meeting, stage, self.job.timeout_s, give_up)

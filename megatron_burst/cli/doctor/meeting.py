@@ -1,22 +1,101 @@
-"""Who is there: ranks meet in a store, which unlike a collective can say who is missing."""
+"""Who is there: what launchers tell a rank, and the store where ranks meet, which unlike a
+collective can say who is missing."""
 
 import os
 import pickle
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Timer
 
 import torch.distributed as dist
 
-from megatron_burst.cli.doctor.launched import Launch
 from megatron_burst.cli.doctor.report import Check, fail, ok
 from megatron_burst.errors import BurstError
 
+_PORTS = range(20000, 30000)  # for srun, which names none
 _POLL_S = 0.05
 _LAST_WORD_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str  # where ranks meet
+    port: int
+    joins: bool = False  # somebody else (torchrun's agent) keeps the store
+    nodes: tuple[str, ...] = ()  # node names in order, where the launcher knows them
+
+    def node_of(self, rank: int) -> str:
+        """What is known of the node where a rank should be."""
+        node = rank // self.local_size
+        return self.nodes[node] if node < len(self.nodes) else f"node {node}"
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch | None:
+    """The launch by torchrun and its like, or by srun; None if there is none.
+
+    torchrun's variables count before Slurm's: it may itself have been started by srun.
+
+    Raises:
+        BurstError: if a variable is missing or no number.
+    """
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environ.get(name, "" if default is None else str(default))
+        if not text.isdigit():
+            raise BurstError(
+                f"doctor: {name} must be a number, because ranks find each other by it; got "
+                f"{text!r}; start it with torchrun or srun, or unset RANK to look at this machine "
+                "alone"
+            )
+        return int(text)
+
+    if "RANK" in environ:
+        size = number("WORLD_SIZE")
+        return Launch(
+            number("RANK"), size, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size),
+            environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT"),
+            joins=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )  # fmt: skip
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environ.keys():
+        return None
+    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    size = number("SLURM_STEP_NUM_TASKS")
+    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    usual_port = _PORTS[number("SLURM_JOB_ID", 0) % len(_PORTS)]
+    return Launch(
+        number("SLURM_PROCID"), size, number("SLURM_LOCALID", 0),
+        int(per_node[0]) if per_node else max(1, size // max(1, len(nodes))),
+        environ.get("MASTER_ADDR") or next(iter(nodes), "localhost"),
+        number("MASTER_PORT", usual_port), nodes=nodes,
+    )  # fmt: skip
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """The node names of a Slurm list such as "gpu[01-03,7],login"."""
+    parts = re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
+    return tuple(name for part in parts for name in _expand(part))
+
+
+def _expand(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if not match:
+        return [part]
+    head, ranges, tail = match.groups()
+    numbers = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
 
 
 @dataclass(slots=True)
@@ -37,9 +116,9 @@ class Meeting:
         """Say something under a topic."""
         self.store.set(_key(topic, self.launch.rank), pickle.dumps(value))
 
-    def collect(self, topic: str, ranks: Sequence[int]) -> dict[int, object]:
+    def collect(self, topic: str, ranks: Sequence[int], patience: float = 1.0) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
-        deadline, found = time.monotonic() + self.timeout_s, {}
+        deadline, found = time.monotonic() + patience * self.timeout_s, {}
         while True:
             for rank in ranks:
                 if rank not in found and self.store.check([_key(topic, rank)]):
@@ -56,7 +135,7 @@ class Meeting:
     def part(self, verdict: bool | None) -> bool:
         """End together: rank 0's verdict on all; it stays until the others have read it."""
         if self.leads:
-            self.store.set(_key("verdict", 0), pickle.dumps(verdict))
+            self.post("verdict", verdict)
             self.collect("bye", [rank for rank in self.present if rank])
             return bool(verdict)
         found = self.collect("verdict", [0])
@@ -97,18 +176,16 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     meeting = Meeting(launch, store, timeout_s)
     meeting.post("here", mine)
     if meeting.leads:
-        here = meeting.collect("here", range(launch.size))
-        store.set(_key("present", 0), pickle.dumps([*here]))
-    patient = Meeting(launch, store, 2 * timeout_s)  # rank 0 may have come last
-    present = patient.collect("present", [0]).get(0)
-    if present is None or launch.rank not in present:
-        why = "rank 0 never said who is there" if present is None else "this rank came too late"
+        meeting.post("present", tuple(meeting.collect("here", range(launch.size))))
+    # rank 0 may have come last
+    meeting.present = meeting.collect("present", [0], patience=2.0).get(0, ())
+    if launch.rank not in meeting.present:
         raise BurstError(
             f"doctor: all ranks must come within {timeout_s:g} s, because they check each other; "
-            f"got rank {launch.rank} alone: {why}; start them together, or raise --timeout-s"
+            f"got rank {launch.rank} beside {len(meeting.present)} that rank 0 has seen; start "
+            "them together, or raise --timeout-s"
         )
-    meeting.present = tuple(present)
-    return meeting, meeting.collect("here", present)
+    return meeting, meeting.collect("here", meeting.present)
 
 
 def check_attendance(meeting: Meeting) -> Check:
@@ -117,10 +194,10 @@ def check_attendance(meeting: Meeting) -> Check:
     missing = [rank for rank in range(launch.size) if rank not in meeting.present]
     if not missing:
         return ok("attendance", f"all {launch.size} ranks are there")
-    nodes = sorted({launch.node_of(rank) for rank in missing})
+    nodes = ", ".join(sorted({launch.node_of(rank) for rank in missing}))
     what = f"ranks {missing} of {launch.size} did not come within {meeting.timeout_s:g} s"
-    change = f"see that {', '.join(nodes)} runs them and reaches {launch.address}:{launch.port}"
-    return fail("attendance", what, change, ", ".join(nodes))
+    change = f"see that {nodes} runs them and reaches {launch.address}:{launch.port}"
+    return fail("attendance", what, change, nodes)
 
 
 @dataclass
@@ -149,12 +226,12 @@ class Watch:
             self.meeting.post(f"done {self.stage}", True)
 
     def _expire(self) -> None:
-        launch = self.meeting.launch
+        meeting = self.meeting
         try:
             # the main thread may hold the other connection's lock
-            store = open_store(replace(launch, joins=True), self.meeting.timeout_s)
-            if self.meeting.leads:
-                self.give_up(self._failure(Meeting(launch, store, 1.0, self.meeting.present)))
+            store = open_store(replace(meeting.launch, joins=True), meeting.timeout_s)
+            if meeting.leads:
+                self.give_up(self._failure(Meeting(meeting.launch, store, 1.0, meeting.present)))
                 sys.stdout.flush()
             else:
                 time.sleep(_LAST_WORD_S)  # rank 0 keeps the store and has the floor
@@ -164,11 +241,10 @@ class Watch:
     def _failure(self, asked: Meeting) -> Check:
         done = asked.collect(f"done {self.stage}", asked.present)
         late = [rank for rank in asked.present if rank not in done]
-        asked.timeout_s = 0.0
-        reasons = asked.collect(f"failed {self.stage}", late)
+        reasons = asked.collect(f"failed {self.stage}", late, patience=0.0)
         what = f"ranks {late} did not finish {self.stage} within {self.limit_s:g} s"
         what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
         stuck = [rank for rank in late if rank not in reasons]
-        nodes = sorted({asked.launch.node_of(rank) for rank in stuck or late})
-        change = f"look at the links and logs of {', '.join(nodes)}, with NCCL_DEBUG=INFO"
+        nodes = ", ".join(sorted({asked.launch.node_of(rank) for rank in stuck or late}))
+        change = f"look at the links and logs of {nodes}, with NCCL_DEBUG=INFO"
         return fail("time-out", what, change, f"ranks {late}")

@@ -1,17 +1,22 @@
-"""Network devices: which interfaces and HCAs a job should use, and the lines that say so."""
+"""Networks: the interfaces and HCAs that a job should use, and whether nodes reach each other."""
 
+import fcntl
 import re
+import socket
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv4Interface, IPv4Network
 
-from megatron_burst.cli.doctor.gpus import gpus_of, matrix_of
-from megatron_burst.cli.doctor.report import Check, fail, ok, skip, warn
-from megatron_burst.cli.doctor.survey import Survey
+from megatron_burst.cli.doctor.report import Check, fail, few, ok, skip, warn
+from megatron_burst.cli.doctor.survey import Survey, gpus_of, matrix_of
 
 _DISTANCE = {"PIX": 0, "PXB": 1, "PHB": 2, "NODE": 3, "SYS": 4}
 _NEAR = 1  # PIX and PXB: GPU and HCA meet below the CPU
+_SIOCGIFADDR = 0x8915  # asks for an interface's IPv4 address
+_AT_ONCE = 64
 _VIRTUAL = re.compile(r"(lo|docker|veth|virbr|br-|cni|cali|flannel|kube|nerdctl|podman|tun|tap)")
 
 
@@ -24,11 +29,6 @@ class Hca:
     active: bool
     layer: str
     gbit_per_s: float
-
-    @property
-    def kind(self) -> tuple[str, float]:
-        """What HCAs of one network share."""
-        return self.layer, self.gbit_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def choose_hcas(survey: Survey) -> Choice:
         able = [hca for hca in able if hca.name in near_any]
     totals = Counter()
     for hca in able:
-        totals[hca.kind] += hca.gbit_per_s
-    kind = totals.most_common(1)[0][0] if totals else None
+        totals[hca.layer, hca.gbit_per_s] += hca.gbit_per_s
+    ((layer, rate), _), *_ = totals.most_common(1) or [(("", 0.0), 0.0)]
+    used = tuple(hca for hca in able if (hca.layer, hca.gbit_per_s) == (layer, rate))
     for hca in able:
-        if hca.kind != kind:
+        if hca not in used:
             own = f"{hca.layer} at {hca.gbit_per_s:g} Gbit/s"
-            left_out[hca.name] = f"{own} beside {kind[0]} at {kind[1]:g}"
-    used = tuple(hca for hca in able if hca.kind == kind)
+            left_out[hca.name] = f"{own} beside {layer} at {rate:g}"
     names = {hca.name for hca in used}
     near = {gpu: tuple(n for n in found if n in names) for gpu, found in nearest.items()}
     return Choice(used, near, left_out)
@@ -134,7 +134,7 @@ def check_network(survey: Survey) -> list[Check]:
         change = f"have those that are down looked at: {', '.join(down)}" if down else ""
         found.append(warn("hcas", f"{', '.join(far)} have no HCA near them", change))
     if gpus_of(survey) and not survey.lines("modules"):
-        change = "have it loaded, unless the driver uses DMA-BUF: else data go by host memory"
+        change = "have it loaded, unless the driver uses DMA-BUF: data would pass through the host"
         found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
 
@@ -169,3 +169,72 @@ def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
     if caps and min(caps) < 10:  # Megatron asks for it before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")
     return lines
+
+
+def open_door(address: str) -> socket.socket:
+    """A socket on which other nodes can reach this one; connections to it are left waiting."""
+    return socket.create_server((address, 0), backlog=1024)
+
+
+def own_address(towards: str, environ: Mapping[str, str]) -> str:
+    """The IPv4 address by which other nodes reach this one.
+
+    That of the first interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names, else the one
+    from which the route to `towards` begins.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            for name in _named(environ.get(variable, "")):
+                try:
+                    request = struct.pack("256s", name.encode()[:15])
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    return socket.inet_ntoa(answer[20:24])
+                except OSError:  # it has no IPv4 address
+                    continue
+        try:
+            probe.connect((towards, 9))  # sends nothing: it only asks for the route
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _named(wanted: str) -> list[str]:
+    """Interfaces that NCCL's pattern names; "^" patterns name none."""
+    exact, patterns = wanted.startswith("="), tuple(wanted.lstrip("=").split(","))
+    if not wanted or wanted.startswith("^"):
+        return []
+    names = [name for _, name in socket.if_nameindex()]
+    return [name for name in names if (name in patterns if exact else name.startswith(patterns))]
+
+
+def knock(doors: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, str]:
+    """Try to connect to each node; why not, by node, for those that cannot be reached."""
+
+    def attempt(door: tuple[str, int]) -> str:
+        try:
+            socket.create_connection(tuple(door), timeout_s).close()
+        except OSError as error:
+            said = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+            return f"{door[0]}:{door[1]}: {said}"
+        return ""
+
+    if not doors:
+        return {}
+    with ThreadPoolExecutor(min(_AT_ONCE, len(doors))) as pool:
+        said = dict(zip(doors, pool.map(attempt, doors.values()), strict=True))
+    return {node: why for node, why in said.items() if why}
+
+
+def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
+    """The pairs of nodes that do not reach each other: why, by node that tried and was tried."""
+    nodes = len(unreached)
+    if nodes < 2:
+        return skip("reachable", "one node")
+    closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
+    if not closed:
+        return ok("reachable", f"all {nodes} nodes reach each other by TCP")
+    named = few([f"{a} -> {b} ({why})" for a, b, why in closed])
+    what = f"{len(closed)} of {nodes * (nodes - 1)} ways between nodes are closed: {named}"
+    change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
+    where = ", ".join(sorted({b for _, b, _ in closed}))
+    return fail("reachable", what, f"{change}GLOO_SOCKET_IFNAME", where)

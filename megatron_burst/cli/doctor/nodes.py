@@ -1,25 +1,27 @@
-"""Nodes: asked over ssh before a job, and whether those of a job reach each other by TCP."""
+"""Nodes before a job: asked over ssh, judged, and the lines to start a job on them."""
 
-import fcntl
 import re
 import shlex
-import socket
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megatron_burst.cli.doctor import network, report
+from megatron_burst.cli.doctor import network
 from megatron_burst.cli.doctor.compare import odd
-from megatron_burst.cli.doctor.gpus import check_nvlink, check_state, free_gpus, gpus_of
-from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, fail, ok, skip, warn
-from megatron_burst.cli.doctor.survey import SCRIPT, Answer, Runner, Survey, parse_survey
-from megatron_burst.cli.doctor.system import check_shm
+from megatron_burst.cli.doctor.machine import check_nvlink, check_shm, check_state
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, fail, ok, warn
+from megatron_burst.cli.doctor.survey import (
+    SCRIPT,
+    Answer,
+    Runner,
+    Survey,
+    free_gpus,
+    gpus_of,
+    parse_survey,
+)
 from megatron_burst.errors import BurstError
 
 _AT_ONCE = 64
-_SIOCGIFADDR = 0x8915
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Reach:
     """How nodes are asked: by `ssh`, a node and what is to be run there; each answers in time."""
 
     run: Runner
-    ssh: str = SSH
-    timeout_s: float = 20.0
+    ssh: str
+    timeout_s: float
 
     def ask(self, node: str) -> Survey | Answer:
         """A node's survey, or what went wrong."""
@@ -63,7 +65,8 @@ def check_nodes(nodes: Sequence[str], reach: Reach) -> Report:
         merged.add(node, _of_node(survey))
     checks += merged.checks()
     if surveys:
-        checks += [*_free(surveys), _alike(surveys), _network(surveys)]
+        checks += [_free(node, survey) for node, survey in surveys.items()]
+        checks += [_alike(surveys), _network(surveys)]
     return Report(tuple(checks), environment=tuple(_block(surveys)) if surveys else ())
 
 
@@ -77,25 +80,17 @@ def _reachable(node: str, found: Survey | Answer) -> Check:
 
 
 def _of_node(survey: Survey) -> list[Check]:
-    found = [
-        *check_state(survey),
-        check_nvlink(survey),
-        *network.check_network(survey),
-        check_shm(survey),
-    ]
-    return [check for check in found if check.name != "free"]
+    state = [check for check in check_state(survey) if check.name != "free"]
+    return [*state, check_nvlink(survey), *network.check_network(survey), check_shm(survey)]
 
 
-def _free(surveys: dict[str, Survey]) -> list[Check]:
-    """Free GPUs of each node."""
-    found = []
-    for node, survey in surveys.items():
-        free, all_ = free_gpus(survey), len(gpus_of(survey))
-        named = f": {free}" if 0 < len(free) < all_ else ""
-        what = f"{len(free)} of {all_} GPUs are free{named}"
-        busy = warn("free", what, "wait for the others, or leave the node out", node)
-        found.append(ok("free", what, node) if free and len(free) == all_ else busy)
-    return found
+def _free(node: str, survey: Survey) -> Check:
+    """Free GPUs of a node."""
+    free, all_ = free_gpus(survey), len(gpus_of(survey))
+    what = f"{len(free)} of {all_} GPUs are free"
+    if free and len(free) == all_:
+        return ok("free", what, node)
+    return warn("free", f"{what}: {free}", "wait for the others, or leave the node out", node)
 
 
 def _alike(surveys: dict[str, Survey]) -> Check:
@@ -132,76 +127,3 @@ def _block(surveys: dict[str, Survey]) -> list[str]:
         f"--master-addr {address} --master-port 29500 -m megatron_burst pretrain_gpt.py ..."
     )
     return [*network.environment(surveys), start]
-
-
-def open_door(address: str) -> socket.socket:
-    """A socket on which other nodes can reach this one; connections to it are left waiting."""
-    return socket.create_server((address, 0), backlog=1024)
-
-
-def own_address(towards: str, environ: Mapping[str, str]) -> str:
-    """The IPv4 address by which other nodes reach this one.
-
-    That of the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the one from which the
-    route to `towards` begins.
-    """
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        found = _address_of(environ.get(variable, ""))
-        if found:
-            return found
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))  # sends nothing: it only asks for the route
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-
-
-def _address_of(wanted: str) -> str | None:
-    """Address of the first interface that NCCL's pattern names; "^" patterns name none."""
-    if not wanted or wanted.startswith("^"):
-        return None
-    exact, patterns = wanted.startswith("="), wanted.lstrip("=").split(",")
-    for _, name in socket.if_nameindex():
-        if name in patterns if exact else name.startswith(tuple(patterns)):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                except OSError:  # it has no IPv4 address
-                    continue
-                return socket.inet_ntoa(answer[20:24])
-    return None
-
-
-def knock(doors: Mapping[str, tuple[str, int]], timeout_s: float) -> dict[str, str]:
-    """Try to connect to each node; why not, by node, for those that cannot be reached."""
-
-    def attempt(door: tuple[str, int]) -> str:
-        try:
-            socket.create_connection(tuple(door), timeout_s).close()
-        except OSError as error:
-            said = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
-            return f"{door[0]}:{door[1]}: {said}"
-        return ""
-
-    if not doors:
-        return {}
-    with ThreadPoolExecutor(min(_AT_ONCE, len(doors))) as pool:
-        said = dict(zip(doors, pool.map(attempt, doors.values()), strict=True))
-    return {node: why for node, why in said.items() if why}
-
-
-def check_pairs(unreached: Mapping[str, Mapping[str, str]]) -> Check:
-    """The pairs of nodes that do not reach each other: why, by node that tried and was tried."""
-    nodes = len(unreached)
-    if nodes < 2:
-        return skip("reachable", "one node")
-    closed = [(a, b, why) for a, others in unreached.items() for b, why in others.items()]
-    if not closed:
-        return ok("reachable", f"all {nodes} nodes reach each other by TCP")
-    named = report.few([f"{a} -> {b} ({why})" for a, b, why in closed])
-    what = f"{len(closed)} of {nodes * (nodes - 1)} ways between nodes are closed: {named}"
-    change = "see to routes and firewalls, or name the right interface in NCCL_SOCKET_IFNAME and "
-    where = ", ".join(sorted({b for _, b, _ in closed}))
-    return fail("reachable", what, f"{change}GLOO_SOCKET_IFNAME", where)

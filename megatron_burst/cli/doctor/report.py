@@ -119,9 +119,20 @@ def print_report(report: Report, as_json: bool) -> None:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
         return
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(_checks(report))
+    where = ["where"] if any(check.where for check in report.checks) else []
+    table = _table("megatron-burst doctor", "check", "status", *where, "found", "what to change")
+    for check in sorted(report.checks, key=lambda check: list(Status).index(check.status)):
+        status = Text(check.status, style=_STYLE[check.status])
+        texts = *[check.where for _ in where], check.what, check.change
+        table.add_row(check.name, status, *map(Text, texts))
+    console.print(table)
     if report.links:
-        console.print(_links(report))
+        table = _table(f"links, the slowest {_MOST_LINKS}; --json has all",
+                       "kind", "ranks", "nodes", "GB/s", "of the median")  # fmt: skip
+        for link in sorted(report.links, key=lambda link: link.ratio)[:_MOST_LINKS]:
+            ranks, nodes = f"{link.source} -> {link.dest}", " -> ".join(dict.fromkeys(link.nodes))
+            table.add_row(link.kind, ranks, nodes, f"{link.gb_per_s:.3g}", f"{link.ratio:.0%}")
+        console.print(table)
     if report.environment:
         console.print("\nTo paste:\n")
         for line in report.environment:
@@ -131,26 +142,8 @@ def print_report(report: Report, as_json: bool) -> None:
     console.print(f"\n{told}: a run would {'break' if report.breaks else 'start'}")
 
 
-def _checks(report: Report) -> Table:
-    where = any(check.where for check in report.checks)
-    table = Table(title="megatron-burst doctor")
-    for column in ("check", "status", *(["where"] if where else []), "found", "what to change"):
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
         table.add_column(column, overflow="fold")
-    for check in sorted(report.checks, key=lambda check: list(Status).index(check.status)):
-        place = [Text(check.where)] if where else []
-        status = Text(check.status, style=_STYLE[check.status])
-        table.add_row(check.name, status, *place, Text(check.what), Text(check.change))
-    return table
-
-
-def _links(report: Report) -> Table:
-    """The slowest links; all of them if they are few."""
-    shown = sorted(report.links, key=lambda link: link.ratio)[:_MOST_LINKS]
-    rest = len(report.links) - len(shown)
-    table = Table(title="links" + (f", slowest first; {rest} more in --json" if rest else ""))
-    for column in ("kind", "ranks", "nodes", "GB/s", "of the median"):
-        table.add_column(column)
-    for link in shown:
-        ranks, nodes = f"{link.source} -> {link.dest}", " -> ".join(dict.fromkeys(link.nodes))
-        table.add_row(link.kind, ranks, nodes, f"{link.gb_per_s:.3g}", f"{link.ratio:.0%}")
     return table

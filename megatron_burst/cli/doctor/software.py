@@ -4,6 +4,7 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 
 import torch
 
@@ -49,20 +50,15 @@ def check_versions(found: dict[str, str]) -> Check:
 def check_torch(gpus_listed: int) -> Check:
     """That torch sees the GPUs that nvidia-smi lists, and that they reach each other's memory."""
     seen = torch.cuda.device_count()
+    if not seen and gpus_listed:
+        what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
+        change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
+        return fail("torch", what, change)
     if not seen:
-        if gpus_listed:
-            what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
-            change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
-            return fail("torch", what, change)
         return skip("torch", "torch sees no GPU: runs are on the CPU, for trying out")
-    apart = [
-        (a, b)
-        for a in range(seen)
-        for b in range(seen)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
-    if apart:
-        what = f"{len(apart)} of {seen * (seen - 1)} pairs of GPUs cannot read each other's memory"
+    pairs = list(permutations(range(seen), 2))
+    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+        what = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
         change = "keys are then sent by NCCL (transfer=send); see to NVLink or PCIe access"
         return warn("torch", f"{what}, such as {apart[0]}", change)
     return ok("torch", f"torch sees {seen} GPUs, all with access to their peers")
@@ -71,21 +67,16 @@ def check_torch(gpus_listed: int) -> Check:
 def check_backends() -> Check:
     """Which attention kernels can be used here, for bf16 (on CPU fp32) and head dimension 128."""
     gpu = torch.cuda.is_available()
-    problem = Problem(
-        device="cuda" if gpu else "cpu",
-        dtype=torch.bfloat16 if gpu else torch.float32,
-        dim_qk=128,
-        dim_v=128,
-        grouped=True,
-        arch=torch.cuda.get_device_capability()[0] if gpu else 0,
-    )
+    arch = torch.cuda.get_device_capability()[0] if gpu else 0
+    dtype = torch.bfloat16 if gpu else torch.float32
+    problem = Problem("cuda" if gpu else "cpu", dtype, 128, 128, grouped=True, arch=arch)
     why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
     live = [name for name, refusal in why.items() if refusal is None]
     reasons = in_words({name: refusal for name, refusal in why.items() if refusal})
     what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
         return fail("backends", what, "install a torch with attention kernels")
-    if problem.arch in _FOR_FA4 and "fa4" not in live:
+    if arch in _FOR_FA4 and "fa4" not in live:
         change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
         return warn("backends", what, change)
     return ok("backends", what)
@@ -100,13 +91,11 @@ def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[
     if not {"te", "fa4"} <= found.keys():
         return []
     both = f"TransformerEngine {found['te']} with flash-attn-4 {found['fa4']}"
-    change = "unset NVTE_FUSED_ATTN and leave out --attention-backend flash, or use burst"
-    fused, flash = environ.get("NVTE_FUSED_ATTN", "1"), environ.get("NVTE_FLASH_ATTN", "1")
-    if fused == "0" and flash != "0":
+    if environ.get("NVTE_FUSED_ATTN") == "0" and environ.get("NVTE_FLASH_ATTN") != "0":
         what = f"NVTE_FUSED_ATTN=0: {both} computes wrong results under context parallelism"
-        return [warn("te kernels", f"{what} (measured: 2.20.2 with 4.0.0b36)", change)]
-    what = f"{both} takes cuDNN, which is right under context parallelism; NVTE_FUSED_ATTN=0 is not"
-    return [ok("te kernels", what)]
+        change = "unset NVTE_FUSED_ATTN and leave out --attention-backend flash, or use burst"
+        return [warn("te kernels", what, change)]
+    return [ok("te kernels", f"{both} takes cuDNN, which is right under context parallelism")]
 
 
 def check_seams(load: Callable[[], list] | None = None) -> Check:

@@ -1,8 +1,9 @@
 """What a machine has, asked by one script that only reads; the same here and over ssh."""
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 GPU_FIELDS = (
     "index", "uuid", "name", "compute_cap", "driver_version", "memory.total", "memory.used",
@@ -10,6 +11,7 @@ GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total", "temperature.gpu", "mig.mode.current", "compute_mode",
 )  # fmt: skip
 _MARK = "== "
+_BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
 # Every command of it prints; none writes, stops or changes anything.
 SCRIPT = f"""
 echo '{_MARK}gpus'
@@ -105,3 +107,85 @@ def survey_here(run: Runner, timeout_s: float) -> Survey | Answer:
     """This machine's survey, or what went wrong."""
     answer = run(["sh", "-c", SCRIPT], timeout_s)
     return parse_survey(answer.out) or answer
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, in the order of GPU_FIELDS; numbers are None where the driver does not tell."""
+
+    index: int
+    uuid: str
+    name: str
+    compute_cap: float | None
+    driver: str
+    memory_mib: float | None
+    used_mib: float | None
+    clock_mhz: float | None
+    max_clock_mhz: float | None
+    throttles: int
+    ecc: str
+    ecc_errors: float | None
+    heat_c: float | None
+    mig: str
+    compute_mode: str
+
+
+def _read(kind: object, text: str) -> object:
+    """A cell of nvidia-smi's; [N/A] and [Not Supported] are no numbers."""
+    if kind is int:
+        return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else 0
+    if kind is str:
+        return text
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
+def gpus_of(survey: Survey) -> list[Gpu]:
+    """The GPUs; none where nvidia-smi is missing or answers otherwise."""
+    kinds = [field.type for field in fields(Gpu)]
+    lines = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
+    return [
+        Gpu(*map(_read, kinds, cells))
+        for cells in lines
+        if len(cells) == len(kinds) and cells[0].isdigit()
+    ]
+
+
+def free_gpus(survey: Survey) -> list[int]:
+    """Indices of GPUs on which nothing runs."""
+    busy = {line.split(",")[0].strip() for line in survey.lines("processes")}
+    return [
+        gpu.index
+        for gpu in gpus_of(survey)
+        if gpu.uuid not in busy and (gpu.used_mib or 0) <= _BUSY_SHARE * (gpu.memory_mib or 1e9)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What `nvidia-smi topo -m` prints: the relation of two devices (X, NV#, PIX, PXB, PHB, NODE or
+    SYS), and the device of each NIC label."""
+
+    cells: dict[tuple[str, str], str]
+    names: dict[str, str]
+
+    def labels(self, gpus: bool) -> list[str]:
+        """Labels of GPUs, or of NICs, in order."""
+        rows = [row for row, column in self.cells if row == column]
+        return [row for row in rows if row.startswith("GPU") is gpus]
+
+
+def matrix_of(survey: Survey) -> Matrix:
+    """The matrix of links between GPUs and NICs; empty where there is none."""
+    cells: dict[tuple[str, str], str] = {}
+    names: dict[str, str] = {}
+    columns: list[str] = []
+    for line in survey.lines("topology"):
+        line = re.sub(r"\x1b\[[0-9;]*m", "", line)
+        first, *rest = line.split()
+        if legend := re.fullmatch(r"\s*(NIC\d+):\s*(\S+)\s*", line):
+            names[legend[1]] = legend[2]
+        elif not columns and first == "GPU0":
+            columns = [word for word in line.split() if re.fullmatch(r"(GPU|NIC)\d+|mlx\S+", word)]
+        elif first in columns:
+            cells |= {(first, column): cell for column, cell in zip(columns, rest, strict=False)}
+    return Matrix(cells, names)

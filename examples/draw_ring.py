@@ -1,16 +1,20 @@
-"""A picture of what all ranks of a ring do, from their programs."""
+"""A picture of what all ranks of a ring do, from their programs.
+
+By itself it draws docs/schedule.png: forward and backward of two nodes x two ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.emitter import Spec
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Attend, AttendBackward, Op, Program, Transfer
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.topology import Link
+from megatron_burst.schedule.topology import Link, pretend_nodes
 
 
 def save_picture(panels: Sequence[Spec], path: Path) -> None:
@@ -37,7 +41,7 @@ def save_picture(panels: Sequence[Spec], path: Path) -> None:
 
 
 def _number(name: str) -> int:
-    """The step that a ring's buffer is named after: "visitor 3", "part 3.1"."""
+    """The step that a ring's buffer is named after: "remote 3", "part 3.1"."""
     return int(name.split()[-1].partition(".")[0])
 
 
@@ -155,3 +159,15 @@ def _draw_hop(ax: Any, hop: Transfer, program: Program, height: dict[int, float]
         },
         zorder=3,
     )
+
+
+if __name__ == "__main__":
+    shape = AttentionShape(
+        batch=1, tokens=8, heads_q=1, heads_kv=1, dim_qk=8, dim_v=8, itemsize=2, stat_bytes=4,
+        grad_bytes=4,
+    )  # fmt: skip
+    both = [
+        Spec(pretend_nodes(4, 2), 0, direction, shape, Layout.ZIGZAG, Mask.CAUSAL, circulate)
+        for direction, circulate in zip(Direction, Circulate, strict=True)
+    ]
+    save_picture(both, Path(__file__).parents[1] / "docs" / "schedule.png")

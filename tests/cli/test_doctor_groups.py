@@ -6,13 +6,14 @@ whose figures are not those of the programs.
 
 import warnings
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_burst.cli.doctor.compare import Sizes, cp_groups
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.cluster import Sizes, cp_groups
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.flat import flat_cost, topology_of
@@ -49,16 +50,15 @@ def even_clusters(draw):
 def test_every_group_of_an_even_cluster_nests_on_its_nodes_and_rails(cluster):
     nodes, places, sizes, (inter, intra, _) = cluster
     groups = cp_groups(nodes, sizes, places)
-    assert sorted(rank for group in groups for rank in group.ranks) == list(range(len(nodes)))
-    for group in groups:
-        strides = {b - a for a, b in zip(group.ranks, group.ranks[1:], strict=False)}
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(nodes)))
+    for ranks, topology in groups.items():
+        strides = {b - a for a, b in pairwise(ranks)}
         assert strides <= {sizes.tp}
-        topology = group.topology
         assert (topology.inter_size, topology.intra_size) == (inter, intra)
         for row in topology.grid:
-            assert len({nodes[group.ranks[rank]] for rank in row}) == 1
+            assert len({nodes[ranks[rank]] for rank in row}) == 1
         for column in zip(*topology.grid, strict=True):  # one rail of the network
-            assert len({places[group.ranks[rank]] for rank in column}) == 1
+            assert len({places[ranks[rank]] for rank in column}) == 1
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
@@ -95,15 +95,15 @@ def test_the_cost_of_a_flat_ring_is_that_of_its_busiest_rank(sizes):
 
 def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
     groups = cp_groups("aaaabbbb" * 2, Sizes(tp=2, cp=4, pp=2))
-    assert [group.ranks for group in groups] == [
+    assert list(groups) == [
         (0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15),
     ]  # fmt: skip
-    assert {str(group.topology) for group in groups} == {"2 nodes x 2 ranks"}
+    assert set(map(str, groups.values())) == {"2 nodes x 2 ranks"}
 
 
 def test_tensor_parallelism_that_fills_a_node_leaves_one_rank_a_node():
-    (group, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3))
-    assert group.topology.grid == ((0,), (1,), (2,))
+    (topology, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3)).values()
+    assert topology.grid == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize("sizes", [Sizes(tp=3), Sizes(cp=16), Sizes(tp=0), Sizes(2, 2, 4)])
