@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from megatron_burst.config import Tuning
+from tests.schedule.support import table
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,3 +63,7 @@ def test_documents_use_one_word_for_a_thing():
 def test_every_tuning_is_in_its_document():
     rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
     assert [row.replace("\\", "") for row in rows] == Tuning.legal().split(", ")
+
+
+def test_the_table_of_masks_is_what_modes_check():
+    assert table() in (ROOT / "docs" / "masks.md").read_text()
