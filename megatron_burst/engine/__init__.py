@@ -1,4 +1,5 @@
-"""Runs the schedules of one attention call: `ring`, `gather`, `a2a`; both passes.
+"""Runs programs: one loop, a function an operation, and what forward leaves for backward.
 
-`setup` decides how a call runs; nothing here knows of autograd, Megatron or NCCL.
+`setup` resolves how a call runs; `documents` has what follows from where the documents of a packed
+sample begin. Nothing here knows of autograd or Megatron.
 """
