@@ -14,9 +14,10 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
+from tests.schedule.cases import LAYOUTS
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-CASES = list(product(Layout, ("kv", "q"), HEADS, (True, False)))
+CASES = list(product(LAYOUTS, ("kv", "q"), HEADS, (True, False)))
 
 
 def nodes_of(world):

@@ -70,7 +70,7 @@ CASES = {
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(OFFLOAD.tuned(keep_host_gib=1e-5)),
     "all of one layer": Case(FIRST, **ONE),
-    "auto": Case(BurstConfig(**AUTO)),
+    "auto": Case(BurstConfig.of(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload="results"), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),

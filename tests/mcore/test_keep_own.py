@@ -31,7 +31,7 @@ def own_attention(rank: int) -> dict:
         "none": None,
         "all": ALL,
         "three": BurstConfig(keep="all", keep_layers=3),
-        "auto": BurstConfig(**AUTO),
+        "auto": BurstConfig.of(**AUTO),
     }.items():
         got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
         found[name] = relative_error(got, truth), got.kernels - truth.kernels
