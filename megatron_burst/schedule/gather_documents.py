@@ -8,7 +8,6 @@ where they are. Gradients of keys are summed per row and go to the ranks that ho
 next round is computed.
 """
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.emitter import Emitter, Spec, add_up, dkv_fields, kv_fields
 from megatron_burst.schedule.inter_node import heads_in_rounds
@@ -34,11 +33,6 @@ class Documents(Emitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, self.tokens = spec.topology, spec.shape.tokens
-        if topology.inter_size > 1:
-            raise BurstError(
-                "burst attention: documents that are sharded each for itself are gathered inside a "
-                f"node; got {topology}; pass inter='a2a' (--burst-inter a2a)"
-            )
         self.ranks = topology.grid[0]
         self.rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
         self.rows = len(self.ranks) * self.tokens
