@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
 python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
 
-Sequences are dealt out to 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
+Sequences are sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
 burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
 |x - truth| / |truth| over the whole sequence. The same inputs everywhere.
 """

@@ -68,7 +68,7 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) 
         the rows, on every rank.
 
     Raises:
-        BurstError: if a problem cannot be dealt out, or `plan.out` has other columns.
+        BurstError: if a problem cannot be sharded, or `plan.out` has other columns.
     """
     for case in plan.cases:
         case.check(world.size)

@@ -48,7 +48,7 @@ class Case:
         return asdict(self)
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be dealt out in zigzag over the ranks."""
+        """Refuse what cannot be sharded in zigzag over the ranks."""
         if self.seq % (2 * ranks):
             raise BurstError(
                 f"{_WHO}: --seq must be a multiple of twice the ranks, because zigzag gives each "

@@ -27,7 +27,7 @@ def row_of(cells: Sequence[str], kind: type, where: str) -> Any:
     if len(cells) != len(columns):
         raise BurstError(
             f"{where} must have {len(columns)} cells, because each column has one; got "
-            f"{len(cells)}; mend or delete the line"
+            f"{len(cells)}; fix or delete the line"
         )
     pairs = zip(columns, cells, strict=True)
     return kind(**{column.name: _value(column, text, where) for column, text in pairs})
@@ -46,7 +46,7 @@ def _value(column: Field, text: str, where: str) -> object:
         what = {bool: "True or False", int: "a whole number"}.get(column.type, "a number")
         raise BurstError(
             f"{where} must have {what} under {column.name.rstrip('_')}, because that is compared; "
-            f"got {text!r}; mend or delete the line"
+            f"got {text!r}; fix or delete the line"
         ) from None
 
 

@@ -94,7 +94,7 @@ class LossPeer:
         name: what the user calls it.
         mean: computes the mean loss.
         package: that must be installed; None: nothing more.
-        shards: whether it knows of a vocabulary that is dealt out.
+        shards: whether it knows of a vocabulary that is sharded.
         into_main_grad: whether it adds to Megatron's float32 buffer of the weight's gradient.
     """
 

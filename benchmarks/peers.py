@@ -220,7 +220,7 @@ class Ceiling(Kernel):
         heads_q, heads_kv = self.heads(case)
         if case.heads_q % self.gpus or heads_q % heads_kv:
             return (
-                f"the ceiling: {case.heads_q}/{case.heads_kv} heads must be dealt out evenly over "
+                f"the ceiling: {case.heads_q}/{case.heads_kv} heads must be sharded evenly over "
                 f"{self.gpus} ranks, because each computes whole heads"
             )
         return None

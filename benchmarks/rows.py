@@ -205,7 +205,7 @@ def _check_end(path: Path, sheet: Sheet, option: str) -> None:
         if file.read() != b"\n":
             raise BurstError(
                 f"{sheet.writer}: the last line of {path} must end, because rows are added below "
-                f"it; got one that is cut off; mend or delete it, or pass another {option}"
+                f"it; got one that is cut off; fix or delete it, or pass another {option}"
             )
 
 

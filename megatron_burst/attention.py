@@ -19,7 +19,7 @@ from megatron_burst.engine.call import Call
 from megatron_burst.engine.documents import Documents, Sample, documents_of
 from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.planned import planned
-from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
+from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.auto import check_asked
 from megatron_burst.recompute.half import keeping_of
@@ -55,7 +55,7 @@ def burst_attention(
     hcp_groups: Sequence[dist.ProcessGroup] | None = None,
     layer: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention of a sequence that is dealt out over the ranks of a group.
+    """Exact softmax attention of a sequence that is sharded over the ranks of a group.
 
     Every rank passes its own rows and gets its own rows of the output. On GPUs keys are gathered a
     few heads at a time inside a node; between nodes K and V travel round a ring in forward, in
@@ -63,9 +63,9 @@ def burst_attention(
     Results are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad`
     nothing is kept. All ranks of the group must call with the same shapes and options, and all of
     them must run backward through the output if one does: each needs the others' shards. Inside a
-    checkpoint (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets the replay take what the
-    first pass has computed (from the second checkpoint of the process on: the first call sees to
-    it). To torch.compile it is one graph break.
+    checkpoint (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets recomputation take what
+    the first pass has computed (from the second checkpoint of the process on: the first call sees
+    to it). To torch.compile it is one graph break.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -118,10 +118,10 @@ def burst_attention(
     sees = Sees(causal, bounds, cu_seqlens is not None, layout)
     terms = terms_of(q, k, v, sees, scale, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
-    settled = state.settled.recent(key)
-    if settled is None:
-        settled = state.settled[key] = _settle(q, k, v, terms, group, state, hcp_groups)
-    call, keeping, marks = settled
+    resolved = state.resolved.recent(key)
+    if resolved is None:
+        resolved = state.resolved[key] = _resolve(q, k, v, terms, group, state, hcp_groups)
+    call, keeping, marks = resolved
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
     if cu_seqlens is not None:
@@ -138,7 +138,7 @@ def burst_attention(
     return (out, lse) if return_lse else out
 
 
-def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
+def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
     """(call, keeping, marks) of a call with new terms, once all ranks agree and nothing speaks
     against it.
 
@@ -155,7 +155,7 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     is_new = state.board.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
-        *settled, choices = _choose(q, k, v, terms, group, state, hcp_groups)
+        *resolved, choices = _choose(q, k, v, terms, group, state, hcp_groups)
     except BurstError:
         if not is_new:  # the others may be in the call
             Marks.of(state.log, words).begin(Kind.REFUSAL)
@@ -164,7 +164,7 @@ def _settle(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if told not in state.said and dist.get_rank() == 0:
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
-    return tuple(settled)
+    return tuple(resolved)
 
 
 def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
@@ -184,7 +184,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if way.topology.cp_size > 1:
         check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
     check_asked(way)
-    config, between = settle_inter(way, config)
+    config, between = resolve_inter(way, config)
     if config.inter == "a2a" or config.tuning.flat:
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
@@ -219,7 +219,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows this very forward
-    passes = call.followed if followed else call.replayed
+    passes = call.followed if followed else call.recomputed
     return BurstAttentionFunction.apply(q, k, v, passes, documents, marks, layer)
 
 
@@ -267,7 +267,7 @@ def _readable(x: Tensor) -> Tensor:
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise BurstError(
-            f"{_WHO}: torch.distributed must be initialised, because the sequence is dealt out "
+            f"{_WHO}: torch.distributed must be initialised, because the sequence is sharded "
             "over a process group; got no default group; call init_process_group (world_size=1 for "
             "a whole sequence)"
         )

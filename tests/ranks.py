@@ -56,7 +56,7 @@ def run_ranks(
     try:
         results = crew.run(function, args, timeout_s)
         if shared:
-            crew.settle(timeout_s)
+            crew.wait(timeout_s)
             _CREWS[given], crew = crew, None
         return results
     finally:
@@ -100,7 +100,7 @@ class Crew:
             pipe.send((function, str(store), args))
         return _collect(self._pipes, timeout_s)
 
-    def settle(self, timeout_s: int) -> None:
+    def wait(self, timeout_s: int) -> None:
         """Wait until the processes have left what a function made; who cannot serves no other."""
         _collect(self._pipes, timeout_s)
 

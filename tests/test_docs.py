@@ -43,20 +43,35 @@ def test_links_to_headings_lead_somewhere():
 
 
 # what the table in CONTRIBUTING.md has in its last column and nobody means otherwise
-UNWANTED = (
-    r"\b(deal(?:t|s|ing)? out|key heads|replay\w*|visitors?|visiting|settled?|mend(?:ed|s)?)\b"
+UNWANTED = re.compile(
+    r"key heads|deal(?:t|s|ing)? (?:\w+ )?out\b|(?<![a-z])(?:"
+    r"replay\w*|visitors?|visiting|settle[sd]?|settling|dealt|mend(?:ed|s|ing)?)(?![a-z])",
+    re.IGNORECASE,
 )
 
 
+def unwanted(path, text):
+    return {(str(path.relative_to(ROOT)), word) for word in UNWANTED.findall(text)}
+
+
 def test_documents_use_one_word_for_a_thing():
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]
-    texts = {path: re.sub(r"`[^`\n]*`", "", path.read_text()) for path in documents}
-    found = {
-        (path.name, word)
-        for path, text in texts.items()
-        if path.name != "CONTRIBUTING.md"
-        for word in re.findall(UNWANTED, text, re.IGNORECASE)
-    }
+    found = set()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
+        if path.name != "CONTRIBUTING.md":
+            found |= unwanted(path, re.sub(r"`[^`\n]*`", "", path.read_text()))
+    assert not found
+
+
+def test_code_and_file_names_use_the_same_words():
+    """Names too: `_` and a capital begin a word."""
+    found = set()
+    for folder in ("megatron_burst", "benchmarks", "tests", "examples", "scripts"):
+        paths = [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.pyi")]
+        assert paths or folder == "scripts"
+        for path in paths:
+            if path != Path(__file__):
+                text = f"{path.relative_to(ROOT)}\n{path.read_text()}"
+                found |= unwanted(path, re.sub(r"([a-z])([A-Z])", r"\1 \2", text))
     assert not found
 
 

@@ -118,7 +118,7 @@ class GroupState:
     # by how they carry data
     communicators: dict[Hashable, "Communicator"] = field(default_factory=dict)
     # what has come of calls that were agreed upon and accepted, for their repetition
-    settled: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
+    resolved: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
     # the choices that the user was told of
     said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
     # what follows from where the documents of the latest packed samples begin

@@ -120,21 +120,21 @@ class Call:
     """Everything about one attention call but its tensors.
 
     Attributes:
-        replayed: passes of which forward leaves nothing that came from others: its results are kept
-            for a recomputation, or no backward follows.
+        recomputed: passes of which forward leaves nothing that came from others: its results are
+            kept for recomputation, or no backward follows.
         followed: passes of which backward follows this very forward.
     """
 
-    replayed: Passes
+    recomputed: Passes
     followed: Passes
 
     @staticmethod
     def of(way: AttentionCall, *args, **options) -> "Call":
         """Arguments as of `Passes`."""
-        replayed, followed = (
+        recomputed, followed = (
             Passes(replace(way, again=again), *args, **options) for again in (True, False)
         )
-        return Call(replayed, followed)
+        return Call(recomputed, followed)
 
 
 def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:

@@ -1,4 +1,4 @@
-"""Lets the planner settle what `auto` leaves open, where the machine's speeds are known."""
+"""Lets the planner resolve what `auto` leaves open, where the machine's speeds are known."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -40,7 +40,7 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
     chosen = choose_call(call, machine)
     way = chosen.call
     in_rounds = way.mode != "ring" and way.pieces
-    settled = replace(
+    resolved = replace(
         config,
         intra=way.mode,
         inter="auto" if config.tuning.flat else way.between,
@@ -48,7 +48,7 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
         heads_per_round=way.heads if in_rounds else config.tuning.heads_per_round,
         circulate=way.circulate,
     )
-    return settled, [Choice(f"planned for {machine.name}", chosen.reason)]
+    return resolved, [Choice(f"planned for {machine.name}", chosen.reason)]
 
 
 def speeds_digest(config: BurstConfig) -> str:
@@ -74,7 +74,7 @@ def _check_kernel(machine: Hardware, backend: str) -> None:
 
 
 def rates(config: BurstConfig) -> Rates:
-    """What dealing rows out between nodes is weighed with: the named machine's, if one is."""
+    """What resharding rows between nodes is weighed with: the named machine's, if one is."""
     return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))
 
 
@@ -84,7 +84,7 @@ def half_call(
     """A call whose later half is kept.
 
     Args:
-        layout: how tokens are dealt out.
+        layout: how tokens are sharded.
         mask: which keys a query may see.
         topology: of the group.
         shape: sizes of the call on one rank.

@@ -67,7 +67,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def settle_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list[Choice]]:
+def resolve_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list[Choice]]:
     """The configuration with `inter` decided, and why; the same on all ranks.
 
     Args:

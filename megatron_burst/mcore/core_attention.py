@@ -216,7 +216,7 @@ class BurstForward:
         return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
 
     def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> float:
-        """Share of the replay that keeping half saves."""
+        """Share of recomputation that keeping half saves."""
         shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
         call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
         return 1 - recomputed_share(call)

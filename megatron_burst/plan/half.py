@@ -1,5 +1,5 @@
 """Recomputation that keeps the later half of a causal sequence, as data: who computes the early
-half again, who keeps the later one, and whether rows are dealt out anew for it."""
+half again, who keeps the later one, and whether rows are resharded for it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,31 +42,31 @@ class EarlyHalf:
     kept: tuple[Move, ...] = ()  # who keeps whose later rows; empty: everybody keeps his own
 
 
-def early_half(layout: Layout, cp_size: int, tokens: int, deal: bool) -> EarlyHalf:
+def early_half(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> EarlyHalf:
     """The early half of a sequence.
 
     In zigzag every rank holds chunk r of the early half's P: contiguous, so the last rank would
-    pay (2P - 1)/(4P) of a forward. Dealt out anew, sub-chunk j of 2P goes to rank j or 2P-1-j, and
+    pay (2P - 1)/(4P) of a forward. Resharded, sub-chunk j of 2P goes to rank j or 2P-1-j, and
     all pay a quarter. In the contiguous layout the first ranks hold all of the early half, the last
-    ones all of the later: both are dealt out. To `deal` them so, the `tokens` of a rank must be a
+    ones all of the later: both are resharded. To `reshard` so, the `tokens` of a rank must be a
     multiple of 4; the contiguous layout of several ranks must be, striped rows need not.
     """
     halves = (Span(0, tokens // 2),) * cp_size
     if layout is Layout.STRIPED:
         return EarlyHalf(Layout.STRIPED, halves)
-    if not deal:
+    if not reshard:
         return EarlyHalf(Layout.CONTIGUOUS, halves)
     if layout is Layout.ZIGZAG:
-        return EarlyHalf(Layout.ZIGZAG, halves, _dealt(cp_size, tokens // 4, of_a_rank=2))
+        return EarlyHalf(Layout.ZIGZAG, halves, _resharded(cp_size, tokens // 4, of_a_rank=2))
     rest = (cp_size * tokens // 2 - rank * tokens for rank in range(cp_size))
     early = tuple(Span(0, min(max(rows, 0), tokens)) for rows in rest)
     quarter = tokens // 4
     return EarlyHalf(
-        Layout.ZIGZAG, early, _dealt(cp_size, quarter, of_a_rank=4), _shared(cp_size, quarter)
+        Layout.ZIGZAG, early, _resharded(cp_size, quarter, of_a_rank=4), _shared(cp_size, quarter)
     )
 
 
-def _dealt(cp_size: int, size: int, of_a_rank: int) -> tuple[Move, ...]:
+def _resharded(cp_size: int, size: int, of_a_rank: int) -> tuple[Move, ...]:
     """The early half's 2P sub-chunks, of which a rank holds so many, in zigzag."""
     moves = []
     for piece in range(2 * cp_size):
@@ -95,9 +95,9 @@ def _rows(piece: int, size: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What dealing rows out between nodes is weighed with.
+    """What resharding rows between nodes is weighed with.
 
-    Unless the machine is known: a fast kernel and a slow link, so that dealing does not lose.
+    Unless the machine is known: a fast kernel and a slow link, so that resharding does not lose.
     """
 
     tflops: float = 700.0  # TFLOP/s of attention's forward on a rank
@@ -119,7 +119,7 @@ class HalfCall:
     mask: Mask
     topology: Topology
     shape: AttentionShape  # sizes of the call on one rank
-    rates: Rates = Rates()  # what dealing between nodes is weighed with
+    rates: Rates = Rates()  # what resharding between nodes is weighed with
     over_all: bool = False  # whether an all-to-all gives each rank all rows of some heads
 
     @property
@@ -128,9 +128,9 @@ class HalfCall:
         over_all = self.over_all and self.layout is Layout.ZIGZAG
         return self.layout is Layout.STRIPED or over_all or self.topology.cp_size == 1
 
-    def half(self, deal: bool) -> EarlyHalf:
-        """The early half, dealt out anew or not."""
-        return early_half(self.layout, self.topology.cp_size, self.shape.tokens, deal)
+    def half(self, reshard: bool) -> EarlyHalf:
+        """The early half, resharded or not."""
+        return early_half(self.layout, self.topology.cp_size, self.shape.tokens, reshard)
 
     @property
     def forward_seconds(self) -> float:
@@ -140,10 +140,10 @@ class HalfCall:
         return 2 * pairs * (shape.dim_qk + shape.dim_v) / (self.rates.tflops * 1e12)
 
     @property
-    def deal_seconds(self) -> float:
-        """Seconds that rows dealt out anew pass between nodes: Q, K, V of the early ones there, out
+    def reshard_seconds(self) -> float:
+        """Seconds in which resharded rows pass between nodes: Q, K, V of the early ones there, out
         and lse home; of the later ones that others keep, out and lse in both passes."""
-        shape, half = self.shape, self.half(deal=True)
+        shape, half = self.shape, self.half(reshard=True)
         heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
         inputs = shape.batch * heads * shape.itemsize
         outputs = shape.batch * shape.heads_q * (shape.dim_v * shape.itemsize + shape.stat_bytes)
@@ -154,7 +154,7 @@ class HalfCall:
 
 @lru_cache(maxsize=256)
 def choose_half(call: HalfCall) -> Choice:
-    """What keeping the later half comes to: "dealt", "plain", or "none" where it gains nothing."""
+    """How the later half is kept: "resharded", "plain", or "none" where it gains nothing."""
     rates, tokens = call.rates, call.shape.tokens
     if call.mask.documents or not call.mask.causal:
         return Choice("none", "but for one causal document half of the rows cost half of the time")
@@ -162,22 +162,22 @@ def choose_half(call: HalfCall) -> Choice:
         return Choice("none", "one row a rank cannot be halved")
     if call.is_even:
         return Choice("plain", "the early rows are spread evenly")
-    otherwise, loses = "plain", "not dealt out anew"
+    otherwise, loses = "plain", "not resharded"
     if call.layout is Layout.CONTIGUOUS:
         otherwise, loses = "none", "the later ranks would keep all of their rows"
     if tokens % 4:
         return Choice(otherwise, f"{loses}: {tokens} rows a rank are no multiple of 4")
-    gains = "the early rows are dealt out anew, a quarter of a forward on each rank"
+    gains = "the early rows are resharded, a quarter of a forward on each rank"
     if len(set(call.topology.node_of)) == 1:
-        return Choice("dealt", gains)
-    spent = call.deal_seconds
+        return Choice("resharded", gains)
+    spent = call.reshard_seconds
     saved = (_share(otherwise, call.topology.cp_size) - 0.25) * call.forward_seconds
     figures = (
         f"{1e3 * spent:.3g} ms between nodes for {1e3 * saved:.3g} ms of kernels less, at "
         f"{rates.gbs:.3g} GB/s and {rates.tflops:.3g} TFLOP/s a rank, {rates.source}"
     )
     if spent < saved:
-        return Choice("dealt", f"{gains}: {figures}")
+        return Choice("resharded", f"{gains}: {figures}")
     return Choice(otherwise, f"{loses}: {figures}")
 
 
@@ -188,7 +188,7 @@ def recomputed_share(call: HalfCall) -> float:
 
 
 def _share(how: str, cp_size: int) -> float:
-    return {"none": 1.0, "dealt": 0.25, "plain": (2 * cp_size - 1) / (4 * cp_size)}[how]
+    return {"none": 1.0, "resharded": 0.25, "plain": (2 * cp_size - 1) / (4 * cp_size)}[how]
 
 
 def rows_between_nodes(moves: Sequence[Move], topology: Topology) -> int:

@@ -119,7 +119,7 @@ class _Layer:
             parts[ATTENTION] += kernels
             if direction is Direction.FORWARD:
                 parts[AGAIN] += again * kernels
-        parts[INTER] += self._full * self._deal_seconds()
+        parts[INTER] += self._full * self._reshard_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()
@@ -143,12 +143,12 @@ class _Layer:
             return 1.0
         return recomputed_share(half_call(self._job, strategy))
 
-    def _deal_seconds(self) -> float:
-        """Time that early rows, dealt out anew for recomputation, pass between nodes."""
+    def _reshard_seconds(self) -> float:
+        """Time in which early rows, resharded for recomputation, pass between nodes."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
         call = half_call(self._job, self._strategy)
-        return call.deal_seconds if choose_half(call).value == "dealt" else 0.0
+        return call.reshard_seconds if choose_half(call).value == "resharded" else 0.0
 
     def _elementwise(self) -> float:
         """Forward: norms, residuals, rotary embedding, activation; read and written once each."""

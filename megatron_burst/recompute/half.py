@@ -79,7 +79,7 @@ class LaterHalf:
         _pass(home, self.over_all, _rows_first(out.to(whole[0].dtype), lse), whole)
 
     def _forward(self, shard: Iterable[Tensor]) -> Tensors:
-        return self.call.replayed.forward(*shard)[:2]
+        return self.call.recomputed.forward(*shard)[:2]
 
 
 def keeping_of(
@@ -106,7 +106,7 @@ def keeping_of(
         said = [replace(choice, value=f"keep half: {choice.value}")]
         if choice.value == "none":
             return None, said
-        plan = problem.half(choice.value == "dealt")
+        plan = problem.half(choice.value == "resharded")
         mover = over_all() if plan.moves and topology.inter_size > 1 else carrier
         if plan.kept:
             _meet(mover, topology.cp_size, q.device)

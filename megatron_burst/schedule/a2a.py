@@ -30,7 +30,7 @@ from megatron_burst.schedule.emitter import (
     sums_of,
     travelling_side_fields,
 )
-from megatron_burst.schedule.inter_node import Visitors, heads_in_rounds, steps, sums
+from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
@@ -118,7 +118,7 @@ class _AllToAll(Emitter):
 
     def forward(self) -> None:
         there, back = Wholes(self), Results(self)
-        keys = self.key_visitors(there)
+        keys = self.circulating_keys(there)
         for index, step in enumerate(self.order):
             if step.first:
                 there.arrive(step.round)
@@ -147,18 +147,18 @@ class _AllToAll(Emitter):
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
         return self.buffer(f"lse {round_}", home, self.rows, fields)
 
-    def key_visitors(self, there: "Wholes") -> Visitors | None:
+    def circulating_keys(self, there: "Wholes") -> Circulating | None:
         if self.alone or (self.spec.backward and self.spec.circulate is Circulate.Q):
             return None
-        return Visitors(
+        return Circulating(
             self, self.order, lambda round_: (there.keys(round_),),
             lambda round_: kv_fields(self.part_of(round_), self.spec.shape), self.rows,
         )  # fmt: skip
 
-    def query_visitors(self, sides: "Sides") -> Visitors | None:
+    def circulating_queries(self, sides: "Sides") -> Circulating | None:
         if self.alone or self.spec.circulate is Circulate.KV:
             return None
-        return Visitors(
+        return Circulating(
             self, self.order, sides.bare,
             lambda round_: travelling_side_fields(self.heads_of(round_)[0], self.spec.shape),
             self.rows,
@@ -167,23 +167,23 @@ class _AllToAll(Emitter):
     def backward(self) -> None:
         there = Wholes(self)
         back, sides = Results(self), Sides(self, there)
-        keys, queries = self.key_visitors(there), self.query_visitors(sides)
+        keys, queries = self.circulating_keys(there), self.circulating_queries(sides)
         of_queries, of_keys = self.sums_of_both(back)
         for index, step in enumerate(self.order):
             if step.first:
                 there.arrive(step.round)
                 there.post(step.round + 1)
-            for visitors in (keys, queries):
-                if visitors:
-                    visitors.set_out(index)
-                    visitors.pass_on(index)
+            for circulating in (keys, queries):
+                if circulating:
+                    circulating.set_out(index)
+                    circulating.pass_on(index)
             if self.alone:
                 self.compute_alone(index, there, back, sides)
                 continue
             visits = step.distance > 0
             side = sides.of(step.round)
             if visits and queries:
-                side = self.visiting(queries.piece(step.round, step.distance))
+                side = self.side_for_kernel(queries.piece(step.round, step.distance))
             kv = there.keys(step.round)
             if visits and keys:
                 kv = keys.piece(step.round, step.distance)
@@ -363,7 +363,7 @@ class Sides:
     def of(self, round_: int) -> tuple[Ref, ...]:
         """A round's side for kernels; made once, whoever's keys it meets."""
         if round_ not in self._made:
-            self._made = {round_: self._emitter.visiting(*self.bare(round_))}
+            self._made = {round_: self._emitter.side_for_kernel(*self.bare(round_))}
         return self._made[round_]
 
 

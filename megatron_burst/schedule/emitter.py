@@ -181,7 +181,7 @@ class Emitter:
         self.emit(Delta(Ref("side"), delta))
         return delta
 
-    def visiting(self, *sides: Ref) -> tuple[Ref, ...]:
+    def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
         """A query side that has delta, as the kernel wants it: if need be with an output that has
         the same delta."""
         if self.spec.kernel.takes_delta:

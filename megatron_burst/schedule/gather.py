@@ -27,7 +27,7 @@ from megatron_burst.schedule.emitter import (
 )
 from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_steps import gather_steps
-from megatron_burst.schedule.inter_node import Visitors, sums
+from megatron_burst.schedule.inter_node import Circulating, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.program import (
@@ -107,7 +107,7 @@ class _Gather(Emitter):
                 of_keys.add(index - 1)
             sides.prepare(index + 1)
             keys.prepare(index + 1, late=True)
-            of_keys.settle(index - 1)
+            of_keys.come_home(index - 1)
             shares.leave(index)
             for tile in step.after:
                 shares.add_own(index, tile, tiles.compute(tile, own))
@@ -133,9 +133,9 @@ class Keys:
         self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
         travel = not spec.backward or spec.circulate is Circulate.KV
         self._recalls = spec.left and spec.backward
-        self._visitors = None
+        self._circulating = None
         if travel and not self._recalls and spec.topology.inter_size > 1:
-            self._visitors = Visitors(
+            self._circulating = Circulating(
                 emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
                 self._fields, spec.shape.tokens,
             )  # fmt: skip
@@ -156,7 +156,7 @@ class Keys:
         if slots allow it), and behind them what waits for other nodes."""
         if index >= len(self._plan.steps):
             return
-        comes = bool(self._visitors and self._emitter.order[index].distance)
+        comes = bool(self._circulating and self._emitter.order[index].distance)
         early = not comes and (self._slots > 1 or index == 0)
         if not late:
             if early:
@@ -164,23 +164,23 @@ class Keys:
             return
         if not comes and not early:
             self._gather(index)
-        if self._visitors:
-            self._visitors.set_out(index)
+        if self._circulating:
+            self._circulating.set_out(index)
         if comes:
             self._gather(index)
-        if self._visitors:
-            self._visitors.pass_on(index)
+        if self._circulating:
+            self._circulating.pass_on(index)
 
     def _gather(self, index: int) -> None:
         emitter, step, stream = self._emitter, self._emitter.order[index], Stream.COMPUTE
         source = Ref("kv", heads=self._plan.steps[index].heads)
-        if step.distance and self._visitors:
-            source, stream = self._visitors.piece(step.round, step.distance), Stream.SIDE
+        if step.distance and self._circulating:
+            source, stream = self._circulating.piece(step.round, step.distance), Stream.SIDE
         if step.distance and emitter.spec.left:
             name = f"left {step.round}+{step.distance}"
             fields = self._fields(step.round)
             left = emitter.buffer(name, Home.LEFT, emitter.spec.shape.tokens, fields)
-            if self._visitors:
+            if self._circulating:
                 emitter.emit(Copy((source,), left, stream))
             source = left
         if self._begins(index):
@@ -211,15 +211,15 @@ class Keys:
 
 
 class Sides:
-    """The query side of each step, of visitors too if queries circulate."""
+    """The query side of each step, of remote queries too if queries circulate."""
 
     def __init__(self, emitter: _Gather) -> None:
         self._emitter, spec = emitter, emitter.spec
         self._own = (Ref("side"),)
-        self._visitors = None
+        self._circulating = None
         if spec.circulate is Circulate.Q:
             self._own = (Ref("side"), emitter.delta())
-            self._visitors = Visitors(
+            self._circulating = Circulating(
                 emitter, emitter.order, self._of_round, self._fields, spec.shape.tokens
             )
 
@@ -232,17 +232,17 @@ class Sides:
         return travelling_side_fields(heads, self._emitter.spec.shape)
 
     def prepare(self, index: int) -> None:
-        """Let the visitor of a step come."""
-        if self._visitors and index < len(self._emitter.order):
-            self._visitors.set_out(index)
-            self._visitors.pass_on(index)
+        """Let the remote queries of a step come."""
+        if self._circulating and index < len(self._emitter.order):
+            self._circulating.set_out(index)
+            self._circulating.pass_on(index)
 
     def of(self, index: int) -> tuple[Ref, ...]:
         """The side of a step."""
         step = self._emitter.order[index]
-        if not (self._visitors and step.distance):
+        if not (self._circulating and step.distance):
             return self._of_round(step.round)
-        return self._emitter.visiting(self._visitors.piece(step.round, step.distance))
+        return self._emitter.side_for_kernel(self._circulating.piece(step.round, step.distance))
 
 
 class Shares:
@@ -356,7 +356,7 @@ class KeySums:
         else:
             self._sums.add(index, self._shares.sums(index), self._stream)
 
-    def settle(self, index: int) -> None:
+    def come_home(self, index: int) -> None:
         """Behind all of them."""
         if index >= 0 and self._stream is Stream.SIDE:
             self._sums.come_home(index, self._stream)

@@ -31,7 +31,7 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a round: `distance` is how many nodes the visiting piece has come."""
+    """One step of a round: `distance` is how many nodes the circulating piece has come."""
 
     round: int
     distance: int
@@ -64,8 +64,8 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
 
 
-class Visitors:
-    """Pieces that come by.
+class Circulating:
+    """What circulates between nodes: pieces of each round.
 
     Args:
         emitter: of the program.
@@ -117,7 +117,7 @@ class Visitors:
 
 
 class TravellingSums:
-    """Gradients of pieces that come by: each node adds its own; the last hop brings them home.
+    """Gradients of what circulates: each node adds its own; the last hop brings them home.
 
     Args:
         emitter: of the program.

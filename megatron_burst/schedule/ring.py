@@ -67,11 +67,11 @@ class _Ring(Emitter):
         return Dtype.SUM
 
     def forward(self) -> None:
-        out, visitor = Ref("out"), self.own_visitor(("kv",))
+        out, circulating = Ref("out"), self.own_circulating(("kv",))
         self.emit(Fill(out))
         for step in range(self.spec.topology.cp_size):
-            visitor = self.read_hops(step, visitor)
-            kv = self.visitor(step)
+            circulating = self.read_hops(step, circulating)
+            kv = self.circulating(step)
             for number, tile in enumerate(self.tiles_of(step)):
                 fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
                 part = self.part(f"part {step}.{number}", len(tile.q), fields)
@@ -82,11 +82,11 @@ class _Ring(Emitter):
     def backward(self) -> None:
         sides = (Ref("side"),) if self.keys_travel else (Ref("side"), self.delta())
         own = ("kv",) if self.keys_travel else tuple(side.buffer for side in sides)
-        visitor = self.own_visitor(own)
+        circulating = self.own_circulating(own)
         self.emit(Fill(Ref("dq")), Fill(Ref("dkv")))
         home = GradientsHome(self)
         for step in range(self.spec.topology.cp_size):
-            visitor = self.read_hops(step, visitor)
+            circulating = self.read_hops(step, circulating)
             home.hops(step)
             shares = self.compute(step, sides)
             home.add(step, shares)
@@ -97,9 +97,9 @@ class _Ring(Emitter):
         spec, kv = self.spec, Ref("kv")
         tiles_here = self.tiles_of(step)
         if self.keys_travel:
-            kv = self.visitor(step)
+            kv = self.circulating(step)
         elif step and tiles_here:
-            sides = self.visiting(self.visitor(step))
+            sides = self.side_for_kernel(self.circulating(step))
         shares, shape, dtype = [], spec.shape, spec.grad_dtype
         for number, tile in enumerate(tiles_here):
             name = f"{step}.{number}"
@@ -115,42 +115,42 @@ class _Ring(Emitter):
         return shares
 
     def tiles_of(self, step: int) -> tuple[Tile, ...]:
-        """Between this rank and the owner of what visits."""
+        """Between this rank and the owner of what circulates."""
         spec, (round_, place) = self.spec, divmod(step, self.places)
         owner = spec.topology.rank_at(self.row - round_, self.column - place)
         pair = (spec.cp_rank, owner) if self.keys_travel else (owner, spec.cp_rank)
         return tiles(spec.layout, spec.mask, *pair, spec.topology.cp_size, spec.shape.tokens)
 
-    def own_visitor(self, own: tuple[str, ...]) -> Ref:
+    def own_circulating(self, own: tuple[str, ...]) -> Ref:
         """The rank's own shard, packed to travel."""
-        packed = self.visitor_buffer(0)
+        packed = self.hop_buffer(0)
         self.emit(Copy(tuple(map(Ref, own)), packed))
         return packed
 
-    def visitor_buffer(self, step: int) -> Ref:
+    def hop_buffer(self, step: int) -> Ref:
         shape = self.spec.shape
         fields = (kv_fields(shape.heads_kv, shape) if self.keys_travel
                   else travelling_side_fields(shape.heads_q, shape))  # fmt: skip
-        return self.buffer(f"visitor {step}", Home.HOP, shape.tokens, fields, Cargo.READ)
+        return self.buffer(f"circulating {step}", Home.HOP, shape.tokens, fields, Cargo.READ)
 
-    def visitor(self, step: int) -> Ref:
-        """What visits in a step; the rank's own shard is read where it is."""
+    def circulating(self, step: int) -> Ref:
+        """What circulates in a step; the rank's own shard is read where it is."""
         if step == 0 and self.keys_travel:
             return Ref("kv")
-        return Ref(f"visitor {step}")
+        return Ref(f"circulating {step}")
 
-    def read_hops(self, step: int, visitor: Ref) -> Ref:
-        """Start the hops of a step; returns what visits in the next one."""
+    def read_hops(self, step: int, circulating: Ref) -> Ref:
+        """Start the hops of a step; returns what circulates in the next one."""
         round_, place = divmod(step, self.places)
         if place == 0:
             self.next_round = None
             if round_ < self.nodes - 1:
-                self.next_round = self.visitor_buffer((round_ + 1) * self.places)
-                self.hop(Link.INTER, Cargo.READ, visitor, self.next_round)
+                self.next_round = self.hop_buffer((round_ + 1) * self.places)
+                self.hop(Link.INTER, Cargo.READ, circulating, self.next_round)
         if place == self.places - 1:
-            return self.next_round or visitor
-        arriving = self.visitor_buffer(step + 1)
-        self.hop(Link.INTRA, Cargo.READ, visitor, arriving)
+            return self.next_round or circulating
+        arriving = self.hop_buffer(step + 1)
+        self.hop(Link.INTRA, Cargo.READ, circulating, arriving)
         return arriving
 
 

@@ -1,6 +1,6 @@
-"""Options beside the ways in which calls are settled to run: honoured, or refused on all ranks.
+"""Options beside the ways in which calls are resolved to run: honoured, or refused on all ranks.
 
-Catches an option that is dropped, one that is refused though it holds, and an `auto` that settles
+Catches an option that is dropped, one that is refused though it holds, and an `auto` that resolves
 on a way without what was asked for where there is one that has it.
 """
 
@@ -70,7 +70,7 @@ def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
         assert reason.count("; got ") == 1 and "\n" not in reason
 
 
-def test_what_is_kept_for_a_replay_follows_no_forward_directly():
+def test_what_is_kept_for_recomputation_follows_no_forward_directly():
     call = AttentionCall(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
     assert misses(call) is None and not call.recalls
 
@@ -106,9 +106,9 @@ def test_simulation_chooses_among_ways_that_have_what_was_asked_for(nodes, asked
         with pytest.raises(BurstError, match="heads_per_round must"):
             planned(call, config)
         return
-    settled, _ = planned(call, config)
-    way = way_of(shape, device, topology, pattern, settled)
-    assert misses(way) is None and {n: getattr(settled.tuning, n) for n in asked} == asked
+    resolved, _ = planned(call, config)
+    way = way_of(shape, device, topology, pattern, resolved)
+    assert misses(way) is None and {n: getattr(resolved.tuning, n) for n in asked} == asked
     if "resend" in asked and nodes > 1:
         assert way.recalls or way.between == "a2a"
 
@@ -198,7 +198,7 @@ def test_gradients_of_an_exchange_are_as_wide_as_asked_for():
         assert wide[1] - narrow[1] == 8 * 8 * (16 + 8 + 8) * 2 // 2  # half of the heads
 
 
-def test_keys_stay_with_resend_never_whatever_is_kept_if_no_replay_comes_between():
+def test_keys_stay_with_resend_never_whatever_is_kept_without_recomputation():
     way = {"nodes": 2, "intra": "gather", "grad_wire": "input"}
     ways = [way | {"resend": "always"}, way | {"resend": "never"}]
     ways.append(way | {"resend": "never", "keep": "all"})
@@ -207,7 +207,7 @@ def test_keys_stay_with_resend_never_whatever_is_kept_if_no_replay_comes_between
         assert again[1] - stay[1] == 8 * 8 * (8 + 8) * 2  # K and V
 
 
-def kept_and_replayed(rank):
+def kept_and_recomputed(rank):
     patches.apply("checkpoints")
 
     def run(attend, *qkv):
@@ -217,6 +217,6 @@ def kept_and_replayed(rank):
     return [bytes_of(way | {"resend": resend}, run) for resend in ("always", "never")]
 
 
-def test_results_that_are_kept_for_a_replay_keep_no_keys_of_other_nodes():
-    for always, never in run_ranks(kept_and_replayed, 2):
+def test_results_that_are_kept_for_recomputation_keep_no_keys_of_other_nodes():
+    for always, never in run_ranks(kept_and_recomputed, 2):
         assert always == never

@@ -185,7 +185,7 @@ def exchanged_and_planned(rank, world):
         shape = attention_shape(q, k, v, torch.float32)
         flat = topology.flat() if inter == "a2a" else topology
         there, back = planned_of("a2a", flat, rank, shape, circulate, left=keep != "all")
-        if keep == "none":  # the replay
+        if keep == "none":  # backward recomputes it
             back += there
         planned = [dict(+there), dict(+back)]
         over_all = a2a_bytes(shape, topology, keep == "all") if inter == "a2a" else None

@@ -36,7 +36,7 @@ def call(tokens, batch=1, heads=2, **options):
 
 
 def many_lengths(rank):
-    """Keys in the store, posts, lines and settled calls over many lengths; errors of some."""
+    """Keys in the store, posts, lines and resolved calls over many lengths; errors of some."""
     store = dist.group.WORLD.get_group_store()
     call(2)
     dist.barrier()
@@ -50,13 +50,13 @@ def many_lengths(rank):
             got = burst_attention(*(x[:, rows] for x in tensors[:3]))
             errors.append(worst([got], truth_of(tensors, True, 4**-0.5)[:1], rows))
     dist.barrier()
-    settled = state_of(dist.group.WORLD, None).settled
-    return store.num_keys() - before, share.call_count, lines, len(settled), max(errors)
+    resolved = state_of(dist.group.WORLD, None).resolved
+    return store.num_keys() - before, share.call_count, lines, len(resolved), max(errors)
 
 
 def test_new_lengths_of_a_configuration_cost_no_post_no_key_and_no_line():
-    for keys, posts, lines, settled, error in run_ranks(many_lengths, 2):
-        assert keys == posts == 0 and lines == [] and settled == 128
+    for keys, posts, lines, resolved, error in run_ranks(many_lengths, 2):
+        assert keys == posts == 0 and lines == [] and resolved == 128
         assert error < 1e-5
 
 
@@ -65,9 +65,9 @@ def lines_of_calls(rank):
     choose = attention._choose
 
     def choose_by_length(q, *others):
-        *settled, choices = choose(q, *others)
+        *resolved, choices = choose(q, *others)
         size = Choice("many" if q.shape[1] > 8 else "few", f"{q.shape[1]} tokens")
-        return *settled, [*choices, size]
+        return *resolved, [*choices, size]
 
     with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
         for tokens in (2, 4, 6, 10, 4, 12):

@@ -1,7 +1,7 @@
 """What forward leaves for backward of what came from others: how much, how long, and when nothing.
 
-Catches memory that is held after backward, exchanged tensors that a replay's recording keeps, a
-second backward that finds spoilt ones. Bytes sent are in `test_bytes.py`.
+Catches memory that is held after backward, exchanged tensors that a recording keeps for
+recomputation, a second backward that finds spoilt ones. Bytes sent are in `test_bytes.py`.
 """
 
 import gc
@@ -166,7 +166,7 @@ def kept_bytes():
     return sum(each.num_bytes for each in gc.get_objects() if type(each) is Recording)
 
 
-def test_recordings_hold_out_and_lse_and_replays_are_exact():
+def test_recordings_hold_out_and_lse_and_recomputation_is_exact():
     for found in run_ranks(under_checkpoints, WORLD):
         for (way, name, reentrant), (error, kept) in found.items():
             assert error <= 1e-12, (way, name, reentrant)

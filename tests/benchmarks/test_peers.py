@@ -49,10 +49,10 @@ def test_only_rank_0_computes_alone():
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 4), 8), ((6, 2), 4)])
-def test_the_ceiling_refuses_heads_that_cannot_be_dealt_out(heads, size):
+def test_the_ceiling_refuses_heads_that_cannot_be_sharded(heads, size):
     case = Case(64, 1, *heads, 8, 8)
     refusal = Ceiling(Impl("ceiling", "auto"), world(size)).refusal(case)
-    assert f"{heads[0]}/{heads[1]} heads must be dealt out evenly over {size} ranks" in refusal
+    assert f"{heads[0]}/{heads[1]} heads must be sharded evenly over {size} ranks" in refusal
 
 
 def test_the_ceiling_keeps_one_key_head_where_there_are_fewer_than_ranks():

@@ -1,7 +1,7 @@
 """What the planner says of rows of the benchmarks, and predictions that were written before.
 
-Catches links that are not those of the row, replays counted wrongly, and a prediction that is made
-after the measurement it is compared with.
+Catches links that are not those of the row, recomputation counted wrongly, and a prediction that is
+made after the measurement it is compared with.
 """
 
 from dataclasses import replace

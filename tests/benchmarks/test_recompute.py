@@ -96,7 +96,7 @@ def test_one_row_for_each_mode(results):
             assert row.status == "failed" and "needs TransformerEngine, because" in row.note
 
 
-def test_modes_replay_as_much_attention_as_they_say(results):
+def test_modes_recompute_as_much_attention_as_they_say(results):
     ((_, _, calls), _), _ = results
     kernels, hops = calls["off"]
     assert calls["none"] == calls["selective"] == (2 * kernels, hops + 2)

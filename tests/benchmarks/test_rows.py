@@ -220,7 +220,7 @@ def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-2])
     for look in (check_appendable, partial(append, rows=one_problem())):
-        with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; mend"):
+        with pytest.raises(BurstError, match="last line of .*rows.csv must end, .* cut off; fix"):
             look(path)
     assert path.read_bytes() == whole[:-2]
 

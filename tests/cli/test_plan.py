@@ -119,13 +119,13 @@ def test_gathering_inside_nodes_is_shown_with_both_links():
     assert len(lines) == 2 and all("NVLink" in line and "network" in line for line in lines)
 
 
-def test_keeping_half_says_whether_rows_are_dealt_out_between_nodes():
+def test_keeping_half_says_whether_rows_are_resharded_between_nodes():
     options = "llama3-8b --gpus 16 --cp 16 --keep half --seq-length".split()
     said = {length: " ".join(run(*options, length).split()) for length in ("64k", "256k", "2M")}
-    assert "keep half: plain (not dealt out anew: " in said["64k"]
-    assert "keep half: dealt (the early rows" in said["256k"]
+    assert "keep half: plain (not resharded: " in said["64k"]
+    assert "keep half: resharded (the early rows" in said["256k"]
     assert "a run does so with --burst-hardware" in said["256k"]
-    assert "keep half: dealt" in said["2M"] and "a run does so" not in said["2M"]
+    assert "keep half: resharded" in said["2M"] and "a run does so" not in said["2M"]
 
 
 def test_a_way_that_a_strategy_fixes_is_among_its_flags():

@@ -120,7 +120,7 @@ def addresses(rank):
 
 def test_hop_buffers_are_allocated_once_and_only_ever_grow():
     for small, grown, *later in run_ranks(addresses, 4):
-        assert len(small) == len(grown) == 2 + 1 + 3  # visitors, home, gradients
+        assert len(small) == len(grown) == 2 + 1 + 3  # what circulates, home, gradients
         assert all(pointers == grown for pointers in later)
 
 

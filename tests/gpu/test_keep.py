@@ -1,7 +1,7 @@
 """Keeping on GPUs: bits, device memory and host memory, over NCCL.
 
 Catches copies that are read before they are complete, results that stay on the device though they
-wait on the host, and replays of the early half that differ.
+wait on the host, and recomputation of the early half that differs.
 """
 
 import gc
@@ -90,7 +90,7 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     relative error in the norm, and bytes between forward and backward.
 
     The truth is the same in the next larger dtype, without keeping."""
-    planned.rates = lambda config: Rates(gbs=1e9)  # deals between nodes, whatever the links
+    planned.rates = lambda config: Rates(gbs=1e9)  # reshards between nodes, whatever the links
     patches.apply("checkpoints")
     found, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))

@@ -1,6 +1,6 @@
 """Megatron's own context parallelism through TransformerEngine, kept under full recomputation.
 
-Catches a replay that runs attention again though its results were kept, and results that reach
+Catches recomputation that runs attention again though its results were kept, and results that reach
 another layer.
 """
 
@@ -48,7 +48,7 @@ def steps(rank, world, comm_type):
 
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
-def test_replays_take_what_transformer_engine_computed(comm_type):
+def test_recomputation_takes_what_transformer_engine_computed(comm_type):
     pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     world = max(n for n in (2, 4) if n <= GPUS)
     settings = {"backend": "nccl", "timeout_s": 300, "fresh": True}

@@ -1,8 +1,8 @@
 """Keeping under Megatron's recomputation, schedules and multi-token prediction.
 
 Every gradient is compared with that of the same model without recomputation, which sums in the
-same order. Catches results that reach another layer or micro-batch, replays that compute or
-communicate though they need not, and layers that keep though they should not.
+same order. Catches results that reach another layer or micro-batch, recomputation that computes or
+communicates though it need not, and layers that keep though they should not.
 """
 
 from dataclasses import dataclass, replace
@@ -33,27 +33,27 @@ AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """What keeps how, and how many attention calls a layer's replays then make in a step.
+    """What keeps how, and how many attention calls a layer's recomputation then makes in a step.
 
     Attributes:
         burst: options.
         recompute: Megatron's options.
-        replayed: layers of a stage whose attention is computed again, MTP's not counted; with
+        recomputed: layers of a stage whose attention is computed again, MTP's not counted; with
             chunks of two layers (1F1B) and of one (interleaved).
-        mtp_replayed: the same of MTP's layer.
+        mtp_recomputed: the same of MTP's layer.
     """
 
     burst: BurstConfig
     recompute: tuple = tuple(FULL_RECOMPUTE.items())
-    replayed: tuple[int, int] = (0, 0)
-    mtp_replayed: int = 0
+    recomputed: tuple[int, int] = (0, 0)
+    mtp_recomputed: int = 0
 
 
 def recompute(options: dict) -> tuple:
     return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
 
 
-BOTH, ONE = dict(replayed=(2, 2), mtp_replayed=1), dict(replayed=(1, 1), mtp_replayed=1)
+BOTH, ONE = dict(recomputed=(2, 2), mtp_recomputed=1), dict(recomputed=(1, 1), mtp_recomputed=1)
 OFFLOAD, FIRST = (
     BurstConfig(keep="all", keep_offload="results"),
     BurstConfig(keep="all", keep_layers=1),
@@ -146,13 +146,17 @@ def test_gradients_are_those_without_recomputation(comparisons, setting, name):
 
 
 @pytest.mark.parametrize("setting, name", RUNS, ids=str)
-def test_replays_run_no_attention_and_send_nothing_where_all_is_kept(comparisons, setting, name):
+def test_recomputation_runs_no_attention_and_sends_nothing_where_all_is_kept(
+    comparisons, setting, name
+):
     case = CASES[name]
     for results in comparisons:
         _, kernels, hops, has_mtp, _ = results[setting, name]
-        layers = case.replayed[setting.vp - 1] + case.mtp_replayed * has_mtp
-        replays = setting.micro_batches * layers
+        layers = case.recomputed[setting.vp - 1] + case.mtp_recomputed * has_mtp
+        recomputed = setting.micro_batches * layers
         if "half" in name:
-            assert kernels >= replays and hops >= replays  # of a half, which is dealt out and home
+            assert (
+                kernels >= recomputed and hops >= recomputed
+            )  # of a half, which is resharded and comes home
         else:
-            assert (kernels, hops) == (setting.cp * replays, replays)
+            assert (kernels, hops) == (setting.cp * recomputed, recomputed)

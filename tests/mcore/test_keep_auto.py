@@ -25,9 +25,9 @@ ALL = BurstConfig(keep="all")
 TWO, VPP = Setting(pp=2, cp=2), Setting(pp=2, vp=2, cp=2)
 
 
-def layers_and_replays(rank: int) -> tuple:
+def layers_and_recomputations(rank: int) -> tuple:
     """By how a stage is recomputed its layers, and which keep if two shall; attention calls
-    of replays within budgets."""
+    of recomputed calls within budgets."""
     from megatron_burst.mcore import patches
     from megatron_burst.mcore.recompute import resolved, stage_layers
 
@@ -40,7 +40,7 @@ def layers_and_replays(rank: int) -> tuple:
             two = BurstConfig(keep="all", keep_layers=2)
             of_layer = (resolved(two, config, number, None, None, 0.75) for number in range(1, 9))
             keeping.append([number for number, got in enumerate(of_layer, 1) if got.keep == "all"])
-    setting, replays = Setting(mtp=True, micro_batches=1), []
+    setting, recomputed = Setting(mtp=True, micro_batches=1), []
     pipeline.start(setting)
     plain = run_step(setting, build(setting, config_for(setting)))
     patches.switch_on_keep(ALL)
@@ -48,22 +48,24 @@ def layers_and_replays(rank: int) -> tuple:
     for layers in range(1, LAYERS + 2):
         burst = BurstConfig.of(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
         chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
-        replays.append(run_step(setting, chunks).kernels - plain.kernels)
-    return numbers, keeping, replays
+        recomputed.append(run_step(setting, chunks).kernels - plain.kernels)
+    return numbers, keeping, recomputed
 
 
 def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
-    (first, first_keep, replays), *_, (second, second_keep, _) = run_ranks(layers_and_replays, 4)
+    (first, first_keep, recomputed), *_, (second, second_keep, _) = run_ranks(
+        layers_and_recomputations, 4
+    )
     assert first == [[1, 2, 3, 4], [1], [1, 2, 3, 4], [1, 2, 5, 6], [1, 5], [1, 2, 5, 6]]
     assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
     assert first_keep == [layers[:2] for layers in first]
     assert second_keep == [layers[:2] for layers in second]
-    assert replays == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
+    assert recomputed == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
 
 
 def free_memory_differs(rank: int) -> tuple:
     """Of a step on two stages, whose second context-parallel rank has no host memory: error, kernel
-    calls and hops of replays. Of layers on 2 x 2 ranks: their options, and how often they asked."""
+    calls and hops of recomputation. Of layers on 2 x 2 ranks: options, how often they asked."""
     from megatron_burst.comm.watch import Board
     from megatron_burst.mcore.recompute import resolved
     from megatron_burst.plan import keep

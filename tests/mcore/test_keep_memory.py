@@ -23,7 +23,7 @@ LEAK = Setting(pp=1, cp=2, micro_batches=2)
 
 
 def fail_often(rank: int) -> tuple:
-    """200 steps, of which most fail: in a first pass, in a replay, between forward and backward."""
+    """200 steps; most fail: in a first pass, in recomputation, between forward and backward."""
     from megatron_burst.mcore import core_attention
 
     pipeline.start(LEAK)

@@ -1,6 +1,6 @@
 """Keeping around what is not burst's: Megatron's own attention, TransformerEngine's checkpoint.
 
-Catches replays that compute though they need not, and what would not be kept without a word.
+Catches recomputation that computes though it need not, and what would not be kept without a word.
 """
 
 from functools import partial
@@ -48,9 +48,9 @@ def test_megatrons_own_attention_is_kept_too():
     (found,) = run_ranks(own_attention, 1)
     refusals = [text for text, value in found.items() if value is None]
     values = {name: value for name, value in found.items() if value is not None}
-    replays = 2 * LAYERS
+    recomputed = 2 * LAYERS
     assert values == {
-        "none": (0, replays), "all": (0, 0), "three": (0, 2), "auto": (0, 0)
+        "none": (0, recomputed), "all": (0, 0), "three": (0, 2), "auto": (0, 0)
     }  # fmt: skip
     assert (
         refusals[0].startswith("burst keep: ")

@@ -1,8 +1,8 @@
 """Packed samples beside what else a run has: pipelines that keep, groups of a micro-batch's own,
 documents that begin anywhere, the fused loss, multi-token prediction.
 
-Catches boundaries of another micro-batch in backward or in a replay, groups of the layer where the
-micro-batch has its own, and parts of Megatron that take rows to be elsewhere.
+Catches boundaries of another micro-batch in backward or in recomputation, groups of the layer where
+the micro-batch has its own, and parts of Megatron that take rows to be elsewhere.
 """
 
 from argparse import Namespace

@@ -56,7 +56,7 @@ def test_nothing_else_is_faster_than_what_is_chosen(call):
 @settings(max_examples=40, deadline=None)
 @given(open_calls(), st.data())
 def test_a_resolved_call_passes_as_the_call_does(call, data):
-    """Calls that settle alike share a simulation and their buffers."""
+    """Calls that resolve alike share a simulation and their buffers."""
     call = data.draw(st.sampled_from([call, *ways(call)]))
     call = replace(call, again=data.draw(st.booleans()))
     for direction in Direction:
@@ -173,7 +173,7 @@ def test_programs_are_the_engines_own(options, nodes):
     import torch
 
     from megatron_burst.config import BurstConfig
-    from megatron_burst.engine.setup import Pattern, attention_shape, set_up, settle_inter, way_of
+    from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 
     topology = pretend_nodes(4, nodes)
     shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
@@ -184,7 +184,7 @@ def test_programs_are_the_engines_own(options, nodes):
         options = {"flat": True}
     config = BurstConfig.of(backend="reference", **options)
     made_of = attention_shape(q, k, v)
-    config, _ = settle_inter(way_of(made_of, q.device, topology, pattern, config), config)
+    config, _ = resolve_inter(way_of(made_of, q.device, topology, pattern, config), config)
     assert ("flat" if config.tuning.flat else config.inter) == call.between
     arranged = topology if config.inter == "ring" else topology.flat()
     for rank in range(4):

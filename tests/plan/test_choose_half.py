@@ -1,6 +1,6 @@
-"""Whether rows are dealt out anew in a replay: layouts, masks, nodes and their links.
+"""Whether rows are resharded in recomputation: layouts, masks, nodes and their links.
 
-Catches a deal that costs more than it saves, and shares that are not what ranks compute.
+Catches resharding that costs more than it saves, and shares that are not what ranks compute.
 """
 
 from dataclasses import replace
@@ -32,14 +32,14 @@ def shape_of(tokens):
 
 
 CHOICES = [
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 8, SLOW), "dealt (the early rows are dealt out anew"),
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, FAST), "dealt (the early rows are dealt out anew"),
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not dealt out anew: .* ms between nodes"),
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not dealt out anew: 6 rows a rank are"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 8, SLOW), "resharded (the early rows are resharded"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, FAST), "resharded (the early rows are resharded"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not resharded: .* ms between nodes"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not resharded: 6 rows a rank are"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 1, 1, 8, FAST), "plain (the early rows are spread evenly"),
     ((Layout.STRIPED, Mask.CAUSAL, 4, 2, 7, SLOW), "plain (the early rows are spread evenly"),
-    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 8, SLOW), "dealt (the early rows are dealt out anew"),
-    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, FAST), "dealt (the early rows are dealt out anew"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 8, SLOW), "resharded (the early rows are resharded"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, FAST), "resharded (the early rows are resharded"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, SLOW), "none (the later ranks would keep all of th"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 6, FAST), "none (the later ranks would keep all of th"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 1, 1, 6, FAST), "plain (the early rows are spread evenly"),
@@ -77,13 +77,13 @@ def test_the_share_that_is_computed_again(size):
 
 
 def test_exchanged_heads_are_even_where_their_rows_are():
-    """Every rank has all rows of some heads; contiguous shards, all early or none, are dealt."""
+    """Every rank has all rows of some heads; contiguous shards are resharded."""
     for nodes in (1, 2):
         where = Mask.CAUSAL, pretend_nodes(4, nodes), shape_of(4096), FAST
         zigzag = HalfCall(Layout.ZIGZAG, *where, over_all=True)
         assert choose_half(zigzag).value == "plain"
         assert recomputed_share(zigzag) == 0.25
-        assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == "dealt"
+        assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == "resharded"
 
 
 def test_bytes_and_seconds_between_two_nodes_of_two():
@@ -91,12 +91,12 @@ def test_bytes_and_seconds_between_two_nodes_of_two():
     5, 3: 3 and 4. Rank 0 gives 1 to its neighbour, rank 1 gives 2 and 3 away, rank 2 gives 4 to its
     neighbour and keeps 5, rank 3 gives 6 and 7."""
     topology, shape = pretend_nodes(4, 2), shape_of(16)
-    half = early_half(Layout.ZIGZAG, 4, 16, deal=True)
+    half = early_half(Layout.ZIGZAG, 4, 16, reshard=True)
     assert rows_between_nodes(half.moves, topology) == 8
     assert rows_between_nodes(half.moves, pretend_nodes(4, 1)) == 0
     row = 2 * (32 + 16 + 32) * 128 + 4 * 32
     call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, Rates(tflops=1, gbs=1))
-    assert call.deal_seconds == pytest.approx(8 * row * 1e-9)
+    assert call.reshard_seconds == pytest.approx(8 * row * 1e-9)
     flops = 2 * 2 * 128 * 32 * 16 * 64 / 2
     assert call.forward_seconds == pytest.approx(flops * 1e-12)
 
@@ -108,8 +108,8 @@ def test_dealing_takes_less_than_it_saves(nodes, per_node, power, gbs):
     call = HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates)
     if size > 1:
         saved = ((2 * size - 1) / (4 * size) - 0.25) * call.forward_seconds
-        gains = nodes == 1 or call.deal_seconds < saved
-        assert (choose_half(call).value == "dealt") == gains
+        gains = nodes == 1 or call.reshard_seconds < saved
+        assert (choose_half(call).value == "resharded") == gains
 
 
 def test_a_machine_that_is_known_has_its_own_links():
@@ -120,5 +120,5 @@ def test_a_machine_that_is_known_has_its_own_links():
         choose_half(HalfCall(Layout.ZIGZAG, Mask.CAUSAL, topology, shape, rates))
         for rates in (Rates(), known, replace(known, gbs=0.5))
     ]
-    assert [choice.value for choice in how] == ["plain", "dealt", "plain"]
+    assert [choice.value for choice in how] == ["plain", "resharded", "plain"]
     assert "--burst-hardware tells more" in how[0].reason

@@ -30,9 +30,9 @@ def flat(layout, rank, size, tokens):
 
 @given(plans, sizes, quarters)
 def test_the_early_rows_are_the_first_half_of_the_sequence(plan, size, quarter):
-    layout, deal = plan
+    layout, reshard = plan
     tokens = 4 * quarter
-    half = early_half(layout, size, tokens, deal)
+    half = early_half(layout, size, tokens, reshard)
     held = [
         p for rank in range(size) for p in flat(layout, rank, size, tokens)[half.early[rank].slice]
     ]
@@ -43,9 +43,9 @@ def test_the_early_rows_are_the_first_half_of_the_sequence(plan, size, quarter):
 def test_each_row_is_computed_once_and_where_the_layout_of_the_early_half_has_it(
     plan, size, quarter
 ):
-    layout, deal = plan
+    layout, reshard = plan
     tokens = 4 * quarter
-    half = early_half(layout, size, tokens, deal)
+    half = early_half(layout, size, tokens, reshard)
     n = tokens // 2
     computed = {}
     for rank in range(size):
@@ -77,12 +77,14 @@ def pairs(layout, size, tokens):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_dealt_out_anew_the_slowest_rank_pays_a_quarter_of_a_forward(size):
+def test_if_resharded_the_slowest_rank_pays_a_quarter_of_a_forward(size):
     tokens = 4096
     whole = max(pairs(Layout.ZIGZAG, size, tokens))
     cost = {
-        deal: max(pairs(early_half(Layout.ZIGZAG, size, tokens, deal).layout, size, tokens // 2))
-        for deal in (True, False)
+        reshard: max(
+            pairs(early_half(Layout.ZIGZAG, size, tokens, reshard).layout, size, tokens // 2)
+        )
+        for reshard in (True, False)
     }
     assert cost[True] / whole == pytest.approx(0.25, abs=1e-3)
     assert cost[False] / whole == pytest.approx((2 * size - 1) / (4 * size), abs=1e-3)
@@ -95,7 +97,7 @@ def test_dealt_out_anew_the_slowest_rank_pays_a_quarter_of_a_forward(size):
 @given(sizes, quarters)
 def test_later_rows_that_others_keep_are_kept_once_and_half_a_shard_by_each(size, quarter):
     tokens = 4 * quarter
-    half = early_half(Layout.CONTIGUOUS, size, tokens, deal=True)
+    half = early_half(Layout.CONTIGUOUS, size, tokens, reshard=True)
     kept = {rank: [] for rank in range(size)}
     held = {rank: [] for rank in range(size)}
     for move in half.kept:

@@ -26,14 +26,14 @@ def on_device(problem, choice):
     return share * choice.layers * problem.layer_bytes * problem.in_flight
 
 
-def replayed(problem, choice):
-    """Forwards of attention that replays compute."""
+def recomputed(problem, choice):
+    """Forwards of attention that are recomputed."""
     saved = {"none": 0, "half": problem.half_saves, "all": 1}[choice.keep]
     return problem.layers - saved * choice.layers
 
 
 @given(problems, budgets, budgets)
-def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, node):
+def test_it_fits_and_nothing_that_fits_recomputes_less(problem, budget, node):
     choice = choose_keep(problem, budget, node)
     assert on_device(problem, choice) <= budget * (1 + 1e-9)
     whole = problem.layer_bytes * problem.in_flight
@@ -42,7 +42,7 @@ def test_it_fits_and_nothing_that_fits_replays_less(problem, budget, node):
         return
     for saves, size in ((1, whole), (problem.half_saves, whole / 2)):
         layers = min(problem.layers, int(budget // size))
-        assert replayed(problem, choice) <= problem.layers - saves * layers
+        assert recomputed(problem, choice) <= problem.layers - saves * layers
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_fits_in_words(budget, node, tokens, expected):
 
 
 def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():
-    """Where rows are not dealt out anew a replay of half costs about half."""
+    """Where rows are not resharded recomputing half costs about half."""
     problems = [KeepProblem(32, 1, GIB, 4096, half_saves=saves) for saves in (0.75, 0.53, 0.0)]
     found = [
         (choice.keep, choice.layers) for choice in (choose_keep(p, 22 * GIB) for p in problems)

@@ -1,4 +1,4 @@
-"""Layouts deal out every position once; tiles cover exactly what the mask allows.
+"""Layouts shard every position once; tiles cover exactly what the mask allows.
 
 The truth is the mask over positions of the whole sequence, not our rules for pairs of ranks.
 """

@@ -40,7 +40,7 @@ def test_activations_of_llama(layers, seq):
     # gradients of the layer's output, the activation's output and input; that output is gone
     assert kib("layer", recompute="none", **of) == 8 + 28 + 56 - 28
     assert kib("saved", **of) == layers * 8
-    # all but the input come back, the replay's output too
+    # all but the input come back, recomputation's output too
     assert kib("layer", **of) == (136.125 - 8) + 8 + 64 == 200.125
     assert kib("kept", **of) == 0
 
@@ -112,7 +112,7 @@ def test_attentions_turn_with_large_buffers():
     narrow = replace(ALL_HEADS, ffn=4096)
     job, strategy = Job(narrow, 1 << 18, 4, 8, 1, preset("h200")), Strategy(cp=4, intra="ring")
     buffers = buffer_bytes(attention_call(job, strategy)) / (1 << 16) / 1024
-    there = 8 + 8 + 8 + 8 + 24 + 8.125  # norm, output of the replay, q, k, projection, out, lse
+    there = 8 + 8 + 8 + 8 + 24 + 8.125  # norm, output of recomputation, q, k, projection, out, lse
     grads = 8 + 8 + 24
     assert kib("layer", narrow, intra="ring") == there + grads + buffers
     assert kib("attention", narrow, intra="ring") == buffers > 100

@@ -1,4 +1,4 @@
-"""Memory and time of training steps; the search over ways to deal a job out."""
+"""Memory and time of training steps; the search over ways to shard a job."""
 
 import re
 from dataclasses import replace

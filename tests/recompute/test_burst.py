@@ -51,9 +51,9 @@ CASES = {
     "half, offload": (BurstConfig.of(keep="half", keep_offload="results", keep_debug=True), {}),
 }
 SAID = {
-    "half": "keep half: dealt (the early rows are dealt out anew",
+    "half": "keep half: resharded (the early rows are resharded",
     "half, two nodes": "assumed: --burst-hardware tells more)",
-    "half, fast links": "keep half: dealt (the early rows are dealt out anew",
+    "half, fast links": "keep half: resharded (the early rows are resharded",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
@@ -71,7 +71,7 @@ def problem():
 
 
 def run(rank: int) -> dict:
-    """By case: error of gradients, hops of the replay, bytes kept, what was said."""
+    """By case: error of gradients, hops of recomputation, bytes kept, what was said."""
     found = {}
     for name, (config, options) in CASES.items():
         layout, causal = Layout(options.get("layout", "zigzag")), options.get("causal", True)
@@ -86,7 +86,7 @@ def run(rank: int) -> dict:
             with hearing() as lines:
                 out = burst_attention(q * 1, k * 1, v * 1, config=config, **options)
             if torch.is_grad_enabled():
-                hops.append(("replay", len(hops) - before))
+                hops.append(("recomputation", len(hops) - before))
             return out, lines
 
         said = []
@@ -104,12 +104,12 @@ def run(rank: int) -> dict:
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
             kept = kept_bytes()
             loss.backward()
-        replays = [x[1] for x in hops if x[0] == "replay"]
+        recomputed = [x[1] for x in hops if x[0] == "recomputation"]
         errors = [
             float((x.grad - y.grad[:, rows]).abs().max())
             for x, y in zip(leaves, whole, strict=True)
         ]
-        found[name] = max(errors), replays, kept, "".join(said)
+        found[name] = max(errors), recomputed, kept, "".join(said)
     return found
 
 
@@ -147,15 +147,15 @@ def test_gradients_are_those_of_full_attention(results, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_kept_and_whether_the_replay_communicates(results, name):
+def test_what_is_kept_and_whether_recomputation_communicates(results, name):
     whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
     falls_back = name in ("none", "none, a2a", "half, no mask", "half, slow links, contiguous")
     for found in results:
-        _, (replayed,), kept, _ = found[name]
+        _, (recomputed,), kept, _ = found[name]
         if name.startswith("all"):
-            assert (kept, replayed) == (whole, 0)
+            assert (kept, recomputed) == (whole, 0)
         else:
-            assert kept == (0 if falls_back else whole // 2) and replayed > 0
+            assert kept == (0 if falls_back else whole // 2) and recomputed > 0
 
 
 def sent_by_steps(rank: int) -> dict:

@@ -19,9 +19,9 @@ from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
-CASES = [  # layout, nodes, ranks, rows of a rank, whether they are dealt out anew
-    (layout, nodes, size, tokens, deal)
-    for layout, deal in (
+CASES = [  # layout, nodes, ranks, rows of a rank, whether they are resharded
+    (layout, nodes, size, tokens, reshard)
+    for layout, reshard in (
         (Layout.ZIGZAG, False),
         (Layout.ZIGZAG, True),
         (Layout.STRIPED, False),
@@ -29,7 +29,7 @@ CASES = [  # layout, nodes, ranks, rows of a rank, whether they are dealt out an
     )
     for nodes, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 6), (1, 7))
     for tokens in (8, 6)
-    if tokens % 4 == 0 or not deal
+    if tokens % 4 == 0 or not reshard
 ]
 
 
@@ -41,14 +41,14 @@ def call_of(topology, layout, shard, carrier):
     return Call.of(way, backends()["reference"], carrier, 0.3, dtypes)
 
 
-@pytest.mark.parametrize("layout, nodes, size, tokens, deal", CASES)
-def test_the_whole_is_restored_from_its_later_half(layout, nodes, size, tokens, deal):
-    topology, plan = pretend_nodes(size, nodes), early_half(layout, size, tokens, deal)
+@pytest.mark.parametrize("layout, nodes, size, tokens, reshard", CASES)
+def test_the_whole_is_restored_from_its_later_half(layout, nodes, size, tokens, reshard):
+    topology, plan = pretend_nodes(size, nodes), early_half(layout, size, tokens, reshard)
     tensors = problem(size, tokens, (4, 2), (6, 3), seed=0)[:3]
 
     def one(rank, carrier):
         shard = tuple(x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        whole = call_of(topology, layout, shard, carrier).replayed.forward(*shard)[:2]
+        whole = call_of(topology, layout, shard, carrier).recomputed.forward(*shard)[:2]
         half = [x[:, : tokens // 2] for x in shard]
         early = call_of(topology, plan.layout, half, carrier)
         policy, before = LaterHalf(plan, early, carrier), carrier.sent_bytes
@@ -61,7 +61,7 @@ def test_the_whole_is_restored_from_its_later_half(layout, nodes, size, tokens, 
         for x, y in zip(restored, whole, strict=True):
             assert (x - y).abs().max() <= 1e-12 and x.dtype == y.dtype
         assert sum(map(_bytes, kept)) * 2 == sum(map(_bytes, whole))
-        if not deal:
+        if not reshard:
             assert 2 * sent == sent_whole
 
 

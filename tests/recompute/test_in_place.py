@@ -29,7 +29,7 @@ def frames():
 
 
 class Split:
-    """A policy whose outputs are made anew in the replay, as those of a kept half are."""
+    """A policy whose outputs are made anew in recomputation, as those of a kept half are."""
 
     def trim(self, outs):
         return tuple(x.clone() for x in outs)
@@ -89,7 +89,7 @@ def test_so_is_one_after_the_checkpoint_that_ran_attention(reentrant, write):
 
 
 @REENTRANT
-def test_writes_to_what_a_replay_has_made_anew_are_refused_only_where_backward_reads_it(reentrant):
+def test_writes_to_what_is_recomputed_are_refused_only_where_backward_reads_it(reentrant):
     """Where it does, a reentrant checkpoint's graph is checked by autograd itself."""
 
     def gradient(attention, reentrant):
@@ -107,7 +107,7 @@ def test_writes_to_what_a_replay_has_made_anew_are_refused_only_where_backward_r
         gradient(flash, reentrant)
 
 
-def test_a_write_by_the_replay_alone_is_right_where_backward_does_not_read_the_output():
+def test_a_write_in_recomputation_alone_is_right_where_backward_does_not_read_the_output():
     def gradient(reentrant):
         x, runs = inputs(), []
 
@@ -122,7 +122,7 @@ def test_a_write_by_the_replay_alone_is_right_where_backward_does_not_read_the_o
     assert torch.equal(gradient(True), gradient(None))
 
 
-def test_an_outer_replay_must_not_write_either():
+def test_an_outer_recomputation_must_not_write_either():
     """It hands the same tensor to the inner checkpoint's first pass."""
     runs, attend = [], keep(plain)
 

@@ -79,7 +79,7 @@ def test_micro_batches_in_flight_in_any_order(reentrant):
 
 
 def test_checkpoints_inside_checkpoints():
-    """The inner one records what the outer one's replay takes; attention still runs once."""
+    """The inner one records what the outer one's recomputation takes; attention still runs once."""
     for outer in (True, False):
         for inner in (True, False):
             counted = Counted(flash)
@@ -142,8 +142,8 @@ def test_refuses_what_is_no_tensor():
         forward(model(), keep(lambda q, k, v, scale: None), inputs(), True)
 
 
-def replay_of_other(debug, change):
-    """A checkpoint whose replay calls attention with other inputs."""
+def recompute_with_other(debug, change):
+    """A checkpoint whose recomputation calls attention with other inputs."""
     attend, times = keep(flash, debug=debug), []
 
     def fickle(x):
@@ -153,27 +153,27 @@ def replay_of_other(debug, change):
     checkpoint(fickle, inputs(), use_reentrant=True).square().sum().backward()
 
 
-def test_debug_mode_finds_a_replay_with_other_inputs():
+def test_debug_mode_finds_recomputation_with_other_inputs():
     def last_bit(x):
         y = x.clone()
         y.view(torch.int64)[-1, -1, -1] ^= 1 << 40
         return y
 
-    replay_of_other(False, last_bit)
+    recompute_with_other(False, last_bit)
 
     def sign_of_a_row(x):
         y = x.clone()
         y[0, 3] *= -1  # the highest bit alone
         return y
 
-    replay_of_other(True, lambda x: x * 1)
+    recompute_with_other(True, lambda x: x * 1)
     for change in (last_bit, lambda x: x.flip(1), sign_of_a_row):
         with pytest.raises(
             BurstError, match=r"equal the first pass's bit by bit.*inputs \[0, 1, 2"
         ):
-            replay_of_other(True, change)
+            recompute_with_other(True, change)
 
 
-def test_refuses_a_replay_of_another_shape_always():
+def test_refuses_recomputation_of_another_shape_always():
     with pytest.raises(BurstError, match="recomputation must call attention as the first pass did"):
-        replay_of_other(False, lambda x: x[:, :3])
+        recompute_with_other(False, lambda x: x[:, :3])

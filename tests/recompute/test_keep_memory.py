@@ -56,7 +56,7 @@ def test_kept_are_the_output_and_the_statistics_only(reentrant):
 
 
 @REENTRANT
-def test_until_its_backward_a_replay_holds_values_but_not_the_projection_they_are_a_slice_of(
+def test_until_backward_recomputation_holds_values_but_not_what_they_are_a_slice_of(
     reentrant,
 ):
     """Queries and keys are new tensors, as position embeddings make them."""
@@ -73,9 +73,9 @@ def test_until_its_backward_a_replay_holds_values_but_not_the_projection_they_ar
 
     checkpoint(one, x, use_reentrant=reentrant).sum().backward()
     assert alive == [[False, False]]
-    replayed, x.grad = x.grad, None
+    recomputed, x.grad = x.grad, None
     one(x).sum().backward()
-    assert torch.equal(replayed, x.grad)
+    assert torch.equal(recomputed, x.grad)
 
 
 class Halved:
@@ -90,7 +90,7 @@ class Halved:
 
 
 @REENTRANT
-def test_what_a_replay_has_made_its_outputs_of_is_let_go_before_backward(reentrant):
+def test_what_outputs_were_restored_from_is_let_go_before_backward(reentrant):
     policy, alive = Halved(), []
     keeping = Keeping(policy)
 
@@ -110,7 +110,7 @@ def test_what_a_replay_has_made_its_outputs_of_is_let_go_before_backward(reentra
 
 @REENTRANT
 def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
-    """200 steps; two of three fail, in the first pass, in the replay or between."""
+    """200 steps; two of three fail, in the first pass, in recomputation or between."""
     weights, fail_at, calls = model(), None, 0
 
     def fails(q, k, v, scale):
@@ -125,14 +125,14 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
     def step(number):
         nonlocal fail_at, calls, backward_calls
         calls = backward_calls = 0
-        where = ("first pass", "replay", "between", None, None, None)[number % 6]
+        where = ("first pass", "recomputation", "between", None, None, None)[number % 6]
         fail_at = (where, 1 + number % LAYERS)
 
         def attend_or_fail(q, k, v, scale):
             nonlocal backward_calls
             if running() and running()[-1].recomputes:
                 backward_calls += 1
-                if fail_at == ("replay", backward_calls):
+                if fail_at == ("recomputation", backward_calls):
                     raise RuntimeError("injected")
             return attend(q, k, v, scale)
 
@@ -164,7 +164,7 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
     assert not [each for each in gc.get_objects() if type(each) is Frame]
 
 
-def test_a_replay_that_fails_lets_go_of_what_it_has_not_taken():
+def test_recomputation_that_fails_lets_go_of_what_it_has_not_taken():
     """Even if the caller holds on to the loss; the graph of a checkpoint that is not reentrant
     holds recordings itself."""
 

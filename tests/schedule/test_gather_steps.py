@@ -63,9 +63,9 @@ def test_each_query_meets_each_visible_key_once_for_each_head(spec):
         mine = positions_in(layout, [rank], size, tokens)
         for step, leg in zip(gathers.steps, gathers.order, strict=True):
             there = (row - leg.distance) % topology.inter_size
-            visitor = positions_in(layout, [topology.grid[there][column]], size, tokens)
+            circulating = positions_in(layout, [topology.grid[there][column]], size, tokens)
             by_queries = spec.circulate is Circulate.Q
-            queries, node = (visitor, row) if by_queries else (mine, there)
+            queries, node = (circulating, row) if by_queries else (mine, there)
             keys = sorted(positions_in(layout, topology.grid[node], size, tokens))
             for head in range(step.heads.start, step.heads.stop):
                 for tile in (*step.before, *step.after):
