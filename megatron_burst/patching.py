@@ -5,10 +5,12 @@ What is replaced stands in one table, `mcore/patches.py`; `undo_all` gives all o
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +52,11 @@ class Patch:
     def target(self) -> str:
         """The place as a dotted name."""
         return self.place.replace(":", ".")
+
+    @property
+    def module(self) -> str:
+        """The module that has the place."""
+        return self.place.partition(":")[0]
 
     @property
     def live(self) -> bool:
@@ -104,11 +111,12 @@ class Patch:
         found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
         method = type(found) if isinstance(found, staticmethod | classmethod) else None
         function = found.__func__ if method else found
-        becomes = _named(self.becomes)
+        # not before it is called: it may import what is just being imported, see `when_imported`
+        becomes = functools.cache(functools.partial(_named, self.becomes))
 
         @functools.wraps(function)
         def replacement(*args, **options):
-            return becomes(function, *given, *args, **options)
+            return becomes()(function, *given, *args, **options)
 
         setattr(replacement, _MARK, (self.becomes, function))
         _rebind(owner, name, method(replacement) if method else replacement)
@@ -122,6 +130,44 @@ class Patch:
             if becomes == self.becomes:
                 return True
         return False
+
+
+def when_imported(module: str, then: Callable[[], None]) -> None:
+    """Call something as soon as a module is imported, by whomever; now, if it is already."""
+    if module in sys.modules:
+        then()
+        return
+    waiting = _Waiting(module, then)
+    sys.meta_path.insert(0, waiting)
+    on_undo(waiting.end)
+
+
+class _Waiting(MetaPathFinder):
+    """Finds one module as the others of sys.meta_path do; it only has to know of its import."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self.module, self.then, self.asks_others = module, then, False
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module or self.asks_others:
+            return None
+        self.asks_others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks_others = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self.run, spec.loader.exec_module)
+        return spec
+
+    def run(self, exec_module, module: ModuleType) -> None:
+        exec_module(module)
+        self.end()
+        self.then()
+
+    def end(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def on_undo(give_back: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"loss"},
     {"mcore"},
     {"cli"},
-    {"__init__", "__main__", "patch", "spec", "compat"},
+    {"__init__", "__main__", "auto", "patch", "spec", "compat"},
 )
 
 

@@ -8,7 +8,7 @@ import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
 from megatron_burst.errors import BurstError
@@ -218,12 +218,3 @@ def say_attention_backend(args: Namespace) -> None:
             f"burst attention: --attention-backend {getattr(asked, 'name', asked)} stands for the "
             f"first of its kernels {backend} that can do a call"
         )
-
-
-def burst_config_of(config: Any) -> BurstConfig:
-    """`burst` of Megatron's TransformerConfig if somebody set it, else what its command line says,
-    else defaults; with the kernels of Megatron's `attention_backend`, unless it is auto."""
-    given, args = getattr(config, "burst", None), global_args()
-    if given is None:
-        given = BurstConfig() if args is None else BurstConfig.from_args(args)
-    return with_attention_backend(given, getattr(config, "attention_backend", None))

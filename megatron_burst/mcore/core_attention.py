@@ -20,7 +20,6 @@ from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import packed
-from megatron_burst.mcore.args import burst_config_of
 from megatron_burst.mcore.checks import (
     WHO,
     check_call,
@@ -29,6 +28,7 @@ from megatron_burst.mcore.checks import (
     check_run,
     check_tokens,
 )
+from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check

@@ -25,7 +25,7 @@ from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supe
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import check, names_burst
 
 
 @dataclass(slots=True)
@@ -211,10 +211,11 @@ def _refusal(must: str, got: object) -> BurstError:
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def build_with_loss(build, fused: FusedLossConfig, /, self, *args, **options) -> None:
-    """A model's constructor."""
+def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *args, **options):
+    """A model's constructor; `only_burst`: leave models alone that do not ask for burst."""
     build(self, *args, **options)
-    fuse_loss(self, fused)
+    if not only_burst or names_burst(self.config.cp_comm_type):
+        fuse_loss(self, fused)
 
 
 def zero_and_open(zero, /, self, *args, **options) -> None:

@@ -3,7 +3,10 @@
 Loads nothing of Megatron before it is asked to: a script's own comes first.
 """
 
+import functools
 import importlib.util
+import logging
+import os
 import runpy
 import sys
 from argparse import Action, ArgumentParser, Namespace
@@ -27,8 +30,11 @@ from megatron_burst.mcore.args import (
     wants_burst,
     wants_fused_loss,
 )
+from megatron_burst.mcore.options import VARIABLE, environment_args
 from megatron_burst.mcore.plan_file import check_plan, take_plans
-from megatron_burst.mcore.refusals import FLAG
+from megatron_burst.mcore.refusals import FLAG, names_burst
+from megatron_burst.patching import Patch, when_imported
+from megatron_burst.say import say
 
 _DOOR = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
@@ -93,6 +99,48 @@ def run_script(argv: list[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def switch_on_automatically() -> None:
+    """Have layers of this process whose cp_comm_type is burst run it, whoever builds them.
+
+    Imports nothing of Megatron: what it replaces is replaced when somebody imports it. Options are
+    those of `environment_args`; a fused loss goes to models that have such layers.
+
+    Raises:
+        BurstError: for what the environment has no meaning for. Said too, because verl tells
+            nobody of a plugin that fails.
+    """
+    try:
+        options = environment_args()
+        BurstConfig.from_args(options)
+        loss = FusedLossConfig.from_args(options), True
+        check_unused(Namespace(**vars(options) | {"cp_comm_type": ["burst"]}))
+    except BurstError as error:
+        say(str(error), logging.ERROR)
+        raise
+    patches.apply_when_imported("attention")
+    if wants_fused_loss(options):
+        patches.apply_when_imported("loss", given=loss)
+    first, *_ = patches.rows("attention")
+    when_imported(first.module, functools.partial(_say_active, first))
+
+
+def _say_active(patch: Patch) -> None:
+    if patch.live and os.environ.get("RANK", "0") == "0":
+        given = os.environ.get(VARIABLE) or "defaults"
+        say(f"burst attention: layers with cp_comm_type=burst run it ({VARIABLE}: {given})")
+
+
+def take_args(args: Namespace) -> None:
+    """For frameworks that call something with Megatron's arguments before they build models.
+
+    Raises:
+        BurstError: if they ask for burst with what it cannot do.
+    """
+    if names_burst(args.cp_comm_type):
+        check_args(args, "megatron_burst.auto.init")
+        force_args(args)
+
+
 def _wants_cpu(argv: list[str]) -> bool:
     asked = "--distributed-backend gloo" in " ".join(argv).replace("=", " ")
     return asked and not torch.cuda.is_available()
@@ -102,7 +150,7 @@ def _wants_cpu(argv: list[str]) -> bool:
 
 
 class SwitchOn(Action):
-    """Has Megatron's specs name burst as soon as `--context-parallel-impl burst` is parsed.
+    """Has Megatron's layers build burst as soon as `--context-parallel-impl burst` is parsed.
 
     A script may go past the `validate_args` that checks the run and sets what follows. Burst's core
     attention is built even then, and refuses what was not set.
@@ -111,7 +159,7 @@ class SwitchOn(Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         setattr(namespace, self.dest, values)
         if values == "burst":
-            patches.apply("attention")
+            patches.apply("attention", "asked")
 
 
 def with_flags(
@@ -138,11 +186,11 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         check_loss_args(args)
     validated = validate_args(args, {} if defaults is None else defaults)
     if wants_burst(args):
-        patches.apply("attention", "packed")
+        patches.apply("attention", "asked", "packed")
         say_attention_backend(args)
     patches.switch_on_keep(burst)
     if has_loss:
-        patches.apply("loss", given=(FusedLossConfig.from_args(args),))
+        patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
         patches.apply("main_grad")
     return validated
 

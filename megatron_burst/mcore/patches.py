@@ -4,12 +4,16 @@ A row says what is replaced, by what, with which signature it was known, and why
 of the 0.19.2 wheel, below megatron/. `megatron_burst.undo_all()` gives all of it back.
 """
 
+import functools
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.patching import Patch
+from megatron_burst.errors import BurstError
+from megatron_burst.patching import Patch, when_imported
+from megatron_burst.say import say
 
 _CORE = "megatron.core"
 _ARGUMENTS = "megatron.training.arguments"
@@ -32,8 +36,8 @@ _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
 # reasons that several have
-_PROVIDED = (
-    "GPT specs ask their backend for core attention; --spec does not reach the layers of "
+_CORES = (
+    "specs name Megatron's own core attention, and --spec does not reach the layers of "
     "multi-token prediction"
 )
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
@@ -71,6 +75,23 @@ def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
     """
     for patch in rows(*groups):
         patch.apply(*given)
+
+
+def apply_when_imported(*groups: str, given: tuple[Any, ...] = ()) -> None:
+    """Put the patches of groups in force, each as soon as the module that it is for is imported.
+
+    One that does not fit is left out, and a line says so: whoever imports the module may not want
+    burst at all.
+    """
+    for patch in rows(*groups):
+        when_imported(patch.module, functools.partial(_try, patch, given))
+
+
+def _try(patch: Patch, given: tuple[Any, ...]) -> None:
+    try:
+        patch.apply(*given)
+    except BurstError as error:
+        say(str(error), logging.WARNING)
 
 
 def switch_on_keep(burst: BurstConfig) -> None:
@@ -116,22 +137,27 @@ TABLE: tuple[Patch, ...] = (
          "the wheel has the data set helpers built, but not the Makefile that would build them, "
          "and Megatron exits without it (training/initialize.py:175)"),
     ),
-    # what --context-parallel-impl burst applies
+    # what --context-parallel-impl burst applies, and megatron_burst.auto
     *_of(
         "attention",
-        (f"{_CORE}.models.backends:LocalSpecProvider.core_attention", f"{_SPECS}:provide_burst",
-         "self", _PROVIDED),
-        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:refuse_others",
+        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:build_burst",
          "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
          "pg_collection pp_layer_offset name",
-         "specs past GPT's (hybrid, T5, heterogeneous, a user's) name their core attention "
-         "themselves, and it does not know what burst means"),
+         _CORES),
+        (f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+         f"{_SPECS}:build_burst",
+         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
+         "pg_collection pp_layer_offset name",
+         "builds its core attention itself, after Attention has built one"),
     ),
+    # what the flag applies besides
     *_of(
-        "attention",
-        (f"{_TE}_spec_provider:TESpecProvider.core_attention", f"{_SPECS}:provide_burst", "self",
-         _PROVIDED),
-        with_te=True,
+        "asked",
+        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:refuse_unset",
+         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
+         "pg_collection pp_layer_offset name",
+         "a script may go past the validate_args that sets cp_comm_type, and the flag would be "
+         "off"),
     ),
     # what packed samples need, with burst in a model or asked for
     *_of(

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.args import burst_config_of
+from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.half import packer

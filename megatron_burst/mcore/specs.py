@@ -1,5 +1,6 @@
 """Specs with burst attention in place of Megatron's own: by burst_spec, or in Megatron's own."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -44,13 +45,13 @@ def burst_spec(spec: Any) -> Any:
         BurstError: if there is no core attention of Megatron's in it, nor burst's.
     """
     found: list[type] = []
-    copy = _copy(spec, {}, found)
+    made = _copy(spec, {}, found)
     if not found:
         raise BurstError(
             "burst_spec: the spec must hold a core attention of Megatron's, because that is what "
             f"burst replaces; got none in {type(spec).__name__}; pass a layer or block spec"
         )
-    return copy
+    return made
 
 
 def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
@@ -62,20 +63,20 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
         return core
     if id(node) in memo:
         return memo[id(node)]
-    copy = functools.partial(_copy, memo=memo, found=found)
+    inner = functools.partial(_copy, memo=memo, found=found)
     made = node
     if isinstance(node, ModuleSpec) or (
         dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
     ):
-        values = {f.name: copy(getattr(node, f.name)) for f in dataclasses.fields(node)}
+        values = {f.name: inner(getattr(node, f.name)) for f in dataclasses.fields(node)}
         made = dataclasses.replace(cast(Any, node), **values)
     elif isinstance(node, functools.partial):
-        keywords = {name: copy(value) for name, value in node.keywords.items()}
-        made = functools.partial(copy(node.func), *map(copy, node.args), **keywords)
+        keywords = {name: inner(value) for name, value in node.keywords.items()}
+        made = functools.partial(inner(node.func), *map(inner, node.args), **keywords)
     elif type(node) in (list, tuple):
-        made = type(node)(map(copy, node))
+        made = type(node)(map(inner, node))
     elif type(node) is dict:
-        made = {key: copy(value) for key, value in node.items()}
+        made = {key: inner(value) for key, value in node.items()}
     memo[id(node)] = made
     return made
 
@@ -83,37 +84,58 @@ def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-def provide_burst(core_attention, /, self) -> type:
-    """What Megatron's GPT specs ask for their core attention."""
-    provided = core_attention(self)
-    return burst_replacements().get(provided, provided)
+def build_burst(init, /, self, *arguments, **options) -> None:
+    """The constructor of Megatron's attention layers: those that ask for burst build it.
+
+    Also of specs past GPT's (hybrid, heterogeneous, a user's), which name Megatron's own.
+    """
+    bound = inspect.signature(init).bind(self, *arguments, **options)
+    given = bound.arguments
+    runs_burst = _asks_for_burst(**given)
+    if runs_burst:
+        given["submodules"] = _with_burst(**given)
+    init(*bound.args, **bound.kwargs)
+    if runs_burst:
+        _check_core(type(self.core_attention), **given)  # of a function, or of params
 
 
-def refuse_others(init, /, self, *arguments, **options) -> None:
-    """The constructor of Megatron's attention layers, which build core attention."""
+def refuse_unset(init, /, self, *arguments, **options) -> None:
+    """The same constructor where the flag was given: what `validate_args` sets must be set."""
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
-    _check_core(_class_of(given["submodules"].core_attention), **given)
+    check("model", given["config"], WHO)
     init(self, *arguments, **options)
-    _check_core(type(self.core_attention), **given)  # of a function, or of params
+
+
+def _asks_for_burst(config, layer_number, pg_collection=None, **_) -> bool:
+    """Whether the layer's place in the model's `cp_comm_type` has burst; MLA passes it on late."""
+    kinds = config.cp_comm_type
+    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
+    return kind == "burst" and asks_for_burst(config, layer_number, kind, pg_collection)
+
+
+def _with_burst(submodules, **layer) -> Any:
+    """A layer's submodules with burst's core attention."""
+    found: list[type] = []
+    core = _copy(submodules.core_attention, {}, found)
+    if not found:
+        _check_core(_class_of(core), **layer)
+        return submodules
+    submodules = copy.copy(submodules)
+    submodules.core_attention = core
+    return submodules
 
 
 def _check_core(
-    core: type | None, config, layer_number, attn_mask_type, attention_type, pg_collection=None, **_
+    core: type | None, config, layer_number, attn_mask_type, attention_type, **_
 ) -> None:
     """Refuse a layer that is to run burst and would build another core attention."""
-    if core is None:
-        return
-    check("model", config, WHO)
-    kinds = config.cp_comm_type
-    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
-    ours = tuple(burst_replacements().values())
-    if issubclass(core, ours) or not asks_for_burst(config, layer_number, kind, pg_collection):
+    if core is None or issubclass(core, tuple(burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
     raise BurstError(
-        f"{WHO}: the model's spec must name burst's core attention, because no other knows what "
-        f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put the spec "
-        "through megatron_burst.burst_spec, or train this model without burst"
+        f"{WHO}: the model's spec must name burst's core attention or Megatron's own, because no "
+        f"other knows what cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; "
+        "put one of these into the spec, or train this model without burst"
     )
 
 

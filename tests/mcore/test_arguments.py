@@ -16,6 +16,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import add_flags
 from megatron_burst.mcore.refusals import TABLE
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
@@ -103,10 +104,13 @@ def test_flags_have_the_legal_values_and_become_a_config():
 def arguments_without_burst(rank, patched):
     start(patched=patched)
     values, printed = parse(CP4)
-    from megatron.core.models.backends import LocalSpecProvider
-
     values = {name: repr(value) for name, value in values.items()}
-    return values, printed.count("burst attention"), LocalSpecProvider().core_attention().__name__
+    return values, printed.count("burst attention"), builds_burst()
+
+
+def builds_burst():
+    """Whether Megatron's layers would build burst if their configuration asks for it."""
+    return [patch.live for patch in patches.rows("attention", "asked")]
 
 
 def test_without_burst_no_argument_of_megatrons_is_changed():
@@ -117,17 +121,15 @@ def test_without_burst_no_argument_of_megatrons_is_changed():
     added = set(vars(parser.parse_args([])))
     assert "burst_intra" in added and added.isdisjoint(stock)
     assert {name: ours[name] for name in ours.keys() - added} == stock and len(stock) > 500
-    assert attention == ours_attention == "DotProductAttention" and said == 0
+    assert attention == ours_attention == [False] * 3 and said == 0
 
 
 def forced(rank, flags, as_rank):
     start(as_rank)
     values, printed = parse(flags)
-    from megatron.core.models.backends import LocalSpecProvider
-
     lines = [line for line in printed.splitlines() if line.startswith("burst attention")]
     names = ("cp_comm_type", "create_attention_mask_in_dataloader")
-    return [values[n] for n in names], lines, LocalSpecProvider().core_attention().__name__
+    return [values[n] for n in names], lines, builds_burst()
 
 
 GIVEN = f"{BURST} --cp-comm-type burst --no-create-attention-mask-in-dataloader"
@@ -145,7 +147,7 @@ GIVEN = f"{BURST} --cp-comm-type burst --no-create-attention-mask-in-dataloader"
 def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
     """Left alone, layers would run Megatron's ring, and the loader would make an s x s mask."""
     ((values, said, attention),) = run_ranks(forced, 1, flags, as_rank)
-    assert values == [["burst"], False] and attention == "BurstCoreAttention"
+    assert values == [["burst"], False] and attention == [True] * 3
     assert said == [f"burst attention: adds {flags}" for flags in lines]
 
 

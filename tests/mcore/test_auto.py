@@ -1,0 +1,194 @@
+"""`import megatron_burst.auto`: models whose configuration asks for burst run it, others as before.
+
+Catches a door that changes models that never asked, options that are dropped, and a plugin that
+loads Megatron, or fails, where a framework imports it in every process.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.metadata import entry_points
+from unittest import mock
+
+import pytest
+
+from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.args import wants_fused_loss
+from megatron_burst.mcore.options import burst_config_of, environment_args
+from tests.mcore.gpt import (
+    Model,
+    Parallel,
+    build,
+    config_of,
+    loss_and_grads,
+    megatrons_own,
+    relative_errors,
+    start,
+)
+from tests.mcore.test_arguments import CP4, parse
+from tests.ranks import run_ranks
+from tests.said import hearing
+
+OPTIONS = "keep=all, fused_loss=1,loss_z_loss=1e-4,circulate=q,overlap=false,deterministic=0"
+
+
+def under(text):
+    return mock.patch.dict(os.environ, {"MEGATRON_BURST": text})
+
+
+def test_words_of_the_environment_are_those_of_the_flags():
+    with under(OPTIONS):
+        args = environment_args()
+        assert BurstConfig.from_args(args) == BurstConfig.of(
+            keep="all", circulate="q", overlap=False
+        )
+        assert wants_fused_loss(args)
+        assert FusedLossConfig.from_args(args) == FusedLossConfig(z_loss=1e-4)
+        assert burst_config_of(Namespace()).keep == "all"
+        given = Namespace(burst=BurstConfig(intra="ring"))
+        assert burst_config_of(given) == given.burst
+    with under(""):
+        assert burst_config_of(Namespace()) == BurstConfig()
+
+
+@pytest.mark.parametrize(
+    "text, got",
+    [
+        ("kep=all", "got 'kep=all'; its names are intra, inter, .*overlap"),
+        ("plan=a.json", "got 'plan=a.json'"),
+        ("keep=all,keep=half", "got 'keep=all'"),
+        ("keep=al", "invalid choice: 'al'"),
+        ("overlap=1", "got 'overlap=1'"),
+        ("fused_loss=yes", "got 'fused_loss=yes'; it must be one of 1, true, 0, false"),
+        ("keep_layers=2", "keep_layers must come with keep"),
+        ("loss_z_loss=0.1", "--burst-loss-z-loss: must come with --burst-fused-loss"),
+    ],
+)
+def test_what_the_environment_cannot_mean_is_refused_and_said(text, got):
+    """verl tells nobody of a plugin that fails."""
+    from megatron_burst.mcore.launch import switch_on_automatically
+
+    with under(text), hearing() as said, pytest.raises(BurstError, match=got) as refused:
+        switch_on_automatically()
+    assert said == [str(refused.value)]
+
+
+def flags_count(rank):
+    """Options under a command line of Megatron's with burst's flags, and without."""
+    from megatron.training import global_vars
+
+    from megatron_burst.mcore.launch import prepare
+
+    found = []
+    for flags in (CP4, None, f"{CP4} --burst-keep half"):
+        if flags is None:
+            prepare([])
+            continue
+        global_vars._GLOBAL_ARGS = Namespace(**parse(flags, validate=False)[0])
+        found.append(burst_config_of(Namespace()).keep)
+    return found
+
+
+def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
+    assert run_ranks(flags_count, 1, environment={"MEGATRON_BURST": "keep=all"}) == [
+        ["all", "half"]
+    ]
+
+
+IN_A_FRAMEWORK = """
+import sys
+import megatron_burst.auto
+print("megatron" in sys.modules, "megatron.core" in sys.modules)
+from megatron.core.transformer.attention import Attention
+from megatron_burst.mcore import patches
+print([patch.live for patch in patches.rows("attention", "asked", "flags")])
+"""
+
+
+def test_nothing_is_imported_until_the_framework_imports_megatron():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FRAMEWORK], capture_output=True, text=True,
+        env=os.environ | {"MEGATRON_BURST": "keep=all", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:2] == [
+        "False False", str([*[False] * 4, True, True, False]),
+    ], done.stderr  # fmt: skip
+    line = "burst attention: layers with cp_comm_type=burst run it (MEGATRON_BURST: keep=all)"
+    assert done.stderr.count(line) == 1
+
+
+def by_configuration(rank):
+    """Errors of a model of Megatron's own spec with burst; what others are made of."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    start(Parallel())
+    truth = megatrons_own(Model(recompute=True), Parallel())
+    with hearing() as said:
+        importlib.import_module("megatron_burst.auto")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    alone = build(config_of(attention_dropout=0.1), spec)
+    start(Parallel(cp=2))
+    gpt = build(config_of(Parallel(cp=2), Model(recompute=True)), spec)
+    cores = [alone.decoder.layers[0], gpt.decoder.layers[0]]
+    cores.append(build(config_of(Parallel(cp=2), Model(latent=True)), latent).decoder.layers[1])
+    cores = [type(layer.self_attention.core_attention).__name__ for layer in cores]
+    fused = hasattr(alone, "fused_head"), hasattr(gpt, "fused_head")
+    keep = gpt.decoder.layers[0].self_attention.core_attention.burst.config.keep
+    with pytest.raises(Exception, match="[Cc]ontext [Pp]arallel") as own:
+        build(config_of(Parallel(cp=2), cp_comm_type="p2p"), spec)
+    megatrons = not isinstance(own.value, BurstError)
+    return relative_errors(loss_and_grads(gpt), truth), cores, fused, keep, megatrons, said
+
+
+def test_models_that_ask_for_burst_run_it_and_others_are_megatrons_own():
+    """Without TransformerEngine Megatron asserts that the last one's layers hold whole samples."""
+    options = {"MEGATRON_BURST": "keep=all,fused_loss=true"}
+    for errors, cores, fused, keep, megatrons, said in run_ranks(
+        by_configuration, 2, environment=options
+    ):
+        assert max(errors.values()) <= 1e-9, errors
+        assert cores == ["DotProductAttention", "BurstCoreAttention", "BurstCoreAttention"]
+        assert fused == (False, True) and keep == "all" and megatrons
+        assert len(said) == 1 and said[0].endswith("(MEGATRON_BURST: keep=all,fused_loss=true)")
+
+
+def seam_that_changed(rank):
+    """What is said where Megatron's attention takes one argument more, when it is imported."""
+    from megatron.core.transformer.attention import Attention
+
+    Attention.__init__ = lambda self, config, sequence_ids: None
+    with hearing() as said:
+        importlib.import_module("megatron_burst.auto")
+    return said
+
+
+def test_a_megatron_that_does_not_fit_stays_as_it_is_and_the_seam_is_named():
+    ((line,),) = run_ranks(seam_that_changed, 1)
+    assert "attention.Attention.__init__ must have" in line and "'sequence_ids'" in line
+
+
+def test_verl_finds_the_plugin():
+    """verl/__init__.py of 0.9.1 loads what is in this group."""
+    (plugin,) = entry_points(group="verl.plugins", name="megatron_burst")
+    assert plugin.value == "megatron_burst.auto"
+
+
+def test_slime_hands_over_its_arguments(monkeypatch):
+    """--custom-megatron-init-path megatron_burst.auto.init, before models are built."""
+    from megatron_burst.mcore.launch import take_args
+
+    given = dict(
+        seq_length=64, context_parallel_size=2, rank=0, create_attention_mask_in_dataloader=True
+    )
+    args = Namespace(cp_comm_type=["burst"], attention_dropout=0.0, **given)
+    take_args(args)
+    assert args.create_attention_mask_in_dataloader is False
+    with pytest.raises(BurstError, match=r"^megatron_burst\.auto\.init: .*attention_dropout=0\.1"):
+        take_args(Namespace(cp_comm_type=["burst"], attention_dropout=0.1, **given))
+    others = Namespace(cp_comm_type=["p2p"], attention_dropout=0.1, **given)
+    take_args(others)
+    assert others.create_attention_mask_in_dataloader is True
