@@ -5,18 +5,15 @@ python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
 
 Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
 beside Megatron with TransformerEngine's ring under full recomputation, with burst's fused loss
-(also with attention kept) and with Megatron's own.
-The most telling runs come first; a row is written when its run is over.
+(also with attention kept) and with Megatron's own; 8b-packed is of packed documents, in Megatron's
+THD layout. The most telling runs come first; a row is written when its run is over.
 """
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Annotated
@@ -29,125 +26,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.facts import commit, gpu_state, versions
 from benchmarks.impls import pick
-from benchmarks.rows import Sheet, append, check_appendable
+from benchmarks.rows import append, check_appendable
+from benchmarks.slice_cases import (
+    IMPLS,
+    RUNS,
+    SLICES_CSV,
+    TINY_RUNS,
+    WARM_UP,
+    Slice,
+    SliceRow,
+    beside_megatron,
+    row_of,
+)
 from benchmarks.sweep import Budget
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.model import Model
 from megatron_burst.plan.search import candidate
 from megatron_burst.plan.strategy import Job, Strategy
 from megatron_burst.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
 LONGEST_S = 200  # of a run
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A model with few layers, and a length."""
-
-    name: str
-    seq: int
-    layers: int
-    hidden: int
-    ffn: int
-    heads_q: int
-    heads_kv: int
-    vocab: int
-
-    @property
-    def model(self) -> Model:
-        dim = self.hidden // self.heads_q
-        sizes = self.layers, self.hidden, self.heads_q, self.heads_kv, dim, dim
-        return Model(self.name, *sizes, self.ffn, self.vocab)
-
-    @property
-    def flags(self) -> list[str]:
-        """Megatron's, of the model and its training."""
-        return f"""
-        --num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
-        --num-attention-heads {self.heads_q} --group-query-attention
-        --num-query-groups {self.heads_kv} --seq-length {self.seq}
-        --max-position-embeddings {self.seq} --vocab-size {self.vocab - 1}
-        --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
-        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --micro-batch-size 1 --global-batch-size 1 --calculate-per-token-loss
-        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --eval-iters 0
-        --eval-interval 1000 --log-interval 1 --num-workers 1 --mock-data
-        --tokenizer-type NullTokenizer --split 98,1,1 --use-distributed-optimizer
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-        """.split()
-
-
-_8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)
-_14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
-_LONG = replace(_8B, seq=2 << 20, layers=1)
-_SHORT = replace(_8B, seq=512 << 10)  # what 2 GPUs hold
-_DEEPER = replace(_8B, name="8b-4-layers", seq=256 << 10, layers=4)
-_TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
-_ALIKE = "--cp-comm-type p2p --attention-backend fused"  # Megatron with TransformerEngine's cuDNN
-IMPLS = {
-    "burst": "--context-parallel-impl burst --burst-keep all --burst-fused-loss",
-    "megatron": f"{_ALIKE} --burst-fused-loss",
-    "megatron-keep": f"{_ALIKE} --burst-fused-loss --burst-keep all",
-    "megatron-own-loss": f"{_ALIKE} --cross-entropy-loss-fusion",
-}
-RUNS = (
-    (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
-    (_LONG, "burst"), (_LONG, "megatron"), (_8B, "megatron-own-loss"),
-    (_DEEPER, "burst"), (_DEEPER, "megatron"), (_DEEPER, "megatron-keep"),
-    (_DEEPER, "megatron-own-loss"), (_SHORT, "burst"), (_SHORT, "megatron"),
-    (_SHORT, "megatron-keep"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceRow:
-    """One run; ms of a step, its least and most; memory is PyTorch's peak, weights and all."""
-
-    date: str
-    versions: str
-    gpu: str
-    gpus: int
-    model: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads_q: int
-    heads_kv: int
-    vocab: int
-    seq: int
-    impl: str
-    ms: float | None = None
-    ms_min: float | None = None
-    ms_max: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    tflops_per_gpu: float | None = None
-    peak_gib: float | None = None
-    loss: float | None = None
-    status: str = "ok"
-    note: str = ""
-
-
-SLICES_CSV = Sheet("slices", SliceRow)
-
-
-def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: object) -> SliceRow:
-    """A row from the milliseconds of its steps; none: one that failed."""
-    sizes = {field.name: getattr(what, field.name) for field in fields(what)[1:]}
-    if times:
-        ms = median(times)
-        tokens = what.seq / ms * 1e3 / gpus
-        flops = tokens * what.model.flops_per_token(what.seq)
-        others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
-        others |= {"tokens_per_s_per_gpu": tokens, "tflops_per_gpu": flops / 1e12}
-    return SliceRow(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, model=what.name,
-        impl=impl, **sizes, **others,
-    )  # fmt: skip
 
 
 def device_flags() -> list[str]:
@@ -158,13 +59,23 @@ def device_flags() -> list[str]:
     return ["--bf16", "--transformer-impl", "transformer_engine", *plain.split()]
 
 
-def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
-    """Train; the row, also of a run that failed."""
-    log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
+def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
+    """What trains; steps go to `log`, lengths of documents to a file beside it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), "-m", "megatron_burst"]
     command += [str(ROOT / "examples" / "pretrain_gpt.py"), *what.flags, *device_flags()]
     command += ["--context-parallel-size", str(gpus), *IMPLS[impl].split(), "--step-log", str(log)]
+    if what.documents:
+        lengths = log.with_suffix(".txt")
+        lengths.write_text(" ".join(map(str, what.lengths(gpus))))
+        command += ["--document-lengths", str(lengths)]
+    return command
+
+
+def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
+    """Train; the row, also of a run that failed."""
+    log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
+    command = command_of(what, impl, gpus, log)
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
     with output.open("w") as file:
@@ -201,8 +112,9 @@ Gpus = Annotated[int, Option(min=1, help="all of them one context-parallel group
 Only = Annotated[list[str] | None, Option(help="repeatable, e.g. 8b-1M:burst; default: all")]
 
 
-def _wanted(names: list[str] | None) -> tuple[tuple[Slice, str], ...]:
-    every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in RUNS}
+def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[Slice, str], ...]:
+    runs = TINY_RUNS if tiny else RUNS
+    every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in runs}
     must = "slices: --only must name a run that there is, because each has sizes of its own"
     return pick(names or (), every, must)
 
@@ -218,12 +130,13 @@ def measure(
     """Train each, and append its row."""
     with in_one_sentence(), TemporaryDirectory() as folder:
         check_appendable(out, SLICES_CSV, "OUT")
-        runs, started = [(_TINY, impl) for impl in IMPLS] if tiny else _wanted(only), monotonic()
-        for what, impl in runs:
+        started, rows = monotonic(), []
+        for what, impl in _wanted(only, tiny):
             if budget_s is not None and monotonic() - started > budget_s:
                 typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
                 continue
-            row = run(what, impl, gpus, Path(folder))
+            row = beside_megatron(run(what, impl, gpus, Path(folder)), rows)
+            rows.append(row)
             append(out, [row], SLICES_CSV)
             result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
             typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {impl}: {row.status}, {result}")

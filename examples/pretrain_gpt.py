@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 8 -m megatron_burst examples/pretrain_gpt.py \
         --context-parallel-size 8 --context-parallel-impl burst ...
 
-Nothing here knows of burst attention: the second line is what turns it on. The flags are Megatron's
-and --step-log FILE. Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
+Nothing here knows of burst attention: the second line is what turns it on. The flags are
+Megatron's, --step-log FILE, and --document-lengths FILE, which packs the samples of --mock-data.
+Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
 """
 
 import argparse
@@ -31,6 +32,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
+from packed_data import PackedMockDataset, params_of
 from step_log import StepLog
 
 from megatron_burst.mcore import patches
@@ -39,8 +41,12 @@ Batch = dict[str, torch.Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this script's own flag to Megatron's."""
+    """Add this script's own flags to Megatron's."""
     parser.add_argument("--step-log", type=Path, metavar="FILE", help="a JSON object per step")
+    parser.add_argument(
+        "--document-lengths", type=Path, metavar="FILE",
+        help="tokens of each document of a sample: those of --mock-data are packed so",
+    )  # fmt: skip
     return parser
 
 
@@ -69,18 +75,25 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         context_parallel_size=args.context_parallel_size,
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
+    if args.document_lengths:
+        dataset = PackedMockDataset.of(args.document_lengths)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build()
 
 
 def next_batch(data_iterator: Iterator[Batch]) -> Batch:
     """Return the chunks that this context-parallel rank holds of the next micro-batch.
 
-    Each is [micro_batch_size, s_local], in Megatron's zigzag layout.
+    Each is [micro_batch_size, s_local], in Megatron's zigzag layout: of the sample, or of each of
+    its documents. "packed" is what Megatron's attention is told of these.
     """
     samples = next(data_iterator)
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    batch = {name: samples[name].cuda(non_blocking=True) for name in names}
+    names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+    batch = {name: samples[name].cuda(non_blocking=True) for name in names if name in samples}
     group = mpu.get_context_parallel_group()
+    if "cu_seqlens" in batch:
+        batch["cu_seqlens_padded"] = None
+        shard = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        return shard | {"packed": params_of(batch["cu_seqlens"][0], samples["max_seqlen"])}
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
@@ -101,6 +114,7 @@ def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
         attention_mask=None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=batch.get("packed"),
     )
     return losses, partial(loss_func, batch["loss_mask"])
 

@@ -1,0 +1,159 @@
+"""Slices of models: which there are, how each is run, and how a run is described in a row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from statistics import median
+
+from benchmarks.documents import SEED, lengths_of
+from benchmarks.rows import Sheet
+from megatron_burst.plan.model import Model
+
+WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A model with few layers, and a sample of it: how long, and of which documents
+    (`benchmarks.documents`; "": one sequence)."""
+
+    name: str
+    seq: int
+    layers: int
+    hidden: int
+    ffn: int
+    heads_q: int
+    heads_kv: int
+    vocab: int
+    documents: str = ""
+
+    @property
+    def model(self) -> Model:
+        dim = self.hidden // self.heads_q
+        sizes = self.layers, self.hidden, self.heads_q, self.heads_kv, dim, dim
+        return Model(self.name, *sizes, self.ffn, self.vocab)
+
+    def lengths(self, gpus: int) -> tuple[int, ...]:
+        """Tokens of each document, which are multiples of what TransformerEngine's THD needs."""
+        if not self.documents:
+            return (self.seq,)
+        return lengths_of(self.documents, self.seq, SEED, max(4, 2 * gpus))
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's, of the model and its training."""
+        return f"""
+        --num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
+        --num-attention-heads {self.heads_q} --group-query-attention
+        --num-query-groups {self.heads_kv} --seq-length {self.seq}
+        --max-position-embeddings {self.seq} --vocab-size {self.vocab - 1}
+        --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --micro-batch-size 1 --global-batch-size 1 --calculate-per-token-loss
+        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --eval-iters 0
+        --eval-interval 1000 --log-interval 1 --num-workers 1 --mock-data
+        --tokenizer-type NullTokenizer --split 98,1,1 --use-distributed-optimizer
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        """.split()
+
+
+_8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)
+_14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
+_LONG = replace(_8B, seq=2 << 20, layers=1)
+_SHORT = replace(_8B, seq=512 << 10)  # what 2 GPUs hold
+_DEEPER = replace(_8B, name="8b-4-layers", seq=256 << 10, layers=4)
+_TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
+_TINY_PACKED = replace(_TINY, name="tiny-packed", documents="drawn")
+_PACKED = replace(_8B, name="8b-packed", seq=128 << 10, documents="drawn")
+_BURST, _LOSS = "--context-parallel-impl burst", "--burst-fused-loss"
+_CUDNN = "--attention-backend fused --cp-comm-type"  # Megatron with TransformerEngine's cuDNN
+IMPLS = {
+    "burst": f"{_BURST} {_LOSS} --burst-keep all",
+    "burst-recompute": f"{_BURST} {_LOSS}",
+    "megatron": f"{_CUDNN} p2p {_LOSS}",
+    "megatron-a2a": f"{_CUDNN} a2a {_LOSS}",
+    "megatron-keep": f"{_CUDNN} p2p {_LOSS} --burst-keep all",
+    "megatron-own-loss": f"{_CUDNN} p2p --cross-entropy-loss-fusion",
+}
+RUNS = (
+    (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
+    (_LONG, "burst"), (_LONG, "megatron"), (_8B, "megatron-own-loss"),
+    (_DEEPER, "burst"), (_DEEPER, "megatron"), (_DEEPER, "megatron-keep"),
+    (_DEEPER, "megatron-own-loss"), (_SHORT, "burst"), (_SHORT, "megatron"),
+    (_SHORT, "megatron-keep"), (_PACKED, "megatron"), (_PACKED, "megatron-a2a"),
+    (_PACKED, "burst-recompute"), (_PACKED, "burst"),
+)  # fmt: skip
+TINY_RUNS = tuple((what, impl) for what in (_TINY, _TINY_PACKED) for impl in IMPLS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceRow:
+    """One run; fields are columns.
+
+    Attributes:
+        documents: of a packed sample, and how many; "" for one sequence.
+        ms: median of its steps; least and most.
+        tflops_per_gpu: model FLOPs, of attention those of each document.
+        peak_gib: PyTorch's peak, weights and all.
+        loss: of the last step.
+        speedup: ms of Megatron's fastest run of this slice before it / its own.
+        loss_difference: its loss / that run's - 1.
+    """
+
+    date: str
+    versions: str
+    gpu: str
+    gpus: int
+    model: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads_q: int
+    heads_kv: int
+    vocab: int
+    seq: int
+    documents: str
+    impl: str
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    peak_gib: float | None = None
+    loss: float | None = None
+    speedup: float | None = None
+    loss_difference: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+SLICES_CSV = Sheet("slices", SliceRow)
+
+
+def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: object) -> SliceRow:
+    """A row from the milliseconds of its steps; none: one that failed."""
+    sizes = {field.name: getattr(what, field.name) for field in fields(what)[1:]}
+    lengths = what.lengths(gpus)
+    if what.documents:
+        sizes["documents"] = f"{what.documents}-{SEED}: {len(lengths)}"
+    if times:
+        ms = median(times)
+        per_second = 1e3 / ms / gpus
+        flops = sum(length * what.model.flops_per_token(length) for length in lengths)
+        others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
+        others |= {"tokens_per_s_per_gpu": what.seq * per_second}
+        others |= {"tflops_per_gpu": flops * per_second / 1e12}
+    return SliceRow(
+        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, model=what.name,
+        impl=impl, **sizes, **others,
+    )  # fmt: skip
+
+
+def beside_megatron(row: SliceRow, before: Sequence[SliceRow]) -> SliceRow:
+    """The row with its ratios to Megatron's fastest run of the same slice, if there was one."""
+    same = [one for one in before if (one.model, one.seq) == (row.model, row.seq)]
+    peers = [one for one in same if one.impl.startswith("megatron") and one.ms]
+    if not (peers and row.ms and row.loss):
+        return row
+    best = min(peers, key=lambda one: one.ms)
+    return replace(row, speedup=best.ms / row.ms, loss_difference=row.loss / best.loss - 1)

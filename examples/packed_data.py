@@ -1,0 +1,53 @@
+"""Mock samples that hold several documents, and what Megatron's attention is told of them (THD)."""
+
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class PackedMockDataset(MockGPTDataset):
+    """Megatron's mock samples, packed: all have documents of the same lengths, each in an order of
+    its own, so that steps take equally long and boundaries are new in each of them."""
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, path: Path) -> type["PackedMockDataset"]:
+        """The dataset whose documents have the lengths in a file, which are whole numbers."""
+        words = path.read_text(encoding="utf-8").replace(",", " ").split()
+        return type("PackedMockDataset", (cls,), {"lengths": tuple(map(int, words))})
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        """With boundaries, int32 [documents + 1], and positions that begin anew at each."""
+        lengths = list(self.lengths)
+        if sum(lengths) != self.config.sequence_length:
+            raise ValueError(
+                f"--document-lengths must sum to --seq-length {self.config.sequence_length}, "
+                f"because a sample is full; got {sum(lengths)}"
+            )
+        Random(idx).shuffle(lengths)
+        return super().__getitem__(idx) | {
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+            "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            "max_seqlen": max(lengths),
+        }
+
+
+def params_of(cu_seqlens: torch.Tensor, max_seqlen: torch.Tensor) -> PackedSeqParams:
+    """Parameters of documents without padding, as Megatron's pretrain_gpt.py makes them.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], on the device of the tokens.
+        max_seqlen: [1], on the CPU, so that nothing waits for the GPU.
+    """
+    longest = int(max_seqlen)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
