@@ -48,6 +48,7 @@ def burst_attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
     max_seqlen: int | None = None,
+    prefix_tree: Sequence[int] | Tensor | None = None,
     layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
     qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
     return_lse: bool = False,
@@ -84,6 +85,11 @@ def burst_attention(
             and gets zeros; `cu_seqlens` then tells how long each is without.
         max_seqlen: tokens of the longest document, or more; None: found, which waits for the GPU
             once a sample if `cu_seqlens` is there.
+        prefix_tree: for each segment of `cu_seqlens` the number of its parent, -1 for none: a query
+            sees its own segment causally, and all of its ancestors'. A list, or int32 or int64
+            [segments] on the CPU. Segments lie depth first: each right behind its parent, or behind
+            the last descendant of its parent's child before. Causal, without windows and padding,
+            in "zigzag" or "contiguous"; `cu_seqlens` on a GPU is waited for once a sample.
         softmax_scale: of the scores; None is d_qk ** -0.5.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
             "zigzag-documents" (TransformerEngine's THD): the same of each document.
@@ -115,7 +121,7 @@ def burst_attention(
     if qkv_format == "thd":
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     bounds = window_of(window, causal)
-    sees = Sees(causal, bounds, cu_seqlens is not None, layout)
+    sees = Sees(causal, bounds, cu_seqlens is not None, prefix_tree is not None, layout)
     terms = terms_of(q, k, v, sees, scale, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
     resolved = state.resolved.recent(key)
@@ -125,7 +131,7 @@ def burst_attention(
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
     if cu_seqlens is not None:
-        sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen)
+        sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree)
         sizes = q.shape[1], group.size()
         documents = _documents(
             state, partial(documents_of, state.samples, sample, sizes, layout, q)

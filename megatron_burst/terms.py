@@ -28,6 +28,7 @@ class Terms:
     causal: bool
     window: tuple[int | None, int | None]
     packed: bool
+    tree: bool
     softmax_scale: float
     layout: str
     qkv_format: str
@@ -45,6 +46,8 @@ class Terms:
             words[name] = str(getattr(self, name))
         if self.packed:
             words["cu_seqlens"] = "given"
+        if self.tree:
+            words["prefix_tree"] = "given"
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
         return words
@@ -69,6 +72,7 @@ class Sees(NamedTuple):
     causal: bool
     window: tuple[int | None, int | None]  # as of `window_of`
     packed: bool
+    tree: bool
     layout: str
 
 
@@ -112,6 +116,7 @@ def terms_of(
         causal=sees.causal,
         window=sees.window,
         packed=sees.packed,
+        tree=sees.tree,
         softmax_scale=scale,
         layout=sees.layout,
         qkv_format=qkv_format,
@@ -125,7 +130,7 @@ def check(terms: Terms, cp_size: int) -> None:
     Raises:
         BurstError: in one sentence.
     """
-    require(_WHO, chain(_of_names(terms), _of_shapes(terms), _of_tensors(terms), _of_scale(terms)))
+    require(_WHO, chain.from_iterable(of(terms) for of in _NEEDS))
     tokens = terms.shapes[0][0 if terms.qkv_format == "sbhd" else 1]
     check_tokens(Layout(terms.layout), cp_size, tokens)
 
@@ -149,6 +154,28 @@ def _of_names(terms: Terms) -> Iterator[Need]:
         "for itself",
         "no cu_seqlens",
         "pass it, or another layout",
+    )
+
+
+def _of_tree(terms: Terms) -> Iterator[Need]:
+    yield (
+        terms.packed or not terms.tree,
+        "cu_seqlens must come with prefix_tree, because it tells where the tree's segments begin",
+        "no cu_seqlens",
+        "pass it, or leave out prefix_tree",
+    )
+    yield (
+        not terms.tree or terms.window == (None, 0),
+        "a prefix tree must be causal and without a window, because a query sees all of what its "
+        "segment begins with",
+        f"causal={terms.causal} and window={terms.window}",
+        "leave out causal and window, or prefix_tree",
+    )
+    yield (
+        not terms.tree or terms.layout != Layout.DOCUMENTS,
+        "a prefix tree must be sharded as one sample, because segments see each other",
+        f"layout {terms.layout}",
+        "shard the sample in zigzag or contiguous, without padding",
     )
 
 
@@ -217,3 +244,6 @@ def _of_scale(terms: Terms) -> Iterator[Need]:
         terms.softmax_scale,
         "leave it out for d ** -0.5",
     )
+
+
+_NEEDS = _of_names, _of_tree, _of_shapes, _of_tensors, _of_scale

@@ -27,13 +27,16 @@ def full_attention(
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def seen_by(mask: Mask, edges: Sequence[int], tokens: int) -> Tensor:
+def seen_by(
+    mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = ()
+) -> Tensor:
     """Which keys each query sees, [queries, keys].
 
     Args:
         mask: by position.
         edges: where documents begin, and where the last one ends; tokens behind it are none.
         tokens: of the sample.
+        parents: of documents that are segments of a tree; -1 for none.
     """
     place = torch.arange(tokens)
     away = place - place.unsqueeze(1)
@@ -45,7 +48,10 @@ def seen_by(mask: Mask, edges: Sequence[int], tokens: int) -> Tensor:
     if mask.documents:
         document = (place.unsqueeze(1) >= torch.tensor(edges)).sum(1)
         inside = (document > 0) & (place < edges[-1])
-        seen &= (document == document.unsqueeze(1)) & inside & inside.unsqueeze(1)
+        related = torch.eye(len(edges) + 1, dtype=torch.bool)  # [of a query, of a key], from 1
+        for segment, parent in enumerate(parents, 1):
+            related[segment] |= related[parent + 1] & (parent >= 0)
+        seen &= related[document.unsqueeze(1), document] & inside & inside.unsqueeze(1)
     return seen
 
 

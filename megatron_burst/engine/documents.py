@@ -1,6 +1,6 @@
 """The documents of a packed sample, as kernels and programs want them, on the device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.watch import Latest
+from megatron_burst.engine.tree import Branch, Tree, listed_of, needs_of, rows_before
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.visible import Segments
 from megatron_burst.schedule.layout import Layout
@@ -23,6 +24,7 @@ class Sample(NamedTuple):
     cu_seqlens: Tensor
     padded: Tensor | None
     longest: int | None
+    parents: Tensor | Sequence[int] | None = None
 
 
 class Chunks(NamedTuple):
@@ -55,8 +57,9 @@ def documents_of(
     Raises:
         BurstError: if what was given, as far as it is on the CPU, is not possible.
     """
-    given = (sample.cu_seqlens, sample.padded)
-    key = *map(_identity, given), sample.longest, sizes, layout, like.device
+    given, tree = (sample.cu_seqlens, sample.padded), sample.parents
+    tree = repr(list(tree)) if isinstance(tree, Sequence) else _identity(tree)
+    key = *map(_identity, given), tree, sample.longest, sizes, layout, like.device
     found = cache.recent(key)
     if found is None:
         for before in cache.values():
@@ -65,14 +68,17 @@ def documents_of(
     return found
 
 
-def _identity(x: Tensor | None) -> tuple:
-    return () if x is None else (id(x), 0 if x.is_inference() else x._version)
+def _identity(x: object) -> tuple:
+    if x is None:
+        return ()
+    return id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 class Documents:
     """Where the documents of one sample begin, and what follows from that; made once a sample.
 
-    All of it is computed on the device: nothing waits for the host.
+    All of it is computed on the device: nothing waits for the host. But for trees: how deep they are
+    decides how many kernel calls there are, so what is on the device is waited for.
 
     Args:
         sample: given by the caller; held on to, so that it is known again.
@@ -91,10 +97,16 @@ class Documents:
         self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device
     ) -> None:
         require(_WHO, _of_tensors(sample, device))
+        self._parents = None
+        if sample.parents is not None:
+            segments = len(sample.cu_seqlens) - 1
+            require(_WHO, needs_of(sample.parents, segments, sample.padded is not None))
+            self._parents = listed_of(sample.parents)
         self._sample, self._layout = sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
         self._found: dict[tuple[Places, Places], Segments] = {}
+        self._branches: dict[tuple[Places, Places], tuple[Branch, ...]] = {}
         self._chunks: dict[int, Chunks] = {}
         given = sample.cu_seqlens, sample.padded
         on_cpu = all(x is None or x.device.type == "cpu" for x in given)
@@ -106,6 +118,17 @@ class Documents:
         starts, padded = (x if x is None else x.to(**to_device) for x in given)
         self._starts = starts if padded is None else padded
         self._lengths = None if padded is None else starts.diff()
+        self._tree: Tree | None = None
+        if self._parents is not None:
+            self._plant(self._parents, device)
+
+    def _plant(self, parents: Sequence[int], device: torch.device) -> None:
+        """Have documents go on in only children, and know the branches."""
+        self.known = self.checked()
+        self._tree = Tree(self._host[0].tolist(), parents)
+        starts = self._tree.starts
+        self._longest = max(int(starts.diff().max()), self._tokens - int(starts[-1]))
+        self._starts = starts.to(device, torch.int32, non_blocking=True)
 
     def _find_longest(self) -> int:
         self.checked()
@@ -124,17 +147,25 @@ class Documents:
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(_WHO, _of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
-            digest = blake2b(text.encode(), digest_size=8).hexdigest()
-            words = text if len(starts) <= 10 else f"{text[:40]} ... of {len(starts) - 1} documents"
-            self._told = {"cu_seqlens": f"{words} ({digest})"}
+            self._told = {"cu_seqlens": _in_words(text, len(starts) - 1)}
+            if self._parents is not None:
+                self._told["prefix_tree"] = _in_words(f"{self._parents}", len(starts) - 1)
         return self._told
+
+    def branches(self, q: Places, keys: Places) -> tuple[Branch, ...]:
+        """What queries at these positions see of ancestors at those; nothing if there is no tree."""
+        if self._tree is None:
+            return ()
+        if (q, keys) not in self._branches:
+            self._branches[q, keys] = self._tree.branches(q, keys, self._starts.device)
+        return self._branches[q, keys]
 
     def segments(self, q: Places, keys: Places) -> Segments:
         """Of a kernel call whose queries and keys are at these positions."""
         if (q, keys) not in self._found:
             of_q, of_keys = self._edges
             self._found[q, keys] = Segments(
-                _rows_before(of_q, q), _rows_before(of_keys, keys),
+                rows_before(of_q, q), rows_before(of_keys, keys),
                 min(self._longest, sum(map(len, q))), min(self._longest, sum(map(len, keys))),
             )  # fmt: skip
         return self._found[q, keys]
@@ -229,6 +260,12 @@ class Documents:
         return torch.empty_like(places).scatter_(0, self.sample_order, places)
 
 
+def _in_words(text: str, documents: int) -> str:
+    """A list of numbers, shortened, with what tells it from others."""
+    digest = blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text if documents < 10 else f'{text[:40]} ... of {documents} documents'} ({digest})"
+
+
 def _to_host(x: Tensor) -> Tensor:
     """A copy that is there later; the device is not waited for."""
     if x.device.type == "cpu":
@@ -314,12 +351,3 @@ def _some(x: Tensor) -> str:
 def _running(lengths: Tensor) -> Tensor:
     """Where each begins, and the last one ends."""
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-
-
-def _rows_before(edges: Tensor, places: Places) -> Tensor:
-    """How many rows lie before each edge; rows are at these positions, in order: int32."""
-    if len(places) == 1 and places[0].start == 0:
-        return edges.clamp(max=len(places[0]))
-    return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
-        0, dtype=torch.int32
-    )

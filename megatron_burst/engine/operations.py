@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Give, Take, UnderWay
 from megatron_burst.engine.memory import Fields
+from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
     delta_stand_in,
@@ -213,21 +214,32 @@ def visible(executor: Executor, op: p.Attend | p.AttendBackward) -> Callable[[Ru
     return lambda run: replace(band, segments=run.documents.segments(*places))
 
 
+def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
+    """What the queries of a kernel call see besides, in calls of their own."""
+    places = op.places if op.mask.documents else None
+    if places is None:
+        return lambda run: ()
+    return lambda run: run.documents.branches(*places)
+
+
 def attend(executor: Executor, op: p.Attend) -> Bound:
     q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
     sees, made = visible(executor, op), is_made(executor, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
-    backend, scale = executor.backend, executor.scale
+    backend, scale, more = executor.backend, executor.scale, branches(op)
 
     def bound(run: Run) -> None:
         keys = kv(run)
-        args = q(run)["q"], keys["k"], keys["v"], scale, sees(run)
+        tensors = q(run)["q"], keys["k"], keys["v"]
         if own and not made(run):
-            out, lse = backend.forward(*args)
-            run.fields[own] = {"out": out, "lse": lse}
+            results = backend.forward(*tensors, scale, sees(run))
+            run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
         else:
             target = into(run)
-            backend.forward(*args, into=(target["out"], target["lse"]))
+            results = target["out"], target["lse"]
+            backend.forward(*tensors, scale, sees(run), into=results)
+        if found := more(run):
+            attend_branches(backend, tensors, scale, found, results)
 
     return bound
 
@@ -237,17 +249,20 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     dq, dkv = part(executor, op.dq), part(executor, op.dkv)
     made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
     sees, backend, scale = visible(executor, op), executor.backend, executor.scale
-    deterministic = executor.deterministic
+    deterministic, more = executor.deterministic, branches(op)
 
     def bound(run: Run) -> None:
-        side, keys, into = sides(run), kv(run), None
+        fields, keys, into = sides(run), kv(run), None
         if any(of(run) for of in made):
             of_keys = dkv(run)
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
+        side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))
+        tensors = side, keys["k"], keys["v"]
         grads = backend.backward(
-            QuerySide(*map(side.get, ("q", "dout", "lse", "delta", "out"))),
-            keys["k"], keys["v"], scale, sees(run), into=into, deterministic=deterministic,
-        )  # fmt: skip
+            *tensors, scale, sees(run), into=into, deterministic=deterministic
+        )
+        if found := more(run):
+            add_branches(backend, tensors, scale, found, grads, deterministic)
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}
             run.fields[op.dkv.buffer] = {"dk": grads[1], "dv": grads[2]}

@@ -33,9 +33,9 @@ def problem(cp_size, tokens, heads, dims, seed, batch=2):
     return [torch.randn(batch, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-def truth(q, k, v, dout, mask, scale, edges=()):
+def truth(q, k, v, dout, mask, scale, edges=(), parents=()):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = full_attention(*leaves, False, scale, seen_by(mask, edges, q.shape[1]))
+    out = full_attention(*leaves, False, scale, seen_by(mask, edges, q.shape[1], parents))
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -54,6 +54,7 @@ class Way:
     scale: float = 0.5
     pulls: bool | str = False  # "one slot": as if slots were large
     edges: tuple[int, ...] = ()  # where documents begin, and where the last one ends
+    parents: tuple[int, ...] = ()  # of documents that are segments of a tree
 
 
 class Passes:
@@ -78,7 +79,9 @@ class Passes:
             self.programs = [MODES[way.mode](one) for one in (spec, back)]
         self.documents = None
         if way.edges:
-            sample = Sample(torch.tensor(way.edges, dtype=torch.int32), None, None)
+            sample = Sample(
+                torch.tensor(way.edges, dtype=torch.int32), None, None, way.parents or None
+            )
             sizes = q.shape[1], topology.cp_size
             self.documents = Documents(sample, sizes, way.layout, q.device)
         self.executors = [
@@ -138,7 +141,7 @@ def run_engine(topology, tensors, way, seed=0):
 
 def assert_exact(topology, tensors, way, seed=0):
     size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
-    expected = truth(*tensors, way.mask, way.scale, way.edges)
+    expected = truth(*tensors, way.mask, way.scale, way.edges, way.parents)
     for rank, results in enumerate(run_engine(topology, tensors, way, seed)):
         rows = rows_of(way.layout, rank, size, tokens, way.edges)
         for result, whole in zip(results, expected, strict=True):

@@ -121,8 +121,8 @@ def test_facts_that_differ_between_machines_are_told_on_all_ranks(tmp_path):
 
 def terms(tokens=4, batch=1, heads=2, **changes):
     q, k, v = (torch.ones(batch, tokens, heads, 4) for _ in range(3))
-    names = ("causal", "window", "packed", "layout")
-    sees = Sees(**(dict(zip(names, (True, (None, 0), False, "zigzag"), strict=True))
+    names = ("causal", "window", "packed", "tree", "layout")
+    sees = Sees(**(dict(zip(names, (True, (None, 0), False, False, "zigzag"), strict=True))
                    | {name: changes.pop(name) for name in names if name in changes}))  # fmt: skip
     given = {"scale": 0.5, "qkv_format": "bshd", "config": BurstConfig()} | changes
     return terms_of(q, k, v, sees, **given)
@@ -130,7 +130,7 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"scale": 0.25}, {"layout": "striped"},
-    {"window": (3, 0)}, {"packed": True},
+    {"window": (3, 0)}, {"packed": True}, {"tree": True},
     {"qkv_format": "sbhd"}, {"config": BurstConfig.of(nodes=2)},
 ]  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of
 
 def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
-    sees = Sees(True, (None, 0), False, "zigzag")
+    sees = Sees(True, (None, 0), False, False, "zigzag")
     odd = terms_of(q, k, k, sees, 0.5, "bshd", BurstConfig())
     flat = terms_of(q[0], q[0], q[0], sees, 0.5, "bshd", BurstConfig())
     assert odd.configuration() == odd and flat.configuration() == flat

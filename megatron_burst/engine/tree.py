@@ -1,0 +1,248 @@
+"""Prefix trees: segments of a sample that see those which they begin with.
+
+Segments lie depth first, so all that descend from one are the rows behind it, without a gap. What
+queries see of their own segment is a causal document. What they see of ancestors are branches: one
+for each depth of the tree, in which the descendants' queries see every key of the segment that they
+have in common. So keys are multiplied once with each query that sees them, and nothing is copied.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.errors import Need
+from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.partial import merge_parts, sum_parts
+from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.schedule.mask import Places, Span, cut
+
+
+class Branch(NamedTuple):
+    """A kernel call beside that of a tile's documents.
+
+    Attributes:
+        rows: query rows of the tile, from the first that sees a key to the last.
+        keys: key rows, from the first that is seen to the last.
+        visible: which of these keys a query of these rows sees.
+    """
+
+    rows: Span
+    keys: Span
+    visible: Visible
+
+
+class Tree:
+    """Where the segments of a tree are, by depth; on the CPU.
+
+    A segment whose parent has no other child goes on where its parent ends: both are one document.
+
+    Args:
+        starts: where segments begin in the sample, and where the last one ends.
+        parents: of each segment, -1 for none; as `needs_of` has them.
+
+    Attributes:
+        starts: int64, where documents begin and the last one ends.
+    """
+
+    def __init__(self, starts: Sequence[int], parents: Sequence[int]) -> None:
+        number, children = len(parents), [0] * len(parents)
+        behind = list(range(1, number + 1))  # of each segment the first that does not descend
+        for segment in reversed(range(number)):
+            parent = parents[segment]
+            if parent >= 0:
+                behind[parent] = max(behind[parent], behind[segment])
+                children[parent] += 1
+        firsts = [s for s in range(number) if parents[s] < 0 or children[parents[s]] > 1]
+        depth_of: dict[int, int] = {}
+        levels: list[list[tuple[int, int, int]]] = []
+        for first, after in pairwise((*firsts, number)):
+            depth = depth_of[parents[first]] + 1 if parents[first] >= 0 else 0
+            depth_of |= dict.fromkeys(range(first, after), depth)
+            if starts[first] < starts[after] < starts[behind[first]]:
+                levels += [[] for _ in range(depth + 1 - len(levels))]
+                levels[depth].append((starts[first], starts[after], starts[behind[first]]))
+        self.starts = torch.tensor([*(starts[first] for first in firsts), starts[-1]])
+        self._levels = [torch.tensor(level) for level in levels if level]
+
+    def branches(self, q: Places, keys: Places, device: torch.device) -> tuple[Branch, ...]:
+        """Of a tile whose queries and keys are at these positions, apart from its documents."""
+        found = (_branch(level, q, keys, device) for level in self._levels)
+        return tuple(branch for branch in found if branch)
+
+
+def needs_of(parents: object, segments: int, padded: bool) -> Iterator[Need]:
+    """What must hold of the parents that were given for so many segments."""
+    what = "prefix_tree must be a list or tensor of integers on the CPU with one axis"
+    yield (
+        isinstance(parents, Sequence | Tensor),
+        f"{what}, because it names each segment's parent",
+        type(parents).__name__,
+        "pass one",
+    )
+    if isinstance(parents, Tensor):
+        yield (
+            parents.dtype in (torch.int32, torch.int64) and parents.dim() == 1,
+            f"{what}, because it names each segment's parent",
+            f"{parents.dtype} of shape {tuple(parents.shape)}",
+            "pass one",
+        )
+        yield (
+            parents.device.type == "cpu",
+            f"{what}, because how deep it is decides how many kernel calls there are",
+            f"{parents.device}",
+            "pass prefix_tree.cpu(), made once a sample",
+        )
+    listed = listed_of(parents)
+    yield (
+        all(isinstance(parent, int) and not isinstance(parent, bool) for parent in listed),
+        f"{what}, because it names each segment's parent",
+        ", ".join(sorted({type(parent).__name__ for parent in listed})),
+        "pass one",
+    )
+    yield (
+        len(listed) == segments,
+        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens tells "
+        "where segments begin",
+        f"{len(listed)} parents of {segments} segments",
+        "pass one fewer than cu_seqlens has boundaries",
+    )
+    yield (
+        not padded,
+        "a prefix tree must lie without padding, because the rows that descend from a segment are "
+        "one run of queries",
+        "cu_seqlens_padded",
+        "pass cu_seqlens alone, and no padding but behind the last segment",
+    )
+    yield from _of_order(listed)
+
+
+def _of_order(parents: Sequence[int]) -> Iterator[Need]:
+    wrong = [s for s, parent in enumerate(parents) if not -1 <= parent < s]
+    yield (
+        not wrong,
+        "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query sees "
+        "keys before it alone",
+        "".join(f"parent {parents[s]} of segment {s}" for s in wrong[:1]),
+        "number segments from 0 in the order of cu_seqlens, parents before children",
+    )
+    wrong = _misplaced(parents)
+    yield (
+        not wrong,
+        "segments of a prefix tree must lie depth first, because all that descend from one must be "
+        "the rows right behind it",
+        "".join(f"segment {s} not right behind segment {parents[s]} and its descendants"
+                for s in wrong[:1]),
+        "put each segment behind its parent, or behind the last descendant of the sibling before",
+    )  # fmt: skip
+
+
+def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
+    """Parents as a list."""
+    return parents.tolist() if isinstance(parents, Tensor) else list(parents or ())
+
+
+def _misplaced(parents: Sequence[int]) -> list[int]:
+    """Segments that do not lie right behind their parent and its descendants."""
+    path: list[int] = []  # from a root to the segment before
+    found = []
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            found.append(segment)
+        path.append(segment)
+    return found
+
+
+def rows_before(edges: Tensor, places: Places) -> Tensor:
+    """How many rows lie before each edge; rows are at these positions, in order: int32."""
+    if len(places) == 1 and places[0].start == 0:
+        return edges.clamp(max=len(places[0])).int()
+    return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
+        0, dtype=torch.int32
+    )
+
+
+def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Branch | None:
+    """Of the segments of one depth: where each begins, where it ends and what descends from it."""
+    of_keys, of_q = rows_before(level[:, :2], keys), rows_before(level[:, 1:], q)
+    both = torch.stack((of_q, of_keys), 1)  # [segments, queries or keys, begin or end]
+    both = both[(both[..., 0] < both[..., 1]).all(1)]
+    if not len(both):
+        return None
+    rows, seen = (Span(int(both[0, i, 0]), int(both[-1, i, 1])) for i in range(2))
+    if len(both) == 1:
+        return Branch(rows, seen, Visible(None, None))
+    # between two segments lie queries that see no key here, and keys that no query sees
+    begins, ends = both[..., 0], both[..., 1]
+    apart = torch.stack((begins[1:, 0], ends[:-1, 1]), 1)
+    edges = torch.stack((ends[:-1], apart, begins[1:]), 1).flatten(0, 1)
+    edges = torch.cat((begins[:1], edges, ends[-1:])) - begins[0]
+    longest = edges.diff(dim=0).amax(0).tolist()
+    of_q, of_keys = edges.T.contiguous().to(device, non_blocking=True)
+    return Branch(rows, seen, Visible(None, None, Segments(of_q, of_keys, *longest)))
+
+
+def attend_branches(
+    run: Backend, tensors: Sequence[Tensor], scale: float, branches: Sequence[Branch],
+    into: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Merge what queries see in branches with what they have seen.
+
+    Args:
+        run: computes the tile.
+        tensors: q [b, n, h, dqk], k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
+        scale: of the scores.
+        branches: of the tile.
+        into: out [b, n, h, dv] and lse [b, h, n].
+    """
+    (q, k, v), (out, lse) = tensors, into
+    parts = [
+        run.forward(q[:, b.rows.slice], k[:, b.keys.slice], v[:, b.keys.slice], scale, b.visible)
+        for b in branches
+    ]
+    for rows, found in _overlaps([b.rows for b in branches]):
+        target = out[:, rows], lse[:, :, rows]
+        merge_parts(*target, [target, *((parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in found)])
+
+
+def add_branches(
+    run: Backend, tensors: tuple[QuerySide, Tensor, Tensor], scale: float,
+    branches: Sequence[Branch], into: Sequence[Tensor], deterministic: bool,
+) -> None:  # fmt: skip
+    """Add the gradients of branches to those of a tile.
+
+    Args:
+        run: computes the tile.
+        tensors: query side, k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
+        scale: of the scores.
+        branches: of the tile.
+        into: dq, dk and dv of the tile.
+        deterministic: whether gradients must be bitwise the same every time.
+    """
+    side, *keys = tensors
+    parts = [
+        run.backward(
+            side.rows(b.rows.slice), *(x[:, b.keys.slice] for x in keys), scale, b.visible,
+            deterministic=deterministic,
+        )
+        for b in branches
+    ]  # fmt: skip
+    spans = [[b.rows for b in branches]] + 2 * [[b.keys for b in branches]]
+    for index, (target, of) in enumerate(zip(into, spans, strict=True)):
+        for rows, found in _overlaps(of):
+            whole = target[:, rows]
+            sum_parts(whole, [whole, *(parts[i][index][:, x] for i, x in found)])
+
+
+def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    """Rows that the same spans have: which spans, and where in each; so each row is rounded once."""
+    for rows in cut(spans, max(span.stop for span in spans)):
+        found = [
+            (i, rows.moved(-span.start).slice) for i, span in enumerate(spans) if span.holds(rows)
+        ]
+        if found:
+            yield rows.slice, found

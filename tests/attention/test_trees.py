@@ -1,0 +1,211 @@
+"""Prefix trees on simulated ranks: each query sees its segment and all of its ancestors'.
+
+Catches keys of a sibling, of a descendant or of an ancestor that a mode leaves out, gradients that
+one depth of the tree overwrites with another's, and keys that are multiplied more than once.
+"""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.band import segments_of
+from megatron_burst.kernels.reference import Reference
+from megatron_burst.schedule.call import Circulate
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.topology import pretend_nodes
+from tests.attention.engine import Way, assert_exact, problem, run_engine
+from tests.oracle import seen_by
+
+MASK = Mask(right=0, documents=True)
+TREES = {  # parents, and how long segments are
+    "one segment": ((-1,), (9,)),
+    "a chain": ((-1, 0, 1), (3, 5, 2)),
+    "a star": ((-1, 0, 0, 0, 0), (11, 3, 1, 4, 2)),
+    "two prompts": ((-1, 0, 0, -1, 3, 3, 3), (5, 2, 3, 4, 1, 2, 1)),
+    "nested branches": ((-1, 0, 1, 1, 0, 4, 4, 6, 6, 0), (4, 3, 2, 1, 3, 2, 2, 1, 2, 3)),
+    "a fork behind a chain": ((-1, 0, 1, 2, 2), (2, 3, 1, 4, 4)),
+    "empty segments": ((-1, 0, 1, 1, 0, 4, 4), (0, 4, 0, 3, 2, 0, 3)),
+    "an empty prompt": ((-1, 0, 0), (0, 5, 6)),
+    "no tree": ((-1, -1, -1), (4, 5, 6)),
+}
+GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (1, 5), (3, 2), (1, 7), (2, 4)]  # P = 1 ... 8
+
+
+def edges_of(lengths, size):
+    """Where segments begin, scaled so that each of `size` ranks has some; and tokens of a rank."""
+    edges = tuple(accumulate(lengths, initial=0))
+    return edges, 2 * -(-max(edges[-1], 2) // (2 * size))
+
+
+def ways(nodes, ranks):
+    """(heads, way) of each mode that the group can have."""
+    one_kv = {"mode": "gather", "heads_per_round": 1}
+    yield (4, 2), Way("ring", Circulate.KV)
+    yield (2, 2), Way("ring", Circulate.Q, rectangular=False)
+    if nodes * ranks > 1:
+        yield (4, 2), Way(**one_kv, circulate=Circulate.KV, pulls=nodes == 1)
+        yield (2, 2), Way(**one_kv, circulate=Circulate.Q, rectangular=False)
+        yield (2 * ranks, ranks), Way("a2a", Circulate.KV, backend="torch-cpu")
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("nodes, ranks", GROUPS)
+def test_each_tree_is_exact(nodes, ranks, name):
+    parents, lengths = TREES[name]
+    size = nodes * ranks
+    edges, tokens = edges_of(lengths, size)
+    for number, (heads, way) in enumerate(ways(nodes, ranks)):
+        layout = [Layout.ZIGZAG, Layout.CONTIGUOUS][number % 2]
+        way = replace(way, mask=MASK, edges=edges, parents=parents, layout=layout)
+        tensors = problem(size, tokens, heads, (4, 3), number, batch=1)
+        assert_exact(pretend_nodes(size, nodes), tensors, way, number)
+
+
+def tree(random, most=9):
+    """A random tree, depth first."""
+    parents, path = [], []
+    for segment in range(random.randint(1, most)):
+        del path[random.randint(0, len(path)) :]  # to the parent, or to a new root
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    return tuple(parents)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tree_is_exact(seed):
+    random = Random(seed)
+    for number in range(20):
+        nodes, ranks = random.choice(GROUPS[:7])
+        size, parents = nodes * ranks, tree(random)
+        edges, tokens = edges_of([random.randint(0, 7) for _ in parents], size)
+        heads, way = random.choice(list(ways(nodes, ranks)))
+        way = replace(
+            way, mask=MASK, edges=edges, parents=parents,
+            layout=random.choice([Layout.ZIGZAG, Layout.CONTIGUOUS]),
+            backend=random.choice(["reference", "torch-cpu"]),
+        )  # fmt: skip
+        tensors = problem(size, tokens, heads, random.choice([(4, 4), (6, 3)]), number, batch=1)
+        assert_exact(pretend_nodes(size, nodes), tensors, way, number)
+
+
+def test_a_chain_is_one_causal_document_bit_by_bit():
+    tensors = problem(2, 10, (4, 2), (4, 3), 0, batch=1)
+    chain = Way("gather", mask=MASK, edges=(0, 3, 8, 8, 19), parents=(-1, 0, 1, 2))
+    topology = pretend_nodes(2, 1)
+    document = replace(chain, edges=(0, 19), parents=())
+    both = [run_engine(topology, tensors, way) for way in (chain, document)]
+    for some, others in zip(*both, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+class Counted:
+    """Pairs of queries and keys that kernels are given."""
+
+    def __init__(self):
+        self.pairs = {"forward": 0, "backward": 0}
+
+    def of(self, name):
+        plain = getattr(Reference, name)
+
+        def run(backend, q, k, v, scale, visible, *args, **options):
+            rows = q.shape[1] if name == "forward" else q.q.shape[1]
+            for some, keys in segments_of(visible, rows, k.shape[1]):
+                queries, keys = some.stop - some.start, keys.stop - keys.start
+                last = [keys - queries + i + 1 for i in range(queries)]
+                self.pairs[name] += sum(
+                    keys if visible.full else min(max(0, i), keys) for i in last
+                )
+            return plain(backend, q, k, v, scale, visible, *args, **options)
+
+        return patch.object(Reference, name, run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TREES)
+def test_each_key_is_multiplied_once_with_each_query_that_sees_it(name, mode):
+    """Forward runs twice in `run_engine`."""
+    parents, lengths = TREES[name]
+    edges, tokens = edges_of(lengths, 2)
+    tensors = problem(2, tokens, (2, 2), (4, 4), 0, batch=1)
+    way = Way(mode, mask=MASK, edges=edges, parents=parents, heads_per_round=2 - (mode == "a2a"))
+    counted = Counted()
+    with counted.of("forward"), counted.of("backward"):
+        run_engine(pretend_nodes(2, 1), tensors, way)
+    seen = int(seen_by(MASK, edges, 2 * tokens, parents).sum())
+    ranks = 1 if mode != "a2a" else 2  # each of which has all pairs, of one head
+    assert counted.pairs == {"forward": 2 * ranks * seen, "backward": ranks * seen}
+
+
+def documents(parents, edges=(0, 4, 6, 9), tokens=10, **options):
+    sample = Sample(torch.tensor(edges), None, None, parents)
+    return Documents(sample, (tokens, 1), Layout.ZIGZAG, torch.device("cpu"), **options)
+
+
+def test_depth_decides_how_many_calls_there_are_not_the_number_of_segments():
+    for (parents, lengths), calls in zip(
+        TREES.values(), (0, 0, 1, 1, 3, 1, 1, 0, 0), strict=True
+    ):
+        edges, tokens = edges_of(lengths, 1)
+        whole = (range(tokens),)
+        assert len(documents(parents, edges, tokens).branches(whole, whole)) == calls
+
+
+def test_a_branch_has_no_rows_around_those_that_see_something():
+    (branch,) = documents((-1, 0, 0)).branches((range(10),), (range(10),))
+    assert (branch.rows.slice, branch.keys.slice) == (slice(4, 9), slice(0, 4))
+    assert branch.visible.segments is None and branch.visible.full
+    assert documents((-1, 0, 0)).branches((range(0, 4),), (range(4, 10),)) == ()
+
+
+REFUSED = {  # parents, and words of the sentence
+    "its own parent": ([-1, 1, 0], "an earlier segment.*got parent 1 of segment 1; number"),
+    "a cycle": ([1, 0, 0], "an earlier segment.*got parent 1 of segment 0"),
+    "behind its child": ([-1, 2, 0], "an earlier segment.*got parent 2 of segment 1"),
+    "below -1": ([-1, -2, 0], "an earlier segment.*got parent -2 of segment 1"),
+    "breadth first": (
+        [-1, -1, 0], "depth first.*got segment 2 not right behind segment 0 and its descendants"
+    ),
+    "too few": ([-1, 0], "a parent for each segment.*got 2 parents of 3 segments"),
+    "none": ([], "a parent for each segment.*got 0 parents of 3 segments"),
+    "no integers": ([-1, 0.0, 0], "integers on the CPU with one axis.*got float, int; pass one"),
+    "booleans": ([-1, True, 0], "integers on the CPU.*got bool, int"),
+    "nested": ([[-1], [0], [0]], "integers on the CPU.*got list"),
+    "dtype": (torch.tensor([-1.0, 0, 0]), "got torch.float32 of shape"),
+    "two axes": (torch.tensor([[-1, 0, 0]]), r"with one axis.*got torch.int64 of shape \(1, 3\)"),
+    "device": (torch.tensor([-1, 0, 0], device="meta"), "on the CPU.*got meta; pass .*cpu"),
+    "a number": (3, "a list or tensor.*got int; pass one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_parents_that_make_no_tree_are_refused(name):
+    parents, words = REFUSED[name]
+    with pytest.raises(BurstError, match=f"^burst attention: .*{words}"):
+        documents(parents)
+
+
+def test_padding_in_a_tree_is_refused():
+    lengths = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
+    with pytest.raises(BurstError, match="without padding.*got cu_seqlens_padded; pass cu_seqlens"):
+        Documents(Sample(*lengths, None, [-1, 0]), (8, 1), Layout.ZIGZAG, torch.device("cpu"))
+
+
+def test_trees_are_told_apart():
+    told = [documents(parents).known for parents in ([-1, 0, 0], [-1, 0, 1])]
+    assert told[0]["cu_seqlens"] == told[1]["cu_seqlens"]
+    assert told[0]["prefix_tree"].startswith("[-1, 0, 0] (")
+    assert told[0]["prefix_tree"] != told[1]["prefix_tree"]
+
+
+def test_pairwise_lengths_of_the_trees_above_are_not_all_alike():
+    """Guards the data: trees of which all edges fell together would prove nothing."""
+    for _, lengths in TREES.values():
+        assert sum(a != b for a, b in pairwise(lengths)) >= min(1, len(lengths) - 1)
