@@ -27,9 +27,7 @@ def full_attention(
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def seen_by(
-    mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = ()
-) -> Tensor:
+def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = ()) -> Tensor:
     """Which keys each query sees, [queries, keys].
 
     Args:

@@ -77,8 +77,8 @@ def _identity(x: object) -> tuple:
 class Documents:
     """Where the documents of one sample begin, and what follows from that; made once a sample.
 
-    All of it is computed on the device: nothing waits for the host. But for trees: how deep they are
-    decides how many kernel calls there are, so what is on the device is waited for.
+    All of it is computed on the device: nothing waits for the host. Trees are the exception: their
+    boundaries decide which kernel calls there are, so what is on the device is waited for.
 
     Args:
         sample: given by the caller; held on to, so that it is known again.
@@ -153,7 +153,7 @@ class Documents:
         return self._told
 
     def branches(self, q: Places, keys: Places) -> tuple[Branch, ...]:
-        """What queries at these positions see of ancestors at those; nothing if there is no tree."""
+        """What queries at these positions see of ancestors at those; nothing without a tree."""
         if self._tree is None:
             return ()
         if (q, keys) not in self._branches:

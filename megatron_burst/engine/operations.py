@@ -258,9 +258,7 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
         side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))
         tensors = side, keys["k"], keys["v"]
-        grads = backend.backward(
-            *tensors, scale, sees(run), into=into, deterministic=deterministic
-        )
+        grads = backend.backward(*tensors, scale, sees(run), into=into, deterministic=deterministic)
         if found := more(run):
             add_branches(backend, tensors, scale, found, grads, deterministic)
         if into is None:

@@ -206,7 +206,9 @@ def attend_branches(
     ]
     for rows, found in _overlaps([b.rows for b in branches]):
         target = out[:, rows], lse[:, :, rows]
-        merge_parts(*target, [target, *((parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in found)])
+        merge_parts(
+            *target, [target, *((parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in found)]
+        )
 
 
 def add_branches(
@@ -235,11 +237,11 @@ def add_branches(
     for index, (target, of) in enumerate(zip(into, spans, strict=True)):
         for rows, found in _overlaps(of):
             whole = target[:, rows]
-            sum_parts(whole, [whole, *(parts[i][index][:, x] for i, x in found)])
+            sum_parts(whole, [whole, *(parts[i][index][:, some] for i, some in found)])
 
 
 def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
-    """Rows that the same spans have: which spans, and where in each; so each row is rounded once."""
+    """Rows that the same spans have, to be rounded once: which spans, and where in each."""
     for rows in cut(spans, max(span.stop for span in spans)):
         found = [
             (i, rows.moved(-span.start).slice) for i, span in enumerate(spans) if span.holds(rows)

@@ -4,14 +4,18 @@ Catches keys of a sibling, of a descendant or of an ancestor that a mode leaves 
 one depth of the tree overwrites with another's, and keys that are multiplied more than once.
 """
 
+import re
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.band import segments_of
@@ -21,8 +25,9 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.topology import pretend_nodes
-from tests.attention.engine import Way, assert_exact, problem, run_engine
-from tests.oracle import seen_by
+from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
+from tests.oracle import rows_of, seen_by
+from tests.ranks import run_ranks
 
 MASK = Mask(right=0, documents=True)
 TREES = {  # parents, and how long segments are
@@ -150,9 +155,7 @@ def documents(parents, edges=(0, 4, 6, 9), tokens=10, **options):
 
 
 def test_depth_decides_how_many_calls_there_are_not_the_number_of_segments():
-    for (parents, lengths), calls in zip(
-        TREES.values(), (0, 0, 1, 1, 3, 1, 1, 0, 0), strict=True
-    ):
+    for (parents, lengths), calls in zip(TREES.values(), (0, 0, 1, 1, 3, 1, 1, 0, 0), strict=True):
         edges, tokens = edges_of(lengths, 1)
         whole = (range(tokens),)
         assert len(documents(parents, edges, tokens).branches(whole, whole)) == calls
@@ -162,7 +165,7 @@ def test_a_branch_has_no_rows_around_those_that_see_something():
     (branch,) = documents((-1, 0, 0)).branches((range(10),), (range(10),))
     assert (branch.rows.slice, branch.keys.slice) == (slice(4, 9), slice(0, 4))
     assert branch.visible.segments is None and branch.visible.full
-    assert documents((-1, 0, 0)).branches((range(0, 4),), (range(4, 10),)) == ()
+    assert documents((-1, 0, 0)).branches((range(4),), (range(4, 10),)) == ()
 
 
 REFUSED = {  # parents, and words of the sentence
@@ -205,7 +208,93 @@ def test_trees_are_told_apart():
     assert told[0]["prefix_tree"] != told[1]["prefix_tree"]
 
 
-def test_pairwise_lengths_of_the_trees_above_are_not_all_alike():
-    """Guards the data: trees of which all edges fell together would prove nothing."""
-    for _, lengths in TREES.values():
-        assert sum(a != b for a, b in pairwise(lengths)) >= min(1, len(lengths) - 1)
+STAR = (-1, 0, 0, 0, 3, 3), (0, 9, 12, 13, 17, 19, 22)  # 22 of 24 tokens; the last answer forks
+WAYS = (
+    {}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"}, {"inter": "a2a"},
+    {"nodes": 2}, {"nodes": 2, "circulate": "q"}, {"deterministic": True, "backend": "reference"},
+    {"keep": "all"}, {"keep": "half"},
+)  # fmt: skip
+
+
+def errors_of_ways(rank, world):
+    """The largest error of each way of a call, over out, lse, dq, dk and dv."""
+    parents, edges = STAR
+    tokens = 24 // world
+    tensors = problem(world, tokens, (4, 2), (4, 3), 5, batch=1)
+    truth_ = truth(*tensors, MASK, 4**-0.5, edges, parents)
+    q, k = (x.transpose(1, 2) for x in tensors[:2])
+    hidden = ~seen_by(MASK, edges, 24, parents)
+    scores = (q @ k.repeat_interleave(2, dim=1).mT * 4**-0.5).masked_fill(hidden, -torch.inf)
+    sums = scores.logsumexp(-1)
+    starts, found = torch.tensor(edges, dtype=torch.int32), {}
+    forms = [list(parents), torch.tensor(parents), torch.tensor(parents, dtype=torch.int32)]
+    for number, way in enumerate(WAYS):
+        layout = ["zigzag", "contiguous"][number % 2]
+        rows = rows_of(Layout(layout), rank, world, tokens)
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+
+        def attend(q, k, v, way=way, layout=layout, tree=forms[number % 3]):
+            return burst_attention(
+                q, k, v, layout=layout, config=BurstConfig.of(**way), cu_seqlens=starts,
+                prefix_tree=tree, max_seqlen=9 + 3 * ("nodes" in way), return_lse=True,
+            )  # fmt: skip
+
+        if "keep" in way:
+            (out, _) = checkpoint(attend, q, k, v, use_reentrant=False)
+        else:
+            out, lse = attend(q, k, v)
+            assert torch.allclose(lse, sums[:, :, rows], rtol=0, atol=1e-12)
+        grads = torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])
+        got = zip((out.detach(), *grads), truth_, strict=True)
+        found[str(way)] = max(float((a - b[:, rows]).abs().max()) for a, b in got)
+    return found
+
+
+def test_real_processes_have_every_way():
+    for found in run_ranks(errors_of_ways, 2, 2):
+        assert len(found) == len(WAYS)
+        assert all(error <= 1e-12 for error in found.values()), found
+
+
+CALLS = {  # what is passed beside q, k and v, and words of the sentence
+    "no boundaries": ({"prefix_tree": [-1, 0]}, "cu_seqlens must come with prefix_tree.*got no cu"),
+    "not causal": (
+        {"prefix_tree": [-1, 0], "causal": False}, "must be causal and without a window.*False"
+    ),
+    "a window": ({"prefix_tree": [-1, 0], "window": (3, 0)}, "without a window.*window=.3, 0."),
+    "layout": (
+        {"prefix_tree": [-1, 0], "layout": "zigzag-documents"},
+        "sharded as one sample.*got layout zigzag-documents; shard the sample in zigzag",
+    ),
+    "striped": ({"prefix_tree": [-1, 0], "layout": "striped"}, "must lie in chunks.*got layout st"),
+    "no tree": ({"prefix_tree": [0, -1]}, "parent 0 of segment 0; number segments"),
+    "max_seqlen": ({"prefix_tree": [-1, 0], "max_seqlen": 3}, "max_seqlen must be the longest"),
+}  # fmt: skip
+
+
+def sentences(rank, world):
+    q = torch.randn(1, 4, 2, 4)
+    starts, found = torch.tensor([0, 3, 8]), {}
+    for name, (options, _) in CALLS.items():
+        given = {} if name == "no boundaries" else {"cu_seqlens": starts}
+        with pytest.raises(BurstError) as error:
+            burst_attention(q, q, q, **given, **options)
+        found[name] = str(error.value)
+    with pytest.raises(BurstError) as error:  # a tree on one rank alone, other trees
+        burst_attention(q, q, q, cu_seqlens=starts, **({"prefix_tree": [-1, 0]} if rank else {}))
+    found["one rank"] = str(error.value)
+    with pytest.raises(BurstError) as error:
+        burst_attention(q, q, q, cu_seqlens=starts, prefix_tree=[-1, rank - 1])
+    found["other trees"] = str(error.value)
+    good = burst_attention(q, q, q, cu_seqlens=starts, prefix_tree=[-1, 0])
+    return found, bool(good.isfinite().all())
+
+
+def test_what_trees_cannot_have_is_one_sentence_on_both_ranks():
+    words = {name: said for name, (_, said) in CALLS.items()}
+    words |= {"one rank": "prefix_tree=", "other trees": r"prefix_tree=\[-1, .*prefix_tree=\[-1, "}
+    for found, good in run_ranks(sentences, 2, 2):
+        assert good and found.keys() == words.keys()
+        for name, said in words.items():
+            assert re.search(said, found[name]), found[name]
+            assert "\n" not in found[name] and found[name].count("; got") == 1
