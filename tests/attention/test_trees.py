@@ -61,14 +61,14 @@ def ways(nodes, ranks):
         yield (2 * ranks, ranks), Way("a2a", Circulate.KV, backend="torch-cpu")
 
 
-@pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("nodes, ranks", GROUPS)
-def test_each_tree_is_exact(nodes, ranks, name):
-    parents, lengths = TREES[name]
-    size = nodes * ranks
-    edges, tokens = edges_of(lengths, size)
-    for number, (heads, way) in enumerate(ways(nodes, ranks)):
-        layout = [Layout.ZIGZAG, Layout.CONTIGUOUS][number % 2]
+def test_each_tree_is_exact(nodes, ranks):
+    """In one of the group's ways each, so that each way has about two of the trees."""
+    size, every = nodes * ranks, list(ways(nodes, ranks))
+    for number, (parents, lengths) in enumerate(TREES.values()):
+        edges, tokens = edges_of(lengths, size)
+        heads, way = every[(number + size) % len(every)]
+        layout = [Layout.ZIGZAG, Layout.CONTIGUOUS][number // 2 % 2]
         way = replace(way, mask=MASK, edges=edges, parents=parents, layout=layout)
         tensors = problem(size, tokens, heads, (4, 3), number, batch=1)
         assert_exact(pretend_nodes(size, nodes), tensors, way, number)
@@ -84,7 +84,7 @@ def tree(random, most=9):
     return tuple(parents)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_tree_is_exact(seed):
     random = Random(seed)
     for number in range(20):
