@@ -31,6 +31,7 @@ CASES = {
     "documents, more keys": Band((1, 100, 0, 300), (1, 612, 40, 700), None, 0),
     "documents, fewer keys": Band((5, 300, 129, 0, 77), (64, 0, 33, 31, 20), None, 0),
     "documents, other keys": Band((5, 300, 129, 0, 77), (64, 0, 500, 31, 20)),
+    "branches of a tree": Band((700, 0, 120, 64, 0, 400), (0, 200, 350, 0, 30, 90)),
     "documents of one query": Band((1, 1, 0, 1), (3, 200, 7, 0), None, 0),
     "documents with a window": Band((1, 600, 200, 0), (1, 600, 350, 9), 128, 0),
     "documents with two sides": Band((0, 400, 65), (3, 130, 65), 10, 40),

@@ -1,0 +1,136 @@
+"""Prefix trees on NCCL, beside what needs none: each path from a root as a document of its own.
+
+Catches segments that a kernel reads wrongly, slices of rows that it writes past, and results of one
+depth that another's overwrite. The bar is the same kernel on one GPU, which repeats the prompts.
+"""
+
+import pytest
+import torch
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu.test_nodes import SOCKETS
+from tests.oracle import full_attention, rows_of, seen_by
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+TOKENS, DIM, MASK = 2048, 128, Mask(right=0, documents=True)
+TREES = {  # parents, and where segments begin; the last row of each sample belongs to none
+    "star": ((-1, 0, 0, 0, 0), (0, 1000, 1001, 1300, 1555, 2047)),
+    "two prompts": ((-1, 0, 0, -1, 3, 3), (0, 400, 700, 1000, 1500, 1900, 2047)),
+    "nested": (
+        (-1, 0, 1, 1, 0, 4, 4, 6, 6),
+        (0, 500, 800, 900, 1100, 1300, 1300, 1700, 1900, 2047),
+    ),
+}
+WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"})
+
+
+def paths(parents, edges):
+    """Rows of each leaf and its ancestors, one path behind the other; where paths begin."""
+    rows, starts = [], [0]
+    for leaf in set(range(len(parents))) - set(parents):
+        path, segment = [], leaf
+        while segment >= 0:
+            path[:0] = range(edges[segment], edges[segment + 1])
+            segment = parents[segment]
+        rows += path
+        starts.append(len(rows))
+    return torch.tensor(rows, device="cuda"), torch.tensor(starts, dtype=torch.int32, device="cuda")
+
+
+def repeated(tensors, tree, config, group):
+    """(out, dq, dk, dv) of the sample, in which every prompt was computed once for each answer."""
+    rows, starts = paths(*tree)
+    first = torch.full((TOKENS,), len(rows), device="cuda")
+    first.scatter_reduce_(0, rows, torch.arange(len(rows), device="cuda"), "amin")
+    there = first < len(rows)
+    leaves = [x.float().requires_grad_() for x in tensors[:3]]  # sums of copies are in float32
+    out = burst_attention(
+        *(x[:, rows].bfloat16() for x in leaves), cu_seqlens=starts, config=config, group=group
+    )
+    out = torch.where(there.view(1, -1, 1, 1), out[:, first.clamp(max=len(rows) - 1)], 0)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def errors(rank, world, nodes, name, heads, backend):
+    """Relative errors of (out, dq, dk, dv) by way, over the whole sample."""
+    parents, edges = TREES[name]
+    generator = torch.Generator("cuda").manual_seed(7)
+    tensors = [
+        torch.randn(1, TOKENS, h, DIM, generator=generator, device="cuda").bfloat16()
+        for h in (heads[0], heads[1], heads[1], heads[0])
+    ]
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    with torch.device("cuda"):
+        seen = seen_by(MASK, edges, TOKENS, parents).cuda()
+        out = full_attention(*leaves, False, DIM**-0.5, seen)
+    truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+
+    def bar(_rows, config, group):
+        return repeated(tensors, (parents, edges), config, group)
+
+    def run(rows, config, layout="zigzag", starts_on="cpu"):
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+        out = burst_attention(
+            q, k, v, cu_seqlens=torch.tensor(edges, device=starts_on), prefix_tree=parents,
+            layout=layout, config=config,
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+
+    found = {"alone": alone(bar, truth, BurstConfig(backend=backend))}
+    for way in WAYS:
+        config = BurstConfig.of(nodes=nodes, backend=backend, **way)
+        for layout, starts_on in (("zigzag", "cpu"), ("contiguous", "cuda")):
+            rows = rows_of(Layout(layout), rank, world, TOKENS // world).cuda()
+            for turn in range(3):  # buffers are used again; a race shows as a difference
+                if turn == rank:
+                    torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
+                got = relative(run(rows, config, layout, starts_on), truth, rows)
+                key = f"{way} {layout}"
+                found[key] = max(found.get(key, (0,)), got)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "triton"])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", TREES)
+def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(name, nodes, backend):
+    heads = (16, 2) if nodes == 1 else (8, 4)
+    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
+    found = run_ranks(errors, 2, 2, nodes, name, heads, backend, **settings)[0]
+    single = found.pop("alone")
+    print(f"{name} {backend} 1 rank, prompts repeated: {single}")
+    assert len(found) == 2 * len(WAYS)
+    for way, several in found.items():
+        print(f"{name} {backend} 2 ranks, {nodes} nodes, {way}: {several}")
+        for error, bar in zip(several, single, strict=True):
+            assert error <= 2 * bar and bar < 1e-2, (way, several, single)
+
+
+def same_bits(rank):
+    """Whether gradients of two calls are the same, where that was asked for."""
+    parents, edges = TREES["nested"]
+    rows = rows_of(Layout.ZIGZAG, rank, 2, TOKENS // 2)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (
+        torch.randn(1, TOKENS, 8, DIM, generator=generator)[:, rows].cuda().bfloat16()
+        for _ in range(4)
+    )
+    starts, config = torch.tensor(edges), BurstConfig(deterministic=True)
+    found = []
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*leaves, cu_seqlens=starts, prefix_tree=parents, config=config)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_deterministic_gradients_have_the_same_bits_twice():
+    assert all(run_ranks(same_bits, 2, backend="nccl", timeout_s=300))
