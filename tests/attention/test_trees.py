@@ -5,8 +5,11 @@ one depth of the tree overwrites with another's, and keys that are multiplied mo
 """
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
@@ -29,6 +32,7 @@ from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
 from tests.oracle import rows_of, seen_by
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 MASK = Mask(right=0, documents=True)
 TREES = {  # parents, and how long segments are
     "one segment": ((-1,), (9,)),
@@ -298,3 +302,13 @@ def test_what_trees_cannot_have_is_one_sentence_on_both_ranks():
         for name, said in words.items():
             assert re.search(said, found[name]), found[name]
             assert "\n" not in found[name] and found[name].count("; got") == 1
+
+
+def test_the_example_says_what_the_prompt_once_saves():
+    command = [sys.executable, "examples/rollouts.py", "--prompt", "48", "--answer", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    once, repeated, difference = done.stdout.splitlines()
+    assert once == "prompt once: 112 tokens, 4,480 pairs of query and key"
+    assert repeated == "prompt with each answer: 448 tokens, 12,544 pairs of query and key"
+    assert float(difference.rpartition(" ")[2]) < 1e-5
