@@ -15,6 +15,7 @@ _HOME_OF = {
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",
+    "next_tokens": "megatron_burst.loss.next_tokens",
     "token_log_probs": "megatron_burst.loss.linear",
     "burst_spec": "megatron_burst.spec",
     "keep": "megatron_burst.recompute.keep",

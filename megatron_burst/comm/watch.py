@@ -7,7 +7,7 @@ that lives on is never read.
 
 import json
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from uuid import uuid4
 from weakref import ref
@@ -110,10 +110,8 @@ class Board:
         key = tuple(terms.items()) if key is None else key
         if self.knows(key):
             return False
-        text = json.dumps(dict(terms))
-        for rank, other in enumerate(self.share(text, who)):
-            if other != text:
-                raise _disagreement(who, dict(terms), self._rank, json.loads(other), rank)
+        everyones = self.share(json.dumps(dict(terms)), who)
+        refuse_differences(who, [json.loads(text) for text in everyones], self._rank)
         self.note(key)
         return True
 
@@ -200,15 +198,27 @@ class Board:
         return [f"{self._name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
-def _disagreement(
-    who: str, mine: dict[str, str], my_rank: int, theirs: dict[str, str], their_rank: int
-) -> DisagreementError:
-    term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-    return DisagreementError(
-        f"{who}: all ranks of a context-parallel group must call with the same shapes and options, "
-        f"because they exchange shards; got {term}={mine.get(term)} on cp rank {my_rank} and "
-        f"{term}={theirs.get(term)} on cp rank {their_rank}; give all ranks the same"
-    )
+def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: int) -> None:
+    """Refuse terms that differ between the ranks of a context-parallel group.
+
+    Args:
+        who: begins the sentence of an error.
+        everyones: by name, in rank order.
+        rank: this one.
+
+    Raises:
+        DisagreementError: naming the first rank and term that differ from this rank's.
+    """
+    mine = everyones[rank]
+    for their_rank, theirs in enumerate(everyones):
+        if theirs == mine:
+            continue
+        term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+        raise DisagreementError(
+            f"{who}: all ranks of a context-parallel group must call with the same shapes and "
+            f"options, because they exchange shards; got {term}={mine.get(term)} on cp rank {rank} "
+            f"and {term}={theirs.get(term)} on cp rank {their_rank}; give all ranks the same"
+        )
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -85,6 +85,7 @@ class Documents:
         sizes: tokens on a rank, and ranks.
         layout: how tokens are sharded.
         device: where kernels run.
+        who: begins the sentence of an error.
 
     Attributes:
         known: in words, for the other ranks to compare, where the boundaries came on the CPU.
@@ -94,15 +95,16 @@ class Documents:
     """
 
     def __init__(
-        self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device
-    ) -> None:
-        require(_WHO, _of_tensors(sample, device))
+        self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
+        who: str = _WHO,
+    ) -> None:  # fmt: skip
+        require(who, _of_tensors(sample, device))
         self._parents = None
         if sample.parents is not None:
             segments = len(sample.cu_seqlens) - 1
-            require(_WHO, needs_of(sample.parents, segments, sample.padded is not None))
+            require(who, needs_of(sample.parents, segments, sample.padded is not None))
             self._parents = listed_of(sample.parents)
-        self._sample, self._layout = sample, layout
+        self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
         self._found: dict[tuple[Places, Places], Segments] = {}
@@ -145,7 +147,7 @@ class Documents:
                 self._copied.synchronize()
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
-            require(_WHO, _of_values(starts, padded, self._layout, sizes))
+            require(self._who, _of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": _in_words(text, len(starts) - 1)}
             if self._parents is not None:
@@ -252,6 +254,13 @@ class Documents:
         starts = self._starts.long()
         document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
         return document, places - starts[document]
+
+    @cached_property
+    def followed(self) -> Tensor:
+        """By position, whether the next one is of the same document, and no padding: bool."""
+        document, offset = self._document_of
+        lengths = self._starts.diff() if self._lengths is None else self._lengths
+        return offset + 1 < lengths[document]
 
     @cached_property
     def rank_order(self) -> Tensor:

@@ -112,6 +112,7 @@ class TokenLogProbs(NamedTuple):
 
     log_probs: Tensor  # of the labels
     entropy: Tensor | None  # over the vocabulary, in nats; None where it was not asked for
+    mask: Tensor  # bool: false where a token is left out
 
 
 def token_log_probs(
@@ -121,7 +122,8 @@ def token_log_probs(
 ) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
-    Other arguments are those of `linear_cross_entropy`.
+    Of sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token
+    in its document, the one behind the end of a shard too. Other arguments are those of `linear_cross_entropy`.
 
     Args:
         loss_mask: tokens to leave out are 0 in it.
@@ -145,8 +147,9 @@ def token_log_probs(
     head = _head(hidden, weight, options, tp, rows, "auto", False)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head, None)
+    mask = valid_tokens(labels, loss_mask, options.ignore_index)
     return TokenLogProbs(
-        -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None
+        -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None, mask
     )
 
 

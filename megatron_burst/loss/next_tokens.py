@@ -1,0 +1,199 @@
+"""Labels of a language model whose tokens are sharded: the next token of each row's document."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.comm.state import state_of
+from megatron_burst.comm.watch import refuse_differences
+from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.errors import BurstError, Need, unmet
+from megatron_burst.schedule.layout import Layout, positions
+
+WHO = "next tokens"
+_NO_CLASS = torch.iinfo(torch.int64).max  # of any vocabulary
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
+
+
+def next_tokens(
+    tokens: Tensor, *, cp_group: dist.ProcessGroup | None = None,
+    layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
+    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+    whole_sample: bool = False, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The token behind each row in its document: labels of the loss and of log-probabilities.
+
+    Where a shard ends the next token is another rank's: one all-gather of token ids, 8 bytes a
+    token of the sample, brings it. Rows without a next token get `ignore_index`: the last one of
+    each document, padding, and what lies behind the last document.
+
+    Args:
+        tokens: [t] or [s, b] integers, not shifted: this rank's rows, as its hidden states have
+            them; with sequence parallelism those of all tensor-parallel ranks.
+        cp_group: ranks that the sample is sharded over; None: this rank has all of it.
+        layout: how, as of `burst_attention`.
+        cu_seqlens: int32 or int64 [documents + 1], on the CPU or beside the tokens: where the
+            documents of one packed sample begin and the last one ends; None: each of b sequences
+            is one document.
+        cu_seqlens_padded: the same where documents lie with their padding.
+        whole_sample: whether `tokens` are all ranks', by position; then no ids are sent.
+        ignore_index: label of rows without a next token.
+
+    Returns:
+        labels of this rank's rows, int64 [t] or [s, b].
+
+    Raises:
+        BurstError: on all ranks of the group, before anything is computed. On a GPU nothing waits:
+            boundaries that are there are not looked at, as attention over the same sample does
+            that; if they differ between ranks all labels are out of range, so losses become NaN.
+    """
+    group = None if cp_group is None or cp_group.size() == 1 else cp_group
+    sample = None if cu_seqlens is None else Sample(cu_seqlens, cu_seqlens_padded, None)
+    shards = _Shards(str(layout), group, whole_sample)
+    problem = unmet(WHO, shards.needs(tokens, sample))
+    documents = None
+    if sample is not None and not problem:
+        try:
+            documents = shards.documents(tokens, sample)
+        except BurstError as error:
+            problem = str(error)
+    if group is not None:
+        _agree(group, shards.in_words(tokens, documents, problem), tokens)
+    if problem:
+        raise BurstError(problem)
+    return _labels(shards, tokens, sample, documents, ignore_index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """How the tokens of a call are sharded."""
+
+    layout: str
+    group: dist.ProcessGroup | None  # None where one rank has all
+    whole_sample: bool
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def rows(self, tokens: Tensor) -> int:
+        """Of each rank."""
+        return len(tokens) // (self.size if self.whole_sample else 1)
+
+    def needs(self, tokens: Tensor, sample: Sample | None) -> Iterator[Need]:
+        """What must hold besides what `Documents` asks of boundaries."""
+        shape = f"tokens {tuple(tokens.shape)} and {self.size} ranks"
+        yield (
+            self.layout in tuple(Layout),
+            f"layout must be one of {', '.join(Layout)}, because it tells whose the next token is",
+            repr(self.layout), "pass the one in which the tokens are sharded",
+        )  # fmt: skip
+        yield (
+            tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point
+            and tokens.dtype != torch.bool,
+            "tokens must be integers [t] or [s, b], because they name classes",
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass ids, the sequence first",
+        )  # fmt: skip
+        yield (
+            sample is None or tokens.dim() == 1 or tokens.shape[1] == 1,
+            "packed documents must be one sample, because cu_seqlens tells where those of one "
+            "begin", shape, "pass a batch of one",
+        )  # fmt: skip
+        yield (
+            sample is not None or self.layout != Layout.DOCUMENTS,
+            "cu_seqlens must come with the layout zigzag-documents, because documents are sharded "
+            "each for itself", "no cu_seqlens", "pass it, or another layout",
+        )  # fmt: skip
+        pieces = self.size * (2 if self.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) else 1)
+        whole = len(tokens) * (1 if self.whole_sample else self.size)
+        yield (
+            self.size == 1 or (len(tokens) > 0 and whole % pieces == 0),
+            f"the sample must be a multiple of {pieces} tokens, because the layout {self.layout} "
+            "has equal chunks", shape, "pad it",
+        )  # fmt: skip
+
+    def documents(self, tokens: Tensor, sample: Sample) -> Documents:
+        """Of the sample that the tokens are of."""
+        rows = self.rows(tokens)
+        # any bound of their length does: no kernel is launched for it
+        bounded = sample._replace(longest=rows * self.size)
+        return Documents(bounded, (rows, self.size), Layout(self.layout), tokens.device, WHO)
+
+    def in_words(self, tokens: Tensor, documents: Documents | None, problem: str) -> dict[str, str]:
+        """What all ranks must have in common; on the CPU sizes and boundaries too."""
+        axes = tuple(tokens.shape) if tokens.device.type == "cpu" else tokens.dim()
+        words = {"problem": problem, "tokens": f"{axes} {tokens.dtype} {tokens.device.type}"}
+        words |= {"layout": self.layout, "whole_sample": str(self.whole_sample)}
+        words["cu_seqlens"] = "None" if documents is None else "given"
+        known = documents is not None and tokens.device.type == "cpu"
+        return words | dict(documents.known or {}) if known else words
+
+    def order(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
+        """Positions in the sample of all ranks' rows, rank after rank: int64 [tokens]."""
+        if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
+            return documents.rank_order
+        ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
+        places = (at for of in ranks for at in of)
+        return torch.cat([torch.arange(at.start, at.stop, at.step, device=device) for at in places])
+
+
+def _agree(group: dist.ProcessGroup, words: dict[str, str], tokens: Tensor) -> None:
+    """Make sure that all ranks call alike; on a GPU they tell each other once a configuration."""
+    if tokens.device.type != "cpu":
+        state_of(group, None).board.agree(words, WHO)
+        return
+    everyones: list[dict[str, str]] = [{}] * group.size()
+    dist.all_gather_object(everyones, words, group)
+    for rank, theirs in enumerate(everyones):
+        if theirs["problem"]:
+            raise BurstError(f"{theirs['problem']} (cp rank {rank})")
+    refuse_differences(WHO, everyones, group.rank())
+
+
+def _labels(
+    shards: _Shards, tokens: Tensor, sample: Sample | None, documents: Documents | None, ignored: int
+) -> Tensor:  # fmt: skip
+    """Labels of this rank's rows, of a call that fits."""
+    rows, ids, same = shards.rows(tokens), tokens.long(), None
+    if len(ids) == 0:
+        return ids
+    order = shards.order(rows, documents, ids.device)
+    if shards.group is not None and not shards.whole_sample:
+        everyones, same = _gather(ids, _digest(sample, ids), shards.group)
+        ids = torch.empty_like(everyones).index_copy_(0, order, everyones)
+    if documents is None:
+        followed = torch.arange(len(ids), device=ids.device) < len(ids) - 1
+    else:
+        followed = documents.followed
+    followed = followed.view(-1, *(1,) * (ids.dim() - 1))
+    labels = torch.where(followed, ids.roll(-1, 0), ignored)
+    labels = labels[order[shards.rank * rows : (shards.rank + 1) * rows]]
+    return labels if same is None else torch.where(same, labels, _NO_CLASS)
+
+
+def _gather(
+    ids: Tensor, digest: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(ids of all ranks, one behind the other; whether all have this digest)."""
+    mine = torch.cat((digest.view(1), ids.flatten()))
+    everyones = mine.new_empty(group.size(), len(mine))
+    dist.all_gather_into_tensor(everyones.view(-1), mine, group)
+    return everyones[:, 1:].reshape(-1, *ids.shape[1:]), (everyones[:, 0] == digest).all()
+
+
+def _digest(sample: Sample | None, like: Tensor) -> Tensor:
+    """A number that ranks with other boundaries do not have, on the device."""
+    if sample is None:
+        return like.new_zeros(())
+    given = (sample.cu_seqlens, sample.padded)
+    x = torch.cat([x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None])
+    x = (x + torch.arange(len(x), device=x.device) * _ODD[0]) * _ODD[1]
+    return ((x ^ (x >> 29)) * _ODD[0]).sum()
