@@ -204,3 +204,18 @@ def test_the_demo_tells_what_burst_chose(tmp_path, monkeypatch):
         "1 node x 2 ranks; backend fa4 (fast)",
         "2 nodes x 2 ranks; backend flash",
     ]
+
+
+def test_log_probabilities_of_packed_documents_do_not_depend_on_the_ranks():
+    printed = {}
+    for ranks in (1, 2):
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [sys.executable, *command, str(EXAMPLES / "packed_log_probs.py")],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed[ranks] = re.findall(r"^\d+ tokens, \d+ predicted.*$", done.stdout, re.MULTILINE)
+    assert len(printed[1]) == 5 and "40 tokens, 39 predicted" in printed[1][1]
+    assert printed[1] == printed[2]

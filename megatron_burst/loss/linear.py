@@ -123,7 +123,8 @@ def token_log_probs(
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
     Of sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token
-    in its document, the one behind the end of a shard too. Other arguments are those of `linear_cross_entropy`.
+    in its document, the one behind the end of a shard too. Other arguments are those of
+    `linear_cross_entropy`.
 
     Args:
         loss_mask: tokens to leave out are 0 in it.

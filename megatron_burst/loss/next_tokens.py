@@ -159,7 +159,8 @@ def _agree(group: dist.ProcessGroup, words: dict[str, str], tokens: Tensor) -> N
 
 
 def _labels(
-    shards: _Shards, tokens: Tensor, sample: Sample | None, documents: Documents | None, ignored: int
+    shards: _Shards, tokens: Tensor, sample: Sample | None, documents: Documents | None,
+    ignored: int,
 ) -> Tensor:  # fmt: skip
     """Labels of this rank's rows, of a call that fits."""
     rows, ids, same = shards.rows(tokens), tokens.long(), None
@@ -194,6 +195,8 @@ def _digest(sample: Sample | None, like: Tensor) -> Tensor:
     if sample is None:
         return like.new_zeros(())
     given = (sample.cu_seqlens, sample.padded)
-    x = torch.cat([x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None])
+    x = torch.cat(
+        [x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None]
+    )
     x = (x + torch.arange(len(x), device=x.device) * _ODD[0]) * _ODD[1]
     return ((x ^ (x >> 29)) * _ODD[0]).sum()

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -20,10 +22,11 @@ from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.main_grad import Forecast
+from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.mcore import patches
+from megatron_burst.mcore import packed, patches
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 from megatron_burst.mcore.refusals import check, names_burst
 
@@ -162,31 +165,43 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
 
 
 def log_probs_and_entropy(
-    *, hidden_states, output_layer, output_weight, labels, loss_mask=None, context=None, config,
-    **_,
+    *, hidden_states, output_layer, output_weight, labels=None, loss_mask=None, context=None,
+    config, input_ids=None, packed_seq_params=None, **_,
 ) -> TokenLogProbs:  # fmt: skip
     """An `output_processor` for reinforcement learning: pass it to the model's forward.
 
-    `model(..., labels=targets, output_processor=log_probs_and_entropy)`; the context, where given,
-    is the temperature. Needs no flag.
+    `model(..., output_processor=log_probs_and_entropy)`; the context, where given, is the
+    temperature. Without `labels` they are the next token of each token's document, across the
+    shards of context parallelism (`next_tokens`). Needs no flag.
 
     Returns:
-        [b, s] log-probabilities of the labels and [b, s] entropies.
+        [b, s] log-probabilities of the labels, [b, s] entropies, and [b, s] which tokens count.
     """
-    if labels is None:
-        raise _refusal("log-probabilities need labels, because these say of what", "labels=None")
+    if labels is None and input_ids is None:
+        got = "labels=None and input_ids=None"
+        raise _refusal("log-probabilities need labels or tokens, because these say of what", got)
+    targets = _next_of(input_ids, packed_seq_params) if labels is None else labels.t()
     tp = output_layer.tp_group
     scale = 1.0 / (1.0 if context is None else context)
     if config.use_mup:
         scale *= config.mup_output_mult
     found = token_log_probs(
-        hidden_states, output_layer.weight if output_weight is None else output_weight, labels.t(),
+        hidden_states, output_layer.weight if output_weight is None else output_weight, targets,
         tp_group=tp, sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
         loss_mask=None if loss_mask is None else loss_mask.t(),
         options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
     )  # fmt: skip
     assert found.entropy is not None  # it is computed unless told otherwise
-    return TokenLogProbs(found.log_probs.t(), found.entropy.t())
+    return TokenLogProbs(found.log_probs.t(), found.entropy.t(), found.mask.t())
+
+
+def _next_of(input_ids: Tensor, params: PackedSeqParams | None) -> Tensor:
+    """[s, b] labels of this rank's [b, s] tokens."""
+    group = packed.group_of(params, parallel_state.get_context_parallel_group())
+    sample = packed.sample_of(params, group.size())
+    given = ("layout", "cu_seqlens", "cu_seqlens_padded")
+    options = {name: sample[name] for name in given if name in sample}
+    return next_tokens(input_ids.t(), cp_group=group, **options)
 
 
 def check_model(model: Any, config: FusedLossConfig) -> None:

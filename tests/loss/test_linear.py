@@ -120,7 +120,7 @@ def test_gradcheck():
 
     def run(hidden, weight):
         moved = replace(problem, hidden=hidden, weight=weight)
-        log_probs, entropy = token_log_probs(
+        log_probs, entropy, _ = token_log_probs(
             hidden, weight, problem.labels, options=LossOptions(softcap=4.0)
         )
         loss, lse = call(moved, ALL, reduction="none", return_lse=True, chunk_tokens=2)

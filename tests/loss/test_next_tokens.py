@@ -5,7 +5,6 @@ label for the last token of a document; ranks that wait for each other after one
 """
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
+from megatron_burst.engine.documents import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
 from megatron_burst.schedule.layout import Layout
@@ -48,7 +48,9 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
             assert torch.equal(got, truth[packed.places(rank)]), (rank, packed)
 
 
-def log_prob_errors(packed: Packed, rank: int, cp, tp, sequence_parallel: bool) -> float:
+def log_prob_errors(
+    packed: Packed, rank: int, cp, tp=None, sequence_parallel=False, device="cpu"
+) -> float:
     """Of log-probabilities, entropies, mask and gradients of this rank's rows."""
     generator = torch.Generator().manual_seed(len(packed.ids))
     hidden = torch.randn(*packed.ids.shape, 8, generator=generator, dtype=torch.float64)
@@ -57,24 +59,29 @@ def log_prob_errors(packed: Packed, rank: int, cp, tp, sequence_parallel: bool) 
     loss, _, entropy = oracle(truth, PLAIN, "none")
     places, at = packed.places(rank), 0 if tp is None else tp.rank()
     (2 * entropy - loss)[places].sum().backward()
-    share = hidden[places]
     parts = 1 if tp is None else tp.size()
-    mine = (share.chunk(parts)[at] if sequence_parallel else share).clone().requires_grad_()
-    part = weight.chunk(parts)[at].clone().requires_grad_()
-    labels = next_tokens(
-        packed.ids[places], cp_group=cp, layout=packed.layout, **packed.boundaries
-    )
+
+    def leaf(x):
+        return x.to(device, copy=True).requires_grad_()
+
+    share = hidden[places]
+    mine = leaf(share.chunk(parts)[at] if sequence_parallel else share)
+    part = leaf(weight.chunk(parts)[at])
+    boundaries = {name: x.to(device) for name, x in packed.boundaries.items()}
+    ids = packed.ids[places].to(device)
+    labels = next_tokens(ids, cp_group=cp, layout=packed.layout, **boundaries)
     got = token_log_probs(mine, part, labels, tp_group=tp, sequence_parallel=sequence_parallel)
     (2 * got.entropy + got.log_probs).sum().backward()
     grad = truth.hidden.grad[places]
-    assert torch.equal(got.mask, packed.labels()[places] != -100)
+    assert torch.equal(got.mask.cpu(), packed.labels()[places] != -100)
     assert got.log_probs[~got.mask].eq(0).all() and got.entropy[~got.mask].eq(0).all()
-    return max(
-        relative_error(got.log_probs, -loss[places]),
-        relative_error(got.entropy, entropy[places]),
-        relative_error(mine.grad, grad.chunk(parts)[at] if sequence_parallel else grad),
-        relative_error(part.grad, truth.weight.grad.chunk(parts)[at]),
+    pairs = (
+        (got.log_probs, -loss[places]),
+        (got.entropy, entropy[places]),
+        (mine.grad, grad.chunk(parts)[at] if sequence_parallel else grad),
+        (part.grad, truth.weight.grad.chunk(parts)[at]),
     )
+    return max(relative_error(x.cpu(), true) for x, true in pairs)
 
 
 def on_four_ranks(rank: int) -> dict:
@@ -83,11 +90,9 @@ def on_four_ranks(rank: int) -> dict:
     tp, cp = pairs[rank // 2], pairs[2 + rank % 2]
     found = {}
     for layout in LAYOUTS:
-        for seed in range(8):
+        for seed in range(3):
             packed = random_packed(seed, 4, layout)
-            found[layout, seed, "cp4"] = log_prob_errors(
-                packed, rank, dist.group.WORLD, None, False
-            )
+            found[layout, seed, "cp4"] = log_prob_errors(packed, rank, dist.group.WORLD)
             packed = random_packed(seed, 2, layout)
             parallel = len(packed.ids) % 4 == 0  # tp shares the rows of a shard equally
             found[layout, seed, "tp2cp2"] = log_prob_errors(packed, rank // 2, cp, tp, parallel)
@@ -96,7 +101,7 @@ def on_four_ranks(rank: int) -> dict:
 
 def test_log_probabilities_of_sharded_documents_are_those_of_the_whole_sample():
     for found in run_ranks(on_four_ranks, 4):
-        assert len(found) == 64
+        assert len(found) == 24
         assert max(found.values()) < 1e-12, found
 
 
@@ -166,15 +171,16 @@ def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
         assert "each document must be padded to a multiple of 4" in lengths
 
 
-def differing(rank: int) -> tuple:
-    """Boundaries that differ where nobody may wait, as on a GPU."""
-    module._agree = lambda *arguments: None
-    cu_seqlens = torch.tensor([0, 3 + rank, 8])
-    labels = next_tokens(IDS[:4], cp_group=dist.group.WORLD, cu_seqlens=cu_seqlens)
-    hidden, weight = torch.randn(4, 8), torch.randn(40, 8)
+def differing(rank: int, device: str = "cpu") -> tuple:
+    """Boundaries that differ, where nobody may wait."""
     from megatron_burst.loss import checks
 
-    checks._check_labels = lambda *arguments: None
+    if device == "cpu":
+        module._agree = checks._check_labels = lambda *arguments: None
+    cu_seqlens = torch.tensor([0, 3 + rank, 8], device=device)
+    tokens = IDS[:4].to(device)
+    labels = next_tokens(tokens, cp_group=dist.group.WORLD, cu_seqlens=cu_seqlens)
+    hidden, weight = torch.randn(4, 8, device=device), torch.randn(40, 8, device=device)
     return bool(token_log_probs(hidden, weight, labels).log_probs.isnan().all()), len(labels)
 
 
@@ -183,15 +189,9 @@ def test_on_a_gpu_boundaries_that_differ_between_ranks_make_all_losses_nan():
 
 
 def test_a_digest_tells_boundaries_apart():
-    """Also those whose sums, weighted sums and numbers are equal."""
+    """Also those whose sums and weighted sums are equal."""
     draw = random.Random(0)
     many = {tuple(sorted(draw.choices(range(12), k=4))) for _ in range(2000)}
-    sample = SimpleNamespace(padded=None)
-    digests = {
-        int(module._digest(replace_of(sample, torch.tensor((0, *found))), IDS)) for found in many
-    }
+    samples = (Sample(torch.tensor((0, *found)), None, None) for found in many)
+    digests = {int(module._digest(sample, IDS)) for sample in samples}
     assert len(digests) == len(many) > 500
-
-
-def replace_of(sample, cu_seqlens):
-    return SimpleNamespace(cu_seqlens=cu_seqlens, padded=sample.padded)

@@ -35,6 +35,7 @@ from tests.mcore.packed_sample import (
     params_of,
     shard,
     spec_of,
+    with_sequence_parallel,
 )
 from tests.mcore.test_packed import GQA, RECOMPUTED, TOLERANCE
 from tests.ranks import run_ranks
@@ -219,7 +220,42 @@ def with_loss(parallel: Parallel, mtp: int) -> Run:
     return Run(_sum_over_cp(loss.detach().double()), _complete_grads(gpt))
 
 
+def log_probs(parallel: Parallel, temperature: float) -> dict[str, float]:
+    """Errors of next tokens' log-probabilities beside documents alone, in Megatron's logits."""
+    from megatron.core import parallel_state
+
+    from megatron_burst.mcore.fused_loss import log_probs_and_entropy
+
+    whole = SAMPLE.batch()
+    whole["labels"] = torch.arange(SAMPLE.tokens)[None]  # so each rank learns its positions
+    start(Parallel(tp=parallel.tp))
+    alone = build(config_of(Parallel(tp=parallel.tp), GQA), spec_of(GQA))
+    truth, counts = torch.zeros(2, SAMPLE.tokens, dtype=torch.float64), torch.zeros(SAMPLE.tokens)
+    for where in SAMPLE.documents():
+        tokens, positions = (whole[name][:, where] for name in ("tokens", "position_ids"))
+        logits = alone(*with_sequence_parallel(parallel, tokens, positions), attention_mask=None)
+        every = (logits[0, : tokens.shape[1]] / temperature).log_softmax(-1).detach()
+        last = where.stop - 1
+        truth[0, where.start : last] = every[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        truth[1, where.start : last] = -(every.exp() * every).sum(-1)[:-1]
+        counts[where.start : last] = 1
+    start(parallel)
+    gpt, mine = burst_model(parallel, GQA), shard(dict(whole))
+    rows = mine["labels"][0]
+    found = gpt(
+        mine["tokens"], mine["position_ids"], None, packed_seq_params=params_of(whole),
+        output_processor=log_probs_and_entropy, output_processor_context=temperature,
+    )  # fmt: skip
+    assert torch.equal(found.mask[0], counts[rows] == 1)
+    assert len(rows) * parallel_state.get_context_parallel_world_size() == SAMPLE.tokens
+    got = torch.stack([found.log_probs[0], found.entropy[0]])
+    return {str(parallel): float((got - truth[:, rows]).abs().max().detach())}
+
+
 def losses(rank: int) -> dict:
+    for parallel in (Parallel(cp=4), Parallel(cp=2, tp=2)):
+        errors = log_probs(parallel, 0.7)
+        assert max(errors.values()) <= TOLERANCE, errors
     start(Parallel())
     truths = {0: one_by_one(SAMPLE, Parallel(), GQA), 1: with_loss(Parallel(), 1)}
     return {

@@ -1,0 +1,61 @@
+"""Next tokens of sharded and packed samples on GPUs: labels as on the CPU, and nothing waits.
+
+Catches a wait for the device, boundaries that are read on the CPU, and ids that NCCL brings in
+another order.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_burst import next_tokens
+from megatron_burst.schedule.layout import Layout
+from tests.loss.packed import random_packed
+from tests.loss.test_next_tokens import LAYOUTS, differing, log_prob_errors
+from tests.ranks import run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
+]
+
+
+def unwaited(packed, rank: int, group) -> bool:
+    """Whether labels are right that were found without a wait."""
+    places = packed.places(rank)
+    ids = packed.ids[places].cuda()
+    boundaries = {name: x.cuda() for name, x in packed.boundaries.items()}
+    options = dict(cp_group=group, layout=packed.layout, **boundaries)
+    next_tokens(ids, **options)  # ranks agree once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        labels = next_tokens(ids, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.equal(labels.cpu(), packed.labels()[places])
+
+
+def test_one_rank_finds_them_without_a_wait():
+    assert all(unwaited(random_packed(seed, 1, Layout.ZIGZAG), 0, None) for seed in range(8))
+
+
+def over_ranks(rank: int) -> dict:
+    world = dist.group.WORLD
+    samples = [random_packed(seed, 2, layout) for layout in LAYOUTS for seed in range(6)]
+    assert all(unwaited(packed, rank, world) for packed in samples)
+    return {
+        (packed.layout, i): log_prob_errors(packed, rank, world, device="cuda")
+        for i, packed in enumerate(samples)
+    }
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}")
+def test_two_ranks_have_the_log_probabilities_of_the_whole_sample():
+    for found in run_ranks(over_ranks, 2, backend="nccl"):
+        assert len(found) == 24 and max(found.values()) < 1e-12, found
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}")
+def test_boundaries_that_differ_make_all_losses_nan():
+    assert run_ranks(differing, 2, "cuda", backend="nccl", fresh=True) == [(True, 4)] * 2
