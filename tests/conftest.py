@@ -1,5 +1,6 @@
 """Settings that every test and every process it starts inherits."""
 
+import gc
 import os
 
 import pytest
@@ -13,3 +14,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # how long an example takes says nothing on a machine that is busy with other things
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and tests stay: no collection has to look through them again

@@ -14,8 +14,7 @@ def patch_megatron(folder: Path) -> Path:
     installed `megatron.core` beside it."""
     (root,) = importlib.util.find_spec("megatron").submodule_search_locations
     tree = folder / "patched"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(root) / "training", tree / "megatron" / "training", ignore=ignored)
+    shutil.copytree(Path(root) / "training", tree / "megatron" / "training")  # bytecode too
     (tree / "megatron" / "core").symlink_to(Path(root) / "core")
     done = git_apply(tree, "--verbose")
     assert done.returncode == 0, done.stderr
