@@ -7,12 +7,11 @@ goes in the same order on both. With a single slot, a round's contents must have
 the next round is filled.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,14 +19,21 @@ from torch import Tensor
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 
-Shape = tuple[int, ...]
 Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
 
 
 class UnderWay(Protocol):
-    """Something that was started and that the current stream can wait for."""
+    """Something that was started."""
 
-    def wait(self) -> None: ...
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait for it, which is given; None on a CPU."""
+
+
+class Where(NamedTuple):
+    """Where a call runs: calls of one stream have buffers of their own."""
+
+    device: torch.device
+    stream: int = 0  # the caller's; 0 on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +46,115 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Rows of another rank's slot, and where they go."""
+    """Rows of another rank's slot."""
 
     peer: int
     rows: slice
-    target: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+class Views:
+    """What programs have made of some memory: it stays from call to call, and goes with the memory
+    when that is replaced, or with the program."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[object, dict[int, dict]] = WeakKeyDictionary()
+
+    def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
+        """Those of a program, by its own names; `turn`: of several sets."""
+        sets = self._made.get(of)
+        if sets is None:
+            sets = self._made[of] = {}
+        return sets.setdefault(turn, {})
+
+
+class Memory(Views):
+    """Flat byte buffers of one use.
+
+    Args:
+        flats: the buffers, equally large.
+    """
+
+    def __init__(self, flats: list[Tensor]) -> None:
+        super().__init__()
+        self.flats = flats
+
+
 class SentSlots:
-    """Slots whose rows are sent to those who need them; two rounds may be under way."""
+    """Slots of a call whose rows are sent to those who need them; two rounds may be under way.
 
-    buffers: Sequence[Tensor]  # flat bytes, one for each slot
-    send: Callable[[Parcels, Parcels], UnderWay]  # (sends, recvs) -> transfer
+    Args:
+        memory: of the slots.
+        send: (sends, recvs) -> transfer.
+    """
 
-    def __len__(self) -> int:
-        return len(self.buffers)
+    def __init__(self, memory: Memory, send: Callable[[Parcels, Parcels], UnderWay]) -> None:
+        self._memory, self._send = memory, send
 
-    def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A round's slot as [rows, ...]; the current stream may write it from now on."""
-        return _view_as(self.buffers[index % len(self.buffers)], shape, dtype)
+    def views(self, of: object) -> dict[Hashable, Any]:
+        """See `Views`."""
+        return self._memory.views(of)
+
+    def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream write a round's slot from now on."""
+
+    def flat(self, index: int) -> Tensor:
+        """The bytes of a round's slot, of this rank."""
+        return self._memory.flats[index % len(self._memory.flats)]
+
+    def ends(
+        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
+    ) -> tuple[Parcels, Sequence[int]]:
+        """What a round's exchange needs of the slots; the same for equal views.
+
+        Args:
+            index: of the round.
+            view: its slot as [rows, ...].
+            gives: rows of it that others take.
+            takes: rows of other ranks' slots.
+        """
+        return [(give.peer, view[give.rows]) for give in gives], [take.peer for take in takes]
 
     def exchange(
-        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> UnderWay:
-        """Once the current stream has filled the slot, let everyone have what they take."""
-        sends = [(give.peer, view[give.rows]) for give in gives]
-        return self.send(sends, [(take.peer, take.target) for take in takes])
+        self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
+        queues: "OneQueue | Queues", again: UnderWay | None = None,
+    ) -> UnderWay:  # fmt: skip
+        """Once the current stream has filled the slot, let everyone have what they take.
+
+        Args:
+            index: of the round.
+            ends: as `ends` found them.
+            targets: where each take goes.
+            queues: of the call.
+            again: what the same exchange of an earlier call has returned.
+        """
+        sends, peers = ends
+        return self._send(sends, list(zip(peers, targets, strict=True)))
 
 
-class PulledSlots:
+class PulledSlots(Views):
     """Slots that other ranks read for themselves.
 
     Flow control is one barrier of the ranks a round, behind the kernels that fill the slot and
-    before the copies that read it, on a stream of its own. A slot is filled again once the barrier
-    of a later round has shown that everyone's copies out of it are behind them; so there is one
-    slot more than rounds under way, and numbers go on from call to call. A single slot has no later
-    round to tell, and takes a second barrier behind the copies.
+    before the copies that read it, all on the current stream. A slot is filled again once the
+    barrier of a later round has shown that everyone's copies out of it are behind them; so there is
+    one slot more than rounds under way, and numbers go on from call to call. A single slot has no
+    later round to tell, and takes a second barrier behind the copies.
 
     Args:
         buffers: for each slot, flat bytes of every rank by cp rank.
         barriers: for each slot, what lets the current stream wait for that of all other ranks.
         cp_rank: this rank.
-        stream: for barriers and copies; None on CPU.
     """
 
     def __init__(
         self, buffers: Sequence[Mapping[int, Tensor]], barriers: Sequence[Callable[[], None]],
-        cp_rank: int, stream: torch.cuda.Stream | None,
+        cp_rank: int,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._buffers, self._barriers, self._cp_rank = buffers, barriers, cp_rank
-        self._stream = stream
         self._rounds = self._first = 0  # since ever, and when this call began
-        self._passed: deque[torch.cuda.Event] = deque(maxlen=max(1, len(buffers) - 1))
+        # by slot, when the barrier of its last round that frees another one was passed
+        self._passed: list[UnderWay | None] = [None] * len(buffers)
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -106,98 +168,118 @@ class PulledSlots:
         self._first = self._rounds
         return self
 
+    def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
+        """See `Views`: another set for each slot that a call may begin with."""
+        return super().views(of, self._number(turn))
+
     def _number(self, index: int) -> int:
         return (self._first + index) % len(self._buffers)
 
-    def view(self, index: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """As `SentSlots.view`."""
-        is_new = self._first + index == self._rounds
-        if is_new and len(self._passed) == self._passed.maxlen:
-            torch.cuda.current_stream().wait_event(self._passed[0])
-        return _view_as(self._buffers[self._number(index)][self._cp_rank], shape, dtype)
+    def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
+        """As `SentSlots.open`."""
+        # of the round that was as many rounds ago as there are other slots: of a single slot, 1
+        passed = self._passed[self._number(index + 1)]
+        if passed is not None and self._first + index == self._rounds:
+            passed.wait(stream)
+
+    def flat(self, index: int) -> Tensor:
+        """As `SentSlots.flat`."""
+        return self._buffers[self._number(index)][self._cp_rank]
+
+    def ends(
+        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
+    ) -> list[Tensor]:
+        """As `SentSlots.ends`."""
+        of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
+        # the other rank's slot may have more rows than this one's, but rows as wide
+        return [
+            of_rank[take.peer].view(view.dtype)[: take.rows.stop * width]
+            .view(-1, *view.shape[1:])[take.rows]
+            for take in takes
+        ]  # fmt: skip
 
     def exchange(
-        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> "Pulled":
+        self, index: int, ends: list[Tensor], targets: Sequence[Tensor],
+        queues: "OneQueue | Queues", again: UnderWay | None = None,
+    ) -> UnderWay:  # fmt: skip
         """As `SentSlots.exchange`."""
-        number, done = self._number(index), []
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        number = self._number(index)
+        self._barriers[number]()
+        if len(self) > 1:
+            self._passed[number] = queues.mark(self._passed[number])
+        for target, theirs in zip(targets, ends, strict=True):
+            target.copy_(theirs, non_blocking=True)
+        done = queues.mark(again)
+        if len(self) == 1:
             self._barriers[number]()
-            if len(self) > 1:
-                self._record(self._passed)
-            for take in takes:
-                # the other rank's slot may have more rows than this one's, but rows as wide
-                shape = (take.rows.stop, *view.shape[1:])
-                theirs = _view_as(self._buffers[number][take.peer], shape, view.dtype)
-                take.target.copy_(theirs[take.rows], non_blocking=True)
-            self._record(done)
-            if len(self) == 1:
-                self._barriers[number]()
-                self._record(self._passed)
+            self._passed[number] = queues.mark(self._passed[number])
         self._rounds += 1
-        return Pulled(done)
-
-    def _record(self, events: list | deque) -> None:
-        if self._stream:
-            events.append(self._stream.record_event())
+        return done
 
 
 Slots = SentSlots | PulledSlots  # of one call
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """Copies under way; on CPU none is."""
+class Over:
+    """What is done by the time that it was started."""
 
-    done: Sequence[torch.cuda.Event]
-
-    def wait(self) -> None:
-        """Let the current stream wait until the copies are there."""
-        for event in self.done:
-            torch.cuda.current_stream().wait_event(event)
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        pass
 
 
-def _view_as(buffer: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The first bytes of a flat buffer as a tensor."""
-    return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+OVER = Over()
 
 
 class OneQueue:
-    """Of a CPU, or where nothing is to overlap: what was queued before is done before."""
+    """Of a call on a CPU, or where nothing is to overlap: what was queued before is done before.
 
-    @contextmanager
-    def on(self, name: Hashable) -> Iterator[None]:
-        yield
+    Args:
+        where: the call runs.
+    """
 
-    def mark(self) -> None:
-        pass
+    stream = None
 
-    def wait(self, mark: object) -> None:
-        pass
+    def __init__(self, where: Where) -> None:
+        self.where = where
+
+    def go(self, name: Hashable | None) -> None:
+        """As `Queues.go`."""
+
+    def mark(self, again: UnderWay | None = None) -> UnderWay:
+        """As `Queues.mark`."""
+        return OVER
 
 
-class Streams:
-    """Of a GPU: the current stream, and others by name, the same ones in every call."""
+class Queues:
+    """Of a call on a GPU: the caller's stream, and others by name, the same ones in every call.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: dict[Hashable, torch.cuda.Stream] = {}
+    Args:
+        device: of the call.
+        streams: by name; those that are missing are added.
 
-    def on(self, name: Hashable) -> torch.cuda.StreamContext:
-        """Within it, work goes to the stream of that name."""
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self._device, priority=-1)
-        return torch.cuda.stream(self._streams[name])
+    Attributes:
+        where: the call runs.
+        stream: the current one.
+    """
 
-    def mark(self) -> torch.cuda.Event:
-        """What the current stream has been given so far."""
-        return torch.cuda.current_stream(self._device).record_event()
+    def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
+        self._caller = self.stream = torch.cuda.current_stream(device)
+        self.where, self._streams = Where(device, self.stream.cuda_stream), streams
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Let the current stream wait until that is done."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+    def go(self, name: Hashable | None) -> None:
+        """Let work go to the stream of that name from now on; None: to the caller's."""
+        stream = self._caller if name is None else self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = torch.cuda.Stream(self.where.device, priority=-1)
+        self.stream = stream
+        torch.cuda.set_stream(stream)
+
+    def mark(self, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        """What the current stream has been given so far; `again`: a mark that nobody will wait for
+        any more."""
+        event = torch.cuda.Event() if again is None else again
+        event.record(self.stream)
+        return event
 
 
 class Carrier(Protocol):
@@ -206,17 +288,15 @@ class Carrier(Protocol):
     cp_rank: int  # this rank
     overlaps: bool  # whether transfers run beside kernels
 
-    def buffers(
-        self, use: Hashable, count: int, num_bytes: int, device: torch.device
-    ) -> list[Tensor]:
-        """Flat byte buffers, the same ones in every call."""
+    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
+        """At least so many buffers of at least so many bytes, the same ones in every call."""
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> Slots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """Slots for a call, which this rank shares with the others of its node."""
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> UnderWay:
         """Start behind what the current stream has queued; those between two ranks match in
         order."""
 
-    def queues(self, device: torch.device) -> OneQueue | Streams:
-        """Where work of this carrier's calls is queued."""
+    def queues(self, device: torch.device) -> OneQueue | Queues:
+        """Where the work of a call is queued."""

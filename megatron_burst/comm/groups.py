@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.carrier import OneQueue, Parcels, SentSlots, Slots, Streams
+from megatron_burst.comm.carrier import (
+    Memory,
+    OneQueue,
+    Parcels,
+    Queues,
+    SentSlots,
+    Slots,
+    Where,
+)
 from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.state import SubGroups, state_of
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
@@ -30,7 +38,7 @@ class Transfer:
     timeout_s: float | None  # for each; None on GPUs, where a wait with one would block the CPU
     explain: Callable[[Exception], Exception]  # makes an error of what torch raises
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let the current stream (on CPU: this thread) wait until all have happened."""
         limit = () if self.timeout_s is None else (timedelta(seconds=self.timeout_s),)
         works = self.works
@@ -58,8 +66,8 @@ class Communicator:
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
-        self._buffers: dict[tuple, list[Tensor]] = {}
-        self._queues: dict[torch.device, OneQueue | Streams] = {}
+        self._buffers: dict[tuple, Memory] = {}
+        self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
         members = {Link.INTRA: intra, Link.INTER: inter}
@@ -89,29 +97,30 @@ class Communicator:
             pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
         return pools[name]
 
-    def buffers(self, use: Hashable, count: int, num_bytes: int, device: torch.device) -> list:
+    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
         """As `Carrier.buffers`: allocated once, kept, grown."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        pool = self._buffers.setdefault((use, device, stream), [])
-        if pool and pool[0].numel() < num_bytes:
-            pool.clear()
-        size = pool[0].numel() if pool else num_bytes
-        while len(pool) < count:
-            pool.append(torch.empty(size, dtype=torch.uint8, device=device))
-        return [buffer[:num_bytes] for buffer in pool[:count]]
+        key = use, where
+        memory = self._buffers.get(key)
+        if memory is None or memory.flats[0].numel() < num_bytes:
+            self._buffers.pop(key, None)
+            del memory  # it goes before the larger one comes
+            memory = self._buffers[key] = Memory([_bytes(num_bytes, where)])
+        while len(memory.flats) < count:
+            memory.flats.append(_bytes(memory.flats[0].numel(), where))
+        return memory
 
     def release_buffers(self) -> None:
         """Give the memory of all buffers back; the next call allocates them again."""
         self._buffers.clear()
 
-    def queues(self, device: torch.device) -> OneQueue | Streams:
-        """Streams of a GPU; one queue where nothing overlaps."""
-        if device not in self._queues:
-            apart = device.type == "cuda" and self.overlaps
-            self._queues[device] = Streams(device) if apart else OneQueue()
-        return self._queues[device]
+    def queues(self, device: torch.device) -> OneQueue | Queues:
+        """As `Carrier.queues`; one queue where nothing overlaps."""
+        if device.type != "cuda":
+            return OneQueue(Where(device))
+        queues = Queues(device, self._streams.setdefault(device, {}))
+        return queues if self.overlaps else OneQueue(queues.where)
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> Slots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.
 
         Where a rank has no room in symmetric memory all ranks of its node send from now on, unless
@@ -119,14 +128,14 @@ class Communicator:
         """
         if self._pool and self.transfer.value == "pull":
             try:
-                return self._pool.slots(cargo, count, num_bytes, device)
+                return self._pool.slots(cargo, count, num_bytes, where)
             except SymmetricError as error:
                 if self._asked == "pull":
                     raise
                 self.transfer = Choice("send", error.reason)
                 say(f"{WHO}: from now on {self.transfer}", logging.WARNING)
-        buffers = self.buffers(cargo, count, num_bytes, device)
-        return SentSlots(buffers, partial(self.send, Link.INTRA, cargo))
+        memory = self.buffers(cargo, count, num_bytes, where)
+        return SentSlots(memory, partial(self.send, Link.INTRA, cargo))
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
         """As `Carrier.send`; returns at once."""
@@ -142,6 +151,10 @@ class Communicator:
         on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
         timeout_s = self.board.timeout_s if on_cpu else None
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, WHO, name))
+
+
+def _bytes(count: int, where: Where) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=where.device)
 
 
 def communicator_of(

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,6 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError, DisagreementError
@@ -96,8 +96,24 @@ class _Entry:
     number: int
     stamp: Stamp
     terms: Mapping[str, str]
-    stamps: Tensor  # [ranks * 2]
+    room: "_Room"
     work: dist.Work
+
+
+class _Room:
+    """What is sent of a stamp and what comes: memory that Python writes and reads without torch.
+
+    Attributes:
+        mine: this rank's, once for each rank: 64-bit integers.
+        stamps: of all ranks.
+        tensors: the same memory, (stamps, mine).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.mine, self.stamps = (array("q", [0] * 2 * size) for _ in range(2))
+        self.tensors = tuple(
+            torch.frombuffer(x, dtype=torch.int64) for x in (self.stamps, self.mine)
+        )
 
 
 class PassLog:
@@ -117,6 +133,9 @@ class PassLog:
         self._rank, self._size, self._board = group.rank(), group.size(), board
         self._number = 0
         self._pending: deque[_Entry] = deque()
+        self._rooms: list[_Room] = []  # that nobody uses
+        self._options = dist.AllToAllOptions()
+        self._options.asyncOp = True
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         # a name of its own: keys of a group that was destroyed may still be in the store
@@ -154,12 +173,11 @@ class PassLog:
             self._look()
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
-        # "cpu" whatever the default device is: models are built on "meta"
-        stamps = torch.empty(2 * self._size, dtype=torch.int64, device="cpu")
-        mine = torch.tensor(stamp.packed() * self._size, device="cpu")
+        room = self._rooms.pop() if self._rooms else _Room(self._size)
+        room.mine[:] = array("q", stamp.packed() * self._size)
         # gloo gathers round a ring, rank by rank; an all-to-all sends to all ranks at once
-        work = dist.all_to_all_single(stamps, mine, group=self._group, async_op=True)
-        self._pending.append(_Entry(self._number, stamp, terms, stamps, work))
+        work = self._group.alltoall_base(*room.tensors, [], [], self._options)
+        self._pending.append(_Entry(self._number, stamp, terms, room, work))
 
     def _look(self) -> None:
         if self._broken:
@@ -170,9 +188,9 @@ class PassLog:
                 entry.work.wait()
             except RuntimeError as error:
                 raise self._lost(entry, str(error).splitlines()[0]) from error
-            packed = entry.stamps.tolist()
-            if packed != packed[:2] * self._size:
+            if entry.room.stamps != entry.room.mine:
                 raise self._disagreement(entry)
+            self._rooms.append(entry.room)
 
     def _await(self, entry: _Entry) -> None:
         until = monotonic() + self._board.timeout_s
@@ -206,7 +224,7 @@ class PassLog:
         return told
 
     def _disagreement(self, entry: _Entry) -> DisagreementError:
-        stamps = [Stamp.of(*pair) for pair in entry.stamps.view(-1, 2).tolist()]
+        stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
         got = _differences(stamps, self._tell(entry))
         error = DisagreementError(
             f"{WHO}: all ranks of a context-parallel group must make the same calls in the same "

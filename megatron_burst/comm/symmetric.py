@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import PulledSlots
+from megatron_burst.comm.carrier import PulledSlots, Where
 from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
@@ -56,13 +56,13 @@ class SymmetricPool:
         """Device memory of this rank's buffers, none of the caching allocator's."""
         return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, device: torch.device) -> PulledSlots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> PulledSlots:
         """At least so many slots of at least so many bytes; the same ones if it can.
 
         Raises:
             SymmetricError: on all ranks of the group, if one has no room.
         """
-        key = (cargo, torch.cuda.current_stream(device).cuda_stream)
+        key, device = (cargo, where.stream), where.device
         old = self._slots.get(key)
         if old and len(old) >= count and old.slot_bytes >= num_bytes:
             return old.begin()
@@ -75,7 +75,7 @@ class SymmetricPool:
         # whoever has room would wait in the rendezvous for a rank that has none
         if reason := next(filter(None, self._board.share(reason, WHO)), None):
             raise SymmetricError(count * num_bytes, reason)
-        self._slots[key] = self._meet(own, device)
+        self._slots[key] = self._meet(own)
         return self._slots[key].begin()
 
     def _allocate(
@@ -94,7 +94,7 @@ class SymmetricPool:
             torch.cuda.empty_cache()  # what torch's own allocator has and does not use
         return [], reason
 
-    def _meet(self, own: Sequence[Tensor], device: torch.device) -> PulledSlots:
+    def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
         """Slots out of the buffers of all ranks; each must have its own by now."""
         handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
         of_all = [
@@ -107,7 +107,7 @@ class SymmetricPool:
         # a rank that waits longer than NCCL would ends with an error, instead of for ever
         patience = int(self._board.timeout_s * 1000)
         barriers = [partial(handle.barrier, timeout_ms=patience) for handle in handles]
-        return PulledSlots(of_all, barriers, self._cp_rank, torch.cuda.Stream(device, priority=-1))
+        return PulledSlots(of_all, barriers, self._cp_rank)
 
     def _wait_for_all(self, device: torch.device) -> None:
         """No rank may still read what is to be given back."""
@@ -130,7 +130,7 @@ class SymmetricPool:
         found = next(filter(None, everyone.share(reason, WHO)), None)
         if found is None:
             try:
-                self._meet(own, device)
+                self._meet(own)
             except _FAILURES as error:
                 reason = str(error).splitlines()[0]
             found = next(filter(None, everyone.share(reason, WHO)), None)

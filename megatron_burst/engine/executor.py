@@ -5,23 +5,24 @@ once for each program and kept with it; a run looks up the call's own tensors an
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Carrier, UnderWay
+from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.memory import Dtypes, Fields, Layout, fields_at, shape_of
+from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
 from megatron_burst.engine.operations import BIND
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.schedule.order import Order, order
-from megatron_burst.schedule.program import Buffer, Home, Program, Stream, Transfer
+from megatron_burst.schedule.program import Buffer, Home, Op, Program, Stream, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Executor:
     """A program with all that runs it.
 
@@ -50,21 +51,40 @@ class Executor:
         """The operations, ready to run."""
         every = (*self.order.waits, self.order.joins)
         waited_for = {earlier for waits in every for earlier in waits}
-        found = []
-        for index, op in enumerate(self.program.ops):
-            transfers = isinstance(op, Transfer)
-            queue = (op.link, op.cargo) if transfers else op.stream
+        queues = [None, *map(_queue, self.program.ops)]
+        begun, opens, found = {None}, self._opens, []
+        for index, (op, (before, queue)) in enumerate(
+            zip(self.program.ops, pairwise(queues), strict=True)
+        ):
             found.append(
                 Step(
-                    BIND[type(op)](self, op),
-                    None if queue is Stream.COMPUTE else queue,
-                    self.order.waits[index],
-                    transfers,
-                    index in waited_for,
-                    self.order.frees[index],
+                    BIND[type(op)](self, op), queue, queue != before, queue not in begun,
+                    self.order.waits[index], opens[index], isinstance(op, Transfer),
+                    index in waited_for, self.order.frees[index],
                 )
-            )
+            )  # fmt: skip
+            begun.add(queue)
         return tuple(found)
+
+    @property
+    def _opens(self) -> list[list[tuple[str, int]]]:
+        """By operation, the slots that it is the first to touch."""
+        seen, found, buffers = set(), [], self.program.buffers
+        for reads, writes in self.program.accesses:
+            names = dict.fromkeys(ref.buffer for ref in (*reads, *writes))
+            new = [n for n in names if n not in seen and buffers[n].home is Home.SLOT]
+            seen.update(new)
+            found.append([(buffers[name].use, buffers[name].number) for name in new])
+        return found
+
+    @cached_property
+    def names(self) -> dict[Hashable, int]:
+        """Short names of what runs look up: views of buffers."""
+        return {}
+
+    def name_of(self, what: Hashable) -> int:
+        """A short name, the same one for equal things."""
+        return self.names.setdefault(what, len(self.names))
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -89,6 +109,11 @@ class Executor:
                 found[buffer.home, buffer.use] = most
         return found
 
+    @cached_property
+    def marks(self) -> list[UnderWay | None]:
+        """By operation, and for the begin: the mark of the run before, to be used again."""
+        return [None] * (len(self.steps) + 1)
+
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
         documents: Documents | None = None,
@@ -101,22 +126,47 @@ class Executor:
             documents: of the sample, if the program's mask has any.
         """
         device = next(iter(next(iter(given.values())).values())).device
-        run = Run(self, dict(given), dict(left or {}), device, documents)
-        queues = _Queues(self.carrier, device)
+        queues = self.carrier.queues(device)
+        run = Run(self, dict(given), dict(left or {}), queues, documents)
+        over: list[Any] = [None] * len(self.steps)
+        try:
+            self._issue(run, queues, over)
+        finally:
+            queues.go(None)
+        for earlier in self.order.joins:
+            over[earlier].wait(queues.stream)
+        return run
+
+    def _issue(self, run: "Run", queues: OneQueue | Queues, over: list[Any]) -> None:
+        """Give all operations to their queues; `over`: what waits for them, by operation."""
+        marks, waits = self.marks, not self.carrier.overlaps
+        # what the calls before left is behind the call's kernels
+        begin = marks[-1] = queues.mark(marks[-1])
         for index, step in enumerate(self.steps):
-            with queues.of(step.queue):
-                for earlier in step.waits:
-                    queues.wait(earlier)
-                under_way = step.run(run)
-                if step.transfers:
-                    queues.started(index, under_way)
-                elif step.waited_for:
-                    queues.mark(index)
+            if step.moves:
+                queues.go(step.queue)
+                if step.begins:
+                    begin.wait(queues.stream)
+            for earlier in step.waits:
+                over[earlier].wait(queues.stream)
+            for use, number in step.opens:
+                run.slots[use].open(number, queues.stream)
+            under_way = step.run(run)
+            if step.transfers:
+                over[index] = under_way
+                if waits:
+                    under_way.wait(queues.stream)
+            elif step.waited_for:
+                over[index] = marks[index] = queues.mark(marks[index])
             for name in step.frees:
                 run.fields.pop(name, None)
-        for earlier in self.order.joins:
-            queues.wait(earlier)
-        return run
+
+
+def _queue(op: Op) -> Hashable | None:
+    """Where an operation goes; None: with the call's kernels."""
+    if isinstance(op, Transfer):
+        return op.link, op.cargo
+    return None if op.stream is Stream.COMPUTE else op.stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +176,10 @@ class Step:
     Attributes:
         run: does it; of a transfer, returns what is under way.
         queue: where; None: with the call's kernels.
+        moves: whether the operation before it is elsewhere.
+        begins: whether it is the first one there.
         waits: operations on other queues that must be over before.
+        opens: slots that it is the first to touch: (use, number).
         transfers: whether it is a transfer.
         waited_for: whether another queue waits for it.
         frees: parts that nobody needs any more.
@@ -134,7 +187,10 @@ class Step:
 
     run: Callable[["Run"], UnderWay | None]
     queue: Hashable | None
+    moves: bool
+    begins: bool
     waits: tuple[int, ...]
+    opens: list[tuple[str, int]]
     transfers: bool
     waited_for: bool
     frees: tuple[str, ...]
@@ -144,98 +200,63 @@ class Run:
     """One run of a program: its tensors.
 
     Attributes:
-        fields: of buffers, by name.
+        fields: of the call's buffers and of parts, by name.
         left: bytes of buffers that forward leaves for backward.
         slots: of this call, by use.
+        views: of buffers that stay as long as the run, by the executor's names; those of the
+            group's memory are there from the run before.
+        queues: of the call.
         documents: of the sample.
     """
 
     def __init__(
         self, executor: Executor, given: dict[str, Fields], left: dict[str, Tensor],
-        device: torch.device, documents: Documents | None = None,
+        queues: OneQueue | Queues, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         self.fields, self.left, self.documents = given, left, documents
-        self._executor, self._device = executor, device
-        self._flat: dict[tuple, list[Tensor]] = {}
-        self.slots: dict = {}
+        self._executor, self.queues, carrier = executor, queues, executor.carrier
+        self.slots, self._memory, self._kept = {}, {}, {}
+        self.views: dict[int, Any] = {}
         for (home, use), (count, size) in executor.uses.items():
             if home is Home.SLOT:
-                self.slots[use] = executor.carrier.slots(use, count, size, device)
+                memory = self.slots[use] = carrier.slots(use, count, size, queues.where)
             else:
-                buffers = executor.carrier.buffers((home, use), count, size, device)
-                self._flat[home, use] = buffers
-        self._bytes: dict[str, Tensor] = {}
+                memory = carrier.buffers((home, use), count, size, queues.where)
+                self._memory[home, use] = memory
+            kept = self._kept[home, use] = memory.views(executor)
+            self.views.update(kept)
         for name in executor.program.left:  # here, as it is the compute stream's memory
             if name not in left:
                 size = executor.layouts[name].num_bytes
+                device = queues.where.device
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def make(self, buffer: Buffer) -> Fields:
-        """The tensors of a buffer that is touched for the first time in this run."""
-        if buffer.home in (Home.PART, Home.CALL):
-            batch, dtypes = self._executor.program.batch, self._executor.dtypes
-            fields = {
-                field.name: torch.empty(
-                    shape_of(field, batch, buffer.rows),
-                    dtype=dtypes[field.dtype],
-                    device=self._device,
-                )
-                for field in buffer.fields
-            }
-        else:
-            fields = fields_at(self.bytes_of(buffer), self._executor.layouts[buffer.name].places)
-        self.fields[buffer.name] = fields
+        """The tensors of a part, or of results, that is touched for the first time in this run."""
+        batch, dtypes = self._executor.program.batch, self._executor.dtypes
+        device = self.queues.where.device
+        fields = self.fields[buffer.name] = {
+            field.name: torch.empty(
+                shape_of(field, batch, buffer.rows), dtype=dtypes[field.dtype], device=device
+            )
+            for field in buffer.fields
+        }
         return fields
+
+    def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
+        """A view of a buffer, which is kept as long as the memory."""
+        self.views[name] = view
+        kept = self._kept.get((buffer.home, buffer.use))
+        if kept is not None:
+            kept[name] = view
+        return view
 
     def bytes_of(self, buffer: Buffer) -> Tensor:
         """A whole buffer that is none of the allocator's parts."""
-        flat = self._bytes.get(buffer.name)
-        if flat is None:
-            flat = self._bytes[buffer.name] = self._find(buffer)
-        return flat
-
-    def _find(self, buffer: Buffer) -> Tensor:
         size = self._executor.layouts[buffer.name].num_bytes
-        if buffer.home is Home.SLOT:  # once, by whoever fills it: who pulled from it must be done
-            return self.slots[buffer.use].view(buffer.number, (size,), torch.uint8)
+        if buffer.home is Home.SLOT:
+            return self.slots[buffer.use].flat(buffer.number)[:size]
         if buffer.home is Home.LEFT:
             return self.left[buffer.name]
         number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
-        return self._flat[buffer.home, buffer.use][number][:size]
-
-
-class _Queues:
-    """Which queue a step is given to, and how others wait for it."""
-
-    def __init__(self, carrier: Carrier, device: torch.device) -> None:
-        self._overlaps, self._queues = carrier.overlaps, carrier.queues(device)
-        self._over: dict[int, Callable[[], None]] = {}
-        self._begin = self._queues.mark()
-        self._begun: set[Hashable] = set()
-
-    def of(self, name: Hashable | None):
-        """Within it, a step goes where it belongs."""
-        if name is None:
-            return _HERE
-        if name not in self._begun:  # what the calls before left is behind the call's kernels
-            self._begun.add(name)
-            with self._queues.on(name):
-                self._queues.wait(self._begin)
-        return self._queues.on(name)
-
-    def wait(self, earlier: int) -> None:
-        """Let the current queue wait for an operation on another one."""
-        self._over[earlier]()
-
-    def started(self, index: int, under_way: UnderWay) -> None:
-        """A transfer was started from the current queue."""
-        self._over[index] = under_way.wait
-        if not self._overlaps:
-            under_way.wait()
-
-    def mark(self, index: int) -> None:
-        """An operation was given to the current queue."""
-        self._over[index] = partial(self._queues.wait, self._queues.mark())
-
-
-_HERE = nullcontext()
+        return self._memory[buffer.home, buffer.use].flats[number][:size]

@@ -65,11 +65,7 @@ class Layout:
 
 
 def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
-    """The fields of a buffer out of its bytes.
-
-    They are made for each call: views that stay would hold on to buffers that have been replaced by
-    larger ones.
-    """
+    """The fields of a buffer out of its bytes."""
     found = {}
     for place in where:
         width = place.dtype.itemsize

@@ -6,7 +6,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Give, Take, UnderWay
-from megatron_burst.engine.memory import Fields
+from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
@@ -38,17 +38,16 @@ Source = Callable[["Run"], Tensor]
 
 def part(executor: Executor, ref: Ref) -> Part:
     """How a run gets the tensors of rows and heads of a buffer."""
-    name, buffer = ref.buffer, executor.program.buffers[ref.buffer]
-    axes = [(f.name, (1, 2) if f.dim else (2, 1)) for f in buffer.fields]
+    buffer = executor.program.buffers[ref.buffer]
+    ref, all_of = _narrowed(ref, buffer), whole(executor, buffer)
+    if ref.rows is None and ref.heads is None:
+        return all_of
     rows = ref.rows and (ref.rows.start, len(ref.rows))
     heads = ref.heads and (ref.heads.start, len(ref.heads))
-
-    def whole(run: Run) -> Fields:
-        fields = run.fields.get(name)
-        return run.make(buffer) if fields is None else fields
+    axes = [(f.name, (1, 2) if f.dim else (2, 1)) for f in buffer.fields]
 
     def some(run: Run) -> Fields:
-        fields, found = whole(run), {}
+        fields, found = all_of(run), {}
         for field, (of_rows, of_heads) in axes:
             x = fields.get(field)
             if x is None:  # a call does not give what nobody reads
@@ -58,7 +57,45 @@ def part(executor: Executor, ref: Ref) -> Part:
             found[field] = x.narrow(of_heads, *heads) if heads else x
         return found
 
-    return some if rows or heads else whole
+    return some if buffer.home is Home.PART else kept(executor, ref, buffer, some)
+
+
+def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
+    """The same without rows and heads that are all of them."""
+    rows, heads = ref.rows, ref.heads
+    if rows and len(rows) == buffer.rows:
+        rows = None
+    if heads and all(len(heads) == field.heads for field in buffer.fields):
+        heads = None
+    return Ref(ref.buffer, rows, heads)
+
+
+def whole(executor: Executor, buffer: p.Buffer) -> Part:
+    """How a run gets the tensors of a buffer."""
+    if buffer.home not in (Home.CALL, Home.PART):
+        places = executor.layouts[buffer.name].places
+        make = lambda run: fields_at(run.bytes_of(buffer), places)  # noqa: E731
+        return kept(executor, Ref(buffer.name), buffer, make)
+    name = buffer.name
+
+    def found(run: Run) -> Fields:
+        fields = run.fields.get(name)
+        return run.make(buffer) if fields is None else fields
+
+    return found
+
+
+def kept[T](
+    executor: Executor, what: Hashable, buffer: p.Buffer, make: Callable[[Run], T]
+) -> Callable[[Run], T]:
+    """What is made once of a buffer that stays as long as the run, or longer."""
+    name = executor.name_of(what)
+
+    def found(run: Run) -> T:
+        view = run.views.get(name)
+        return run.keep(name, buffer, make(run)) if view is None else view
+
+    return found
 
 
 def first_of(executor: Executor, refs: Sequence[Ref]) -> Part:
@@ -82,16 +119,19 @@ def is_made(executor: Executor, ref: Ref) -> Callable[[Run], bool]:
     return lambda run: apart or name in run.fields
 
 
-def raw(executor: Executor, ref: Ref) -> Callable[[Run], Tensor]:
+def raw(executor: Executor, ref: Ref) -> Source:
     """What travels: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
     buffer = executor.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
-        return lambda run: run.bytes_of(buffer)
+        return kept(executor, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
     shape, rows = executor.layouts[buffer.name].rows, ref.rows
-    if rows is None:
-        return lambda run: run.bytes_of(buffer).view(shape)
-    return lambda run: run.bytes_of(buffer).view(shape).narrow(0, rows.start, len(rows))
+
+    def view(run: Run) -> Tensor:
+        every = run.bytes_of(buffer).view(shape)
+        return every if rows is None else every.narrow(0, rows.start, len(rows))
+
+    return kept(executor, (ref, "bytes"), buffer, view)
 
 
 def copy(executor: Executor, op: p.Copy) -> Bound:
@@ -326,15 +366,20 @@ def transfer(executor: Executor, op: p.Transfer) -> Bound:
     return bound
 
 
-def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Callable]) -> Bound:
+def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Source]) -> Bound:
     """Ranks of a node have parts of each other's slots."""
     buffer, slot = executor.program.buffers[op.slot.buffer], raw(executor, op.slot)
     gives = [Give(give.peer, give.rows.rows.slice) for give in op.gives]
-    ends = [(take.peer, take.theirs.rows.slice) for take in op.takes]
+    takes = [Take(take.peer, take.theirs.rows.slice) for take in op.takes]
+    use, number, again = buffer.use, buffer.number, [None]
+    ends = kept(
+        executor, op, buffer, lambda run: run.slots[use].ends(number, slot(run), gives, takes)
+    )
 
     def bound(run: Run) -> UnderWay:
-        takes = [Take(*end, of(run)) for end, of in zip(ends, targets, strict=True)]
-        return run.slots[buffer.use].exchange(buffer.number, slot(run), gives, takes)
+        into = [of(run) for of in targets]
+        again[0] = run.slots[use].exchange(number, ends(run), into, run.queues, again[0])
+        return again[0]
 
     return bound
 

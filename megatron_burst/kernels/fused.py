@@ -5,6 +5,7 @@ any strides. A program works on a block of tokens of one head.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -60,9 +61,12 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     return stand_in
 
 
-def _strides(x: Tensor) -> list[int]:
-    """x.stride(), but 0 for an axis of size 1: its chance value would compile kernels anew."""
-    return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+@lru_cache(maxsize=4096)
+def _strides(shape: torch.Size, stride: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Strides as a kernel takes them, all but the last in units, but 0 for an axis of size 1: its
+    chance value would compile kernels anew."""
+    steps = [0 if size == 1 else step for size, step in zip(shape, stride, strict=True)]
+    return *(step // unit for step in steps[:-1]), steps[-1]
 
 
 def _unit(*tensors: Tensor) -> int:
@@ -71,13 +75,13 @@ def _unit(*tensors: Tensor) -> int:
     Triton looks for multiples of 16 elements by itself, but 8 of bf16 make the 16 bytes that a
     thread can load at once: with head dimensions such as 40 or 72 this doubles the speed.
     """
-    return 1 if any(step % 8 for x in tensors for step in _strides(x)[:-1]) else 8
+    steps = (_strides(x.shape, x.stride(), 1) for x in tensors)
+    return 1 if any(step % 8 for some in steps for step in some[:-1]) else 8
 
 
 def _operand(x: Tensor, unit: int = 1) -> tuple:
-    """A tensor as a kernel takes it: (x, *strides), all but the last stride in units."""
-    *outer, last = _strides(x)
-    return x, *(step // unit for step in outer), last
+    """A tensor as a kernel takes it: (x, *strides)."""
+    return x, *_strides(x.shape, x.stride(), unit)
 
 
 def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **constants) -> None:
@@ -85,13 +89,15 @@ def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **con
     if rows_of.numel() == 0:
         return
     batch, tokens, heads, dim = rows_of.shape
-    columns = triton.next_power_of_2(dim)
+    columns = 1 << (dim - 1).bit_length()
     rows = max(1, _BLOCK // columns)
-    grid = (batch * heads * triton.cdiv(tokens, rows),)
-    with torch.cuda.device_of(rows_of):  # Triton launches on the current device, whatever it gets
-        kernel[grid](
-            *operands, tokens, heads, DIM=dim, ROWS=rows, COLUMNS=columns, num_warps=4, **constants
-        )
+    launch = kernel[batch * heads * -(-tokens // rows),]
+    constants |= {"DIM": dim, "ROWS": rows, "COLUMNS": columns, "num_warps": 4}
+    device = rows_of.get_device()
+    if device < 0 or device == torch.cuda.current_device():
+        return launch(*operands, tokens, heads, **constants)
+    with torch.cuda.device(device):  # Triton launches on the current one, whatever it gets
+        launch(*operands, tokens, heads, **constants)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from random import Random
 
 import torch
 
-from megatron_burst.comm.carrier import OneQueue, PulledSlots, SentSlots
+from megatron_burst.comm.carrier import Memory, OneQueue, PulledSlots, SentSlots, Where
 from megatron_burst.schedule.topology import Link
 
 _TIMEOUT_S = 30
@@ -85,26 +85,38 @@ class SimulatedCarrier:
         self.cp_rank, self.sent_bytes = cp_rank, 0
         self._wire, self._delay = wire, Random(1000 * seed + cp_rank)
         self._pulls, self._pulled, self._posted = pulls, {}, Counter()
+        self._kept = {}
 
     def queues(self, device):
-        return OneQueue()
+        return OneQueue(Where(device))
 
-    def buffers(self, use, count, num_bytes, device):
-        options = {"dtype": torch.uint8, "device": device}
-        return [torch.full((num_bytes,), 255, **options) for _ in range(count)]
+    def buffers(self, use, count, num_bytes, where):
+        """The same ones in every call, as of a communicator, but full of NaN when it begins."""
+        memory = self._kept.get(use)
+        if memory is None or memory.flats[0].numel() < num_bytes:
+            memory = self._kept[use] = Memory([])
+        size = memory.flats[0].numel() if memory.flats else num_bytes
+        while len(memory.flats) < count:
+            memory.flats.append(self._room(size, where.device))
+        for flat in memory.flats:
+            flat.fill_(255)
+        return memory
 
-    def slots(self, cargo, count, num_bytes, device):
+    def _room(self, num_bytes, device):
+        return torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
+
+    def slots(self, cargo, count, num_bytes, where):
         if not self._pulls:
-            buffers = self.buffers(cargo, count, num_bytes, device)
-            return SentSlots(buffers, partial(self.send, Link.INTRA, cargo))
+            memory = self.buffers(cargo, count, num_bytes, where)
+            return SentSlots(memory, partial(self.send, Link.INTRA, cargo))
         old = self._pulled.get(cargo)
         if old is None or old.slot_bytes < num_bytes or len(old) < count:
-            self._pulled[cargo] = self._make_pulled(cargo, count, num_bytes, device)
+            self._pulled[cargo] = self._make_pulled(cargo, count, num_bytes, where.device)
         return self._pulled[cargo].begin()
 
     def _make_pulled(self, cargo, count, num_bytes, device):
         numbers, ranks = range(count), range(self._wire.cp_size)
-        own = self.buffers(cargo, len(numbers), num_bytes, device)
+        own = [self._room(num_bytes, device) for _ in numbers]
         self._wire.memory |= {(cargo, number, self.cp_rank): own[number] for number in numbers}
         self._wire.barrier(cargo, "made")
         buffers = [
@@ -138,12 +150,24 @@ class CountedSlots(PulledSlots):
     """Counts what others take as sent."""
 
     def __init__(self, carrier, buffers, barriers):
-        super().__init__(buffers, barriers, carrier.cp_rank, None)
+        super().__init__(buffers, barriers, carrier.cp_rank)
         self._carrier = carrier
 
-    def exchange(self, index, view, gives, takes):
-        self._carrier.sent_bytes += sum(view[give.rows].nbytes for give in gives)
-        return super().exchange(index, view, gives, takes)
+    def ends(self, index, view, gives, takes):
+        found = super().ends(index, view, gives, takes)
+        return Counted(found, sum(view[give.rows].nbytes for give in gives))
+
+    def exchange(self, index, ends, *args):
+        self._carrier.sent_bytes += ends.sent_bytes
+        return super().exchange(index, ends, *args)
+
+
+class Counted(list):
+    """Ends of an exchange, and the bytes that this rank gives."""
+
+    def __init__(self, ends, sent_bytes):
+        super().__init__(ends)
+        self.sent_bytes = sent_bytes
 
 
 class SimulatedTransfer:
@@ -152,7 +176,7 @@ class SimulatedTransfer:
     def __init__(self, wire, letters):
         self._wire, self._letters = wire, letters
 
-    def wait(self):
+    def wait(self, stream):
         for letter in self._letters:
             with self._wire.resting():
                 assert letter.both.wait(_TIMEOUT_S), "the other rank never posted it"

@@ -8,14 +8,17 @@ other's memory is not looked at here.
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_burst.comm.carrier import Where
 from megatron_burst.engine import executor
 from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.order import order
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention import simulated
 from tests.attention.engine import Passes, Way, problem
@@ -27,7 +30,8 @@ class Streams(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.current, self.races, self._muted = "main", [], False
+        self.races, self._muted, self.where = [], False, Where(torch.device("cpu"))
+        self.stream = self.current = "main"
         self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
         self._uses = {}  # by the range of addresses of a buffer
         self._alive = []  # nothing else may get the addresses of a buffer that was given back
@@ -42,8 +46,6 @@ class Streams(TorchDispatchMode):
         """What the current stream has behind it."""
         return {**self._known[self.current], self.current: self._clock[self.current]}
 
-    mark = here
-
     def unfinished(self):
         """Streams whose last use the current one does not know."""
         here = self.here()
@@ -55,10 +57,20 @@ class Streams(TorchDispatchMode):
         for stream, time in times.items():
             known[stream] = max(known[stream], time)
 
+    def go(self, name):
+        self.stream = self.current = name or "main"
+
+    def mark(self, again=None):
+        if again is None:
+            return Mark(self, self.here())
+        again._times = self.here()  # as an event that is recorded again
+        return again
+
     @contextmanager
     def on(self, stream):
-        self.before = self.here()  # what the stream that goes over to this one has behind it
-        before, self.current = self.current, stream
+        before, here = self.current, self.here()
+        self.current = stream
+        self.wait(here)
         yield
         self.current = before
 
@@ -104,16 +116,18 @@ class Streams(TorchDispatchMode):
         return result
 
 
-class Ordered:
-    """A transfer: whoever waits for it knows all of it; one of nothing tells nothing."""
+class Mark:
+    """What a stream had behind it; whoever waits knows that, of a transfer once that is over."""
 
-    def __init__(self, streams, transfer, done):
-        self._streams, self._transfer, self._done = streams, transfer, done
+    def __init__(self, streams, times, transfer=None):
+        self._streams, self._times, self._transfer = streams, times, transfer
 
-    def wait(self):
+    def wait(self, stream):
+        assert stream == self._streams.current
         with self._streams.muted():
-            self._transfer.wait()
-        self._streams.wait(self._done)
+            if self._transfer:
+                self._transfer.wait(None)
+        self._streams.wait(self._times)
 
 
 class StreamCarrier(simulated.SimulatedCarrier):
@@ -121,61 +135,29 @@ class StreamCarrier(simulated.SimulatedCarrier):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.streams, self._kept = Streams(), {}
+        self.streams = Streams()
 
-    def buffers(self, use, count, num_bytes, device):
-        kept = self._kept.setdefault(use, [])  # as a communicator does
-        if kept and kept[0].numel() < num_bytes:
-            kept.clear()
-        size = kept[0].numel() if kept else num_bytes
+    def buffers(self, *args):
         with self.streams.muted():
-            while len(kept) < count:
-                kept += [self.streams.track(x) for x in super().buffers(use, 1, size, device)]
-        return [x[:num_bytes] for x in kept[:count]]
+            return super().buffers(*args)
 
-    def _make_pulled(self, *args):
-        made = super()._make_pulled(*args)
-        return PulledInTime(made, self.streams)
+    def _room(self, *args):
+        return self.streams.track(super()._room(*args))
 
     def queues(self, device):
         return self.streams
 
     def send(self, link, cargo, sends, recvs):
         with self.streams.on(f"{link} {cargo} data"):
-            self.streams.wait(self.streams.before)
             for _, x in sends:
                 self.streams.use(x, writes=False)
             for _, x in recvs:
                 self.streams.use(x, writes=True)
-            done = self.streams.mark()
+            done = self.streams.here()
         with self.streams.muted():
             transfer = super().send(link, cargo, sends, recvs)
-        return Ordered(self.streams, transfer, done if [*sends, *recvs] else {})
-
-
-class PulledInTime:
-    """Pulled slots whose copies are on a stream of their own."""
-
-    def __init__(self, slots, streams):
-        self._slots, self._streams = slots, streams
-        self.slot_bytes = slots.slot_bytes
-
-    def __len__(self):
-        return len(self._slots)
-
-    def begin(self):
-        self._slots.begin()
-        return self
-
-    def view(self, *args):
-        return self._slots.view(*args)
-
-    def exchange(self, *args):
-        with self._streams.on(f"pull {id(self)}"):
-            self._streams.wait(self._streams.before)
-            under_way = self._slots.exchange(*args)
-            done = self._streams.here()
-        return Ordered(self._streams, under_way, done)
+        # one of nothing tells nothing
+        return Mark(self.streams, done if [*sends, *recvs] else {}, transfer)
 
 
 def races(monkeypatch, nodes, ranks, way):
@@ -215,6 +197,7 @@ def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, mode, left, c
 
 def test_a_wait_that_is_left_out_is_found(monkeypatch):
     """The net holds: without the waits of one kind of operation there are races."""
-    monkeypatch.setattr(executor._Queues, "wait", lambda self, earlier: None)
+    none = lambda program: replace(order(program), waits=((),) * len(program.ops))  # noqa: E731
+    monkeypatch.setattr(executor, "order", none)
     found = races(monkeypatch, 3, 2, Way("gather"))
     assert any(of_rank for of_rank, _ in found)

@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.carrier import PulledSlots, Take
+from megatron_burst.comm.carrier import OneQueue, PulledSlots, Take, Where
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.slots import pulled_count
 
@@ -25,15 +25,17 @@ def run_two_ranks(num_slots, calls, rounds):
             time.sleep(0.02 if rank == 0 else 0)
 
         waits = [lambda barrier=barrier: slowly(barrier) for barrier in barriers]
-        slots, taken = PulledSlots(memory, waits, rank, None), []
+        slots, taken = PulledSlots(memory, waits, rank), []
+        queues = OneQueue(Where(torch.device("cpu")))
         for call in range(calls):
             slots.begin()
             for index in range(rounds):
-                view = slots.view(index, (2 + rank, 4), torch.float32)
+                slots.open(index, None)
+                view = slots.flat(index)[: (2 + rank) * 16].view(torch.float32).view(-1, 4)
                 view.fill_(100 * call + 10 * index + rank)
                 target = torch.zeros(1, 4)
-                takes = [Take(1 - rank, slice(1, 2), target)]
-                slots.exchange(index, view, (), takes).wait()
+                ends = slots.ends(index, view, (), [Take(1 - rank, slice(1, 2))])
+                slots.exchange(index, ends, [target], queues).wait(None)
                 taken.append(target[0, 0].item())
         return taken
 

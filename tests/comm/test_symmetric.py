@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.comm import symmetric
+from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
@@ -14,10 +15,6 @@ from megatron_burst.plan.choose import Choice
 from megatron_burst.schedule.call import Cargo
 from tests.ranks import run_ranks
 from tests.said import hearing
-
-
-class Stream:
-    cuda_stream = 0
 
 
 class Handle:
@@ -40,10 +37,8 @@ def pretend(empty):
         dist.barrier(distributed_c10d._resolve_process_group(group_name))
         return Handle(buffer)
 
-    torch.cuda.current_stream = lambda device: Stream()
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device: None
-    torch.cuda.Stream = lambda device, priority: None
     symmetric.symmetric_memory.empty = empty
     symmetric.symmetric_memory.rendezvous = rendezvous
 
@@ -58,7 +53,7 @@ def sizes_of_slots(rank):
     carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=20))
     node, found = rank // 2, []
     for num_bytes in ((2048, 1536)[node], 2048, 4096):
-        slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, torch.device("cpu"))
+        slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, Where(torch.device("cpu")))
         found.append(slots.slot_bytes)
     carrier.board.share("the end", "test")
     return found
@@ -82,11 +77,11 @@ def without_room(rank, asked):
     pretend(room_once)
     carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=30))
     carrier.transfer, carrier._asked = Choice("pull"), asked
-    device, begin = torch.device("cpu"), time.monotonic()
-    carrier.slots(Cargo.READ, 2, 1024, device)
+    where, begin = Where(torch.device("cpu")), time.monotonic()
+    carrier.slots(Cargo.READ, 2, 1024, where)
     try:
         with hearing() as lines:
-            slots = carrier.slots(Cargo.GRAD, 2, 8192, device)
+            slots = carrier.slots(Cargo.GRAD, 2, 8192, where)
     except BurstError as error:
         return str(error), carrier.transfer.value, time.monotonic() - begin
     return type(slots).__name__, str(carrier.transfer), time.monotonic() - begin, len(lines)
