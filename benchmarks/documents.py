@@ -17,7 +17,7 @@ from megatron_burst.units import whole_numbers
 _WHO = "benchmarks.packed"
 _HISTOGRAM = Path(__file__).with_name("document_lengths.csv")
 SEED = 42
-KINDS = "drawn, half, one, each-N"
+KINDS = "drawn, half, one, each-N, tree-N"
 _SAMPLES = 20  # of which one is taken
 _SHORT = 1 << 14  # samples of fewer tokens are for trying out: a thousandth of the corpus suffices
 
@@ -28,7 +28,7 @@ def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]
 
     Args:
         kind: "drawn" from the histogram; "half": one of seq / 2 between those of seq / 64; "one";
-            "each-N": all of N tokens, as in each-2K.
+            "each-N": all of N tokens, as in each-2K; "tree-N": a prompt of seq / 2 and N answers.
         seq: tokens of the sample.
         seed: of what is drawn.
         multiple: lengths are multiples of it.
@@ -44,13 +44,20 @@ def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]
         small = _rounded(np.arange(0, seq // 4 + 1, seq // 64), multiple)
         return (*small, seq - 2 * sum(small), *small)
     name, _, size = kind.partition("-")
-    if name != "each" or not size:
+    if name not in ("each", "tree") or not size:
         raise BurstError(
             f"{_WHO}: --documents must list {KINDS}, because these are measured; got {kind!r}; "
             "write for example drawn,each-2K"
         )
-    (tokens,) = whole_numbers(size, "--documents each-N", _WHO)
+    (tokens,) = whole_numbers(size, f"--documents {name}-N", _WHO)
+    if name == "tree":
+        return _rounded(np.append(0, np.linspace(seq // 2, seq, tokens + 1).astype(int)), multiple)
     return _rounded(np.append(np.arange(0, seq, tokens), seq), multiple)
+
+
+def parents_of(kind: str, documents: int) -> tuple[int, ...] | None:
+    """Of documents that are segments of a tree, each one's parent; -1: none."""
+    return (-1, *(documents - 1) * (0,)) if kind.startswith("tree-") else None
 
 
 def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:

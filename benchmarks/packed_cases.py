@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from benchmarks.cases import Case, Heads, Pass
-from benchmarks.documents import SEED, area, lengths_of
+from benchmarks.documents import SEED, area, lengths_of, parents_of
 from megatron_burst.errors import BurstError
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.units import in_units, nearest_multiples
 
 _WHO = "benchmarks.packed"
@@ -49,9 +50,21 @@ class PackedCase(Case):
         return lengths_of(self.documents, self.seq, self.seed, self.multiple)
 
     @property
+    def parents(self) -> tuple[int, ...] | None:
+        """Of the documents, if they are an answer each to the first one."""
+        return parents_of(self.documents, len(self.lengths))
+
+    @property
+    def layout(self) -> Layout:
+        """The usual one."""
+        each = self.documents and not self.parents
+        return Layout.DOCUMENTS if each else Layout.ZIGZAG
+
+    @property
     def area(self) -> float:
         """Pairs of queries and keys."""
-        return area(self.lengths, self.window)
+        prompt, *answers = self.lengths if self.parents else (0,)
+        return area(self.lengths, self.window) + prompt * sum(answers)
 
     @property
     def kind(self) -> str:

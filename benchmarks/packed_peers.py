@@ -13,6 +13,8 @@ from benchmarks.te_peer import TransformerEngine
 from megatron_burst.attention import burst_attention
 from megatron_burst.cli.world import World
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
+from megatron_burst.engine.tree import Branch, Tree, add_branches, attend_branches
+from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask
@@ -51,7 +53,7 @@ class Sample:
 
     def shard(self, layout: str) -> PackedShard:
         """The part of a layout; "" is the one in which documents, or the sequence, are usual."""
-        layout = layout or (Layout.DOCUMENTS if self.case.documents else Layout.ZIGZAG)
+        layout = layout or self.case.layout
         if layout not in self.parts:
             self.parts[layout] = self._cut(Layout(layout))
         return self.parts[layout]
@@ -126,12 +128,12 @@ class PackedBurst(Packed):
         documents = {}
         if case.documents:
             documents = {"cu_seqlens": shard.cu_seqlens, "max_seqlen": shard.longest}
-        usual = Layout.DOCUMENTS if case.documents else Layout.ZIGZAG
+            documents["prefix_tree"] = case.parents
         return burst_attention(
             *(x.squeeze(1) for x in (q, k, v)),
             group=self.world.group,
             window=None if case.window is None else (case.window, 0),
-            layout=self.layout or usual.value,
+            layout=self.layout or case.layout.value,
             qkv_format="thd",
             config=self.impl.config,
             **documents,
@@ -153,6 +155,9 @@ class PackedTransformerEngine(Packed, TransformerEngine):
         self.note, case = "", sample.case
         dims = case.head_dim_qk, case.head_dim_v
         self.attention.prepare((case.heads_q, case.heads_kv), dims, True)
+
+    def refusal(self, case: PackedCase) -> str | None:
+        return "it has no prefix trees" if case.parents else super().refusal(case)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case = self.shard.case
@@ -176,7 +181,10 @@ class PackedTransformerEngine(Packed, TransformerEngine):
 
 
 class PackedCeiling(Ceiling):
-    """The kernel that burst would choose, on the whole sample and 1/P of the heads."""
+    """The kernel that burst would choose, on the whole sample and 1/P of the heads; for trees its
+    calls and what merges them."""
+
+    branches: tuple[Branch, ...] = ()
 
     def mask_of(self, case: PackedCase) -> Mask:
         return Mask(case.window, 0, bool(case.documents))
@@ -191,6 +199,27 @@ class PackedCeiling(Ceiling):
 
     def prepare(self, sample: Sample) -> None:
         super().prepare(sample.shard(""))
+        case = sample.case
+        if case.parents:
+            tree, whole = Tree((0, *accumulate(case.lengths)), case.parents), (range(case.seq),)
+            self.branches = tree.branches(whole, whole, self.world.device)
+
+    def run_forward(self) -> tuple[Tensor, Tensor]:
+        qkv = self.tensors[:3]
+        results = self.backend.forward(*qkv, self.scale, self.visible)
+        if self.branches:
+            attend_branches(self.backend, qkv, self.scale, self.branches, results)
+        return results
+
+    def run_forward_backward(self) -> tuple[Tensor, ...]:
+        (out, lse), (q, k, v, dout) = self.run_forward(), self.tensors
+        side = QuerySide(q=q, dout=dout, lse=lse, delta=None, out=out.to(q.dtype))
+        grads = self.backend.backward(side, k, v, self.scale, self.visible)
+        if self.branches:
+            add_branches(
+                self.backend, (side, k, v), self.scale, self.branches, grads, deterministic=False
+            )
+        return out, *grads
 
 
 PEERS: dict[str, type[Peer]] = {

@@ -26,6 +26,7 @@ SMALL = {
     "seq": 512, "heads_q": 4, "heads_kv": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "float32",
 }  # fmt: skip
 DOCUMENTS, WINDOW = PackedCase(**SMALL, documents="half"), PackedCase(**SMALL, window=100)
+TREE = PackedCase(**SMALL, documents="tree-3")
 LENGTHS = (*[8] * 16, 256, *[8] * 16)
 IMPLS = ("burst:auto", "burst:ring@zigzag", "burst:ring@zigzag-documents", "te:p2p", "ceiling")
 
@@ -39,7 +40,7 @@ def world(size, rank=0, device="cpu"):
 def seen(case):
     """[queries, keys], counted one by one."""
     mask = Mask(case.window, 0, bool(case.documents))
-    return seen_by(mask, (0, *accumulate(case.lengths)), case.seq)
+    return seen_by(mask, (0, *accumulate(case.lengths)), case.seq, case.parents or ())
 
 
 def test_drawn_samples_are_as_published():
@@ -57,13 +58,14 @@ def test_drawn_samples_are_as_published():
 def test_samples_that_are_made_up():
     assert DOCUMENTS.lengths == LENGTHS and sum(LENGTHS) == 512
     assert lengths_of("one", 512, 42, 4) == (512,)
+    assert TREE.lengths == (256, 84, 84, 88) and TREE.parents == (-1, 0, 0, 0)
     assert lengths_of("each-150", 512, 42, 4) == (148, 152, 148, 64)
 
 
-@pytest.mark.parametrize("case", [DOCUMENTS, WINDOW], ids=["documents", "window"])
+@pytest.mark.parametrize("case", [DOCUMENTS, WINDOW, TREE], ids=["documents", "window", "tree"])
 def test_work_is_counted_by_the_keys_that_queries_see(case):
     pairs = int(seen(case).sum())
-    if case is DOCUMENTS:  # half of each square, as everybody counts
+    if case.documents:  # half of each square, as everybody counts
         pairs -= 512 / 2
     assert case.area == pairs
     assert case.flops("fwd") == 4 * pairs * 4 * 8 and case.flops("fwd_bwd") == 3.5 * 4 * pairs * 32
@@ -82,7 +84,7 @@ def test_every_layout_shards_the_same_sample():
     assert first == [0, 1, 6, 7, 8, 9, 14, 15]  # chunks 0 and 3 of the first two documents
 
 
-@pytest.mark.parametrize("case", [DOCUMENTS, WINDOW], ids=["documents", "window"])
+@pytest.mark.parametrize("case", [DOCUMENTS, WINDOW, TREE], ids=["documents", "window", "tree"])
 def test_the_ceiling_computes_what_queries_see(case):
     peer = PackedCeiling(Impl("ceiling", "auto"), world(2))
     peer.prepare(Sample(case, world(2)))
@@ -110,6 +112,11 @@ def test_transformer_engine_is_told_documents_or_the_window():
     assert windowed == (4, {"window_size": (100, 0)})
 
 
+def test_transformer_engine_is_left_out_of_trees_with_a_reason():
+    peer = PackedTransformerEngine(Impl("te", "p2p"), world(2))
+    assert peer.refusal(TREE) == "it has no prefix trees"
+
+
 class Said(Progress):
     """Keeps what it would show."""
 
@@ -125,7 +132,8 @@ def bench(rank, folder):
     """Rows of a run, and errors between implementations that it told."""
     from megatron_burst.cli.world import world_of
 
-    problems = [Problem(DOCUMENTS, IMPLS), Problem(WINDOW, ("burst:auto", "burst:a2a", "ceiling"))]
+    few = "burst:auto", "burst:a2a", "ceiling"
+    problems = [Problem(DOCUMENTS, IMPLS), Problem(WINDOW, few), Problem(TREE, few)]
     plan = packed.Plan(problems, reps=2, out=folder / "packed.csv")
     said = Said()
     return packed.measure(plan, replace(world_of("cpu"), progress=said)), said.lines
@@ -146,11 +154,12 @@ def test_a_run_measures_documents_and_windows(results):
     ]  # fmt: skip
     assert [row.status for row in rows[:5]] == ["ok", "ok", "failed", "failed", "ok"]
     assert "in one kernel call" in rows[2].note and "TransformerEngine" in rows[3].note
-    assert {row.status for row in rows[10:]} == {"ok"} and len(rows) == 2 * (5 + 3)
-    assert [rows[0].mask, rows[-1].mask] == ["half", "window-100"]
+    assert {row.status for row in rows[10:]} == {"ok"} and len(rows) == 2 * (5 + 3 + 3)
+    cases = {"half": DOCUMENTS, "window-100": WINDOW, "tree-3": TREE}
+    assert list(dict.fromkeys(row.mask for row in rows)) == list(cases)
     assert (rows[0].num_documents, rows[0].longest, rows[0].seed) == (33, 256, 42)
     for row in rows:
-        case = DOCUMENTS if row.mask == "half" else WINDOW
+        case = cases[row.mask]
         if row.ms:
             expected = case.flops(row.pass_) / 2 / (row.ms / 1e3) / 1e12
             assert row.tflops_per_gpu == pytest.approx(expected, rel=1e-4)
@@ -160,7 +169,9 @@ def test_results_agree_in_every_layout_and_mode_before_times_are_told(results):
     """In float32 sums of at most 512 terms differ by less than 512 * 2**-24."""
     ((_, said), (_, other)), _ = results
     told = [line for line in said if "differs by" in line]
-    assert [line.split(": differs")[0] for line in told] == ["burst:ring@zigzag", "burst:a2a"]
+    assert [line.split(": differs")[0] for line in told] == [
+        "burst:ring@zigzag", "burst:a2a", "burst:a2a",
+    ]  # fmt: skip
     for line in told:
         errors = [float(number) for number in re.findall(r"(?:out|dq|dk|dv) ([\d.e+-]+)", line)]
         assert len(errors) == 4 and max(errors) < 512 * 2**-24
