@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_burst.errors import Need
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import merge_parts, sum_parts
-from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.kernels.visible import FULL, Segments, Visible
 from megatron_burst.schedule.mask import Places, Span, cut
 
 
@@ -175,7 +175,7 @@ def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Bra
         return None
     rows, seen = (Span(int(both[0, i, 0]), int(both[-1, i, 1])) for i in range(2))
     if len(both) == 1:
-        return Branch(rows, seen, Visible(None, None))
+        return Branch(rows, seen, FULL)
     # between two segments lie queries that see no key here, and keys that no query sees
     begins, ends = both[..., 0], both[..., 1]
     apart = torch.stack((begins[1:, 0], ends[:-1, 1]), 1)
@@ -183,7 +183,7 @@ def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Bra
     edges = torch.cat((begins[:1], edges, ends[-1:])) - begins[0]
     longest = edges.diff(dim=0).amax(0).tolist()
     of_q, of_keys = edges.T.contiguous().to(device, non_blocking=True)
-    return Branch(rows, seen, Visible(None, None, Segments(of_q, of_keys, *longest)))
+    return Branch(rows, seen, Visible(segments=Segments(of_q, of_keys, *longest)))
 
 
 def attend_branches(

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from megatron_burst.schedule.mask import Band
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors have no truth to compare by
 class Segments:
@@ -26,36 +28,17 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class Visible(Band):
     """Which keys a query of a kernel call sees: a band, inside its segment.
 
     The band is key - (query + keys - queries) in [-left, right]: without bounds to either side the
     last query is level with the last key (bottom right), and so in each segment.
 
     Attributes:
-        left: how many keys before the one that is level with it a query sees, 0 or more; None: all.
-        right: the same of those after it.
         segments: None: all rows are one segment.
     """
 
-    left: int | None
-    right: int | None
     segments: Segments | None = None
-
-    @property
-    def causal(self) -> bool:
-        """Whether a query sees the key that is level with it and all before, in its segment."""
-        return self.left is None and self.right == 0
-
-    @property
-    def full(self) -> bool:
-        """Whether a query sees all keys of its segment."""
-        return self.left is None and self.right is None
-
-    @property
-    def windowed(self) -> bool:
-        """Whether the band is neither causal nor full."""
-        return not (self.causal or self.full)
 
     def within(self, queries: int, keys: int) -> "Visible":
         """The same without bounds that hide nothing from `queries` queries and `keys` keys.
@@ -71,5 +54,5 @@ class Visible:
         return replace(self, left=left, right=right)
 
 
-FULL = Visible(None, None)
-CAUSAL = Visible(None, 0)
+FULL = Visible()
+CAUSAL = Visible(right=0)

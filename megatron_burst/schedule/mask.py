@@ -12,40 +12,49 @@ Places = tuple[range, ...]  # positions in the sequence of rows that lie one beh
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
-    """Which keys a query may see: a band of positions around its own.
-
-    Of a tile, the same relative to its corner: the last query row and the last key row stand at
-    one position.
+class Band:
+    """Which keys a query may see, by how far they are from what it is level with.
 
     Attributes:
-        left: how many positions before its own; None: all.
-        right: how many behind it; None: all.
-        documents: whether keys of the query's own document alone; where documents begin is told
-            when the call runs, so that one program serves all samples.
+        left: how many before that, 0 or more; None: all.
+        right: how many after it; None: all.
     """
 
     left: int | None = None
     right: int | None = None
-    documents: bool = False
-
-    FULL: ClassVar["Mask"]
-    CAUSAL: ClassVar["Mask"]
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees its own key and all before it, of its document if there are any."""
+        """Whether a query sees what it is level with and all before."""
         return self.left is None and self.right == 0
 
     @property
     def full(self) -> bool:
-        """Whether it sees all, of its document if there are any."""
+        """Whether it sees all."""
         return self.left is None and self.right is None
 
     @property
     def windowed(self) -> bool:
         """Whether it is neither."""
         return not (self.causal or self.full)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask(Band):
+    """Which keys a query may see: a band of positions around its own.
+
+    Of a tile, the same relative to its corner: the last query row and the last key row stand at
+    one position.
+
+    Attributes:
+        documents: whether keys of the query's own document alone; where documents begin is told
+            when the call runs, so that one program serves all samples.
+    """
+
+    documents: bool = False
+
+    FULL: ClassVar["Mask"]
+    CAUSAL: ClassVar["Mask"]
 
     def __str__(self) -> str:
         word = "causal" if self.causal else "full"
