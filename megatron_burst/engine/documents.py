@@ -115,7 +115,9 @@ class Documents:
         self._host = [x if x is None else _to_host(x) for x in given]
         self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
         self.known = self.checked() if on_cpu else None
-        self._longest = sample.longest or self._find_longest()
+        told = sample.longest if self.known is None else None
+        self._longest = told or self._find_longest()
+        self._tail_segments = -(-self._tokens // told) if told else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True)
         starts, padded = (x if x is None else x.to(**to_device) for x in given)
         self._starts = starts if padded is None else padded
@@ -128,13 +130,16 @@ class Documents:
         """Have documents go on in only children, and know the branches."""
         self.known = self.checked()
         self._tree = Tree(self._host[0].tolist(), parents)
-        starts = self._tree.starts
-        self._longest = max(int(starts.diff().max()), self._tokens - int(starts[-1]))
-        self._starts = starts.to(device, torch.int32, non_blocking=True)
+        self._longest, self._tail_segments = self._most_rows(self._tree.starts), 1
+        self._starts = self._tree.starts.to(device, torch.int32, non_blocking=True)
 
     def _find_longest(self) -> int:
         self.checked()
-        return int(next(x for x in reversed(self._host) if x is not None).diff().max())
+        return self._most_rows(next(x for x in reversed(self._host) if x is not None))
+
+    def _most_rows(self, starts: Tensor) -> int:
+        """Of the longest document; what follows the last one counts as one."""
+        return max(int(starts.diff().max()), self._tokens - int(starts[-1]))
 
     def checked(self) -> Mapping[str, str]:
         """In words, for the other ranks to compare.
@@ -177,10 +182,14 @@ class Documents:
         """Positions between segments of queries, and of keys.
 
         Padding is no document: its queries are a segment without keys, its keys one without
-        queries. So is what follows the last document.
+        queries. So is what follows the last document, in segments that are no longer than a
+        document: kernels are launched for so many rows of each.
         """
-        starts, end = self._starts, self._starts.new_full((1,), self._tokens)
-        tail = torch.cat((end, end)), torch.cat((starts[-1:], end))
+        starts, count = self._starts, self._tail_segments
+        rows = torch.arange(1, count + 1, dtype=torch.int32, device=starts.device) * self._longest
+        ends = (starts[-1:] + rows).clamp_(max=self._tokens)
+        end, none = starts.new_full((count,), self._tokens), starts[-1:].expand(count)
+        tail = torch.cat((ends, end)), torch.cat((none, ends))
         if self._lengths is None:
             return torch.cat((starts, tail[0])), torch.cat((starts, tail[1]))
         first, stop = starts[:-1], starts[1:]

@@ -182,7 +182,7 @@ def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Bra
     edges = torch.stack((ends[:-1], apart, begins[1:]), 1).flatten(0, 1)
     edges = torch.cat((begins[:1], edges, ends[-1:])) - begins[0]
     longest = edges.diff(dim=0).amax(0).tolist()
-    of_q, of_keys = edges.T.contiguous().to(device, non_blocking=True)
+    of_q, of_keys = (x.contiguous().to(device, non_blocking=True) for x in edges.unbind(1))
     return Branch(rows, seen, Visible(segments=Segments(of_q, of_keys, *longest)))
 
 

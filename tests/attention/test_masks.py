@@ -127,3 +127,18 @@ def test_padding_is_no_document():
     expected[0:3, 0:3] = expected[6:8, 6:8] = True
     assert torch.equal(seen, expected)
     assert segments.cu_q[-1] == segments.cu_k[-1] == 12
+
+
+@pytest.mark.parametrize("told", [None, 4])
+def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(told):
+    """FlashAttention-2 writes no others; with `told`: boundaries on a GPU, which nobody waits for."""
+    sample = Sample(torch.tensor([0, 3, 7]), None, told)
+    documents = Documents(sample, (10, 2), Layout.ZIGZAG, torch.device("cpu"))
+    if told:
+        documents._longest, documents._tail_segments = told, 20 // told
+    segments = documents.segments((range(20),), (range(20),))
+    assert segments.cu_q.diff().max() <= segments.max_q
+    assert segments.cu_k.diff().max() <= segments.max_k
+    assert segments.cu_q[-1] == segments.cu_k[-1] == 20
+    queries, keys = segments.cu_q.diff(), segments.cu_k.diff()
+    assert (queries * keys).sum() == 3**2 + 4**2

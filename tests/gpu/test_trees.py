@@ -22,7 +22,7 @@ pytestmark = [
 ]
 TOKENS, DIM, MASK = 2048, 128, Mask(right=0, documents=True)
 TREES = {  # parents, and where segments begin; the last row of each sample belongs to none
-    "star": ((-1, 0, 0, 0, 0), (0, 1000, 1001, 1300, 1555, 2047)),
+    "star": ((-1, 0, 0, 0, 0), (0, 1001, 1002, 1300, 1555, 2047)),
     "two prompts": ((-1, 0, 0, -1, 3, 3), (0, 400, 700, 1000, 1500, 1900, 2047)),
     "nested": (
         (-1, 0, 1, 1, 0, 4, 4, 6, 6),
