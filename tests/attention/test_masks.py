@@ -1,9 +1,11 @@
-"""Windows and packed documents on simulated ranks: random masks, layouts, groups and modes.
+"""Windows and packed documents on simulated ranks: random masks, layouts, groups, dtypes and modes.
 
 Catches keys of another document or outside of the window, a halo that is too short, rows that come
-back to another place than they came from. What a mode cannot do has to be refused.
+back to another place than they came from. What a mode cannot do has to be refused. MASKS=3000 in
+the environment draws so many.
 """
 
+import os
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -22,7 +24,9 @@ from tests.attention.engine import Way, assert_exact, problem
 from tests.schedule.cases import LAYOUTS
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
-CASES = 30  # in each of ten tests
+CASES = 30  # in each test
+SEEDS = int(os.environ.get("MASKS", 300)) // CASES
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,22 @@ def drawn(random: Random) -> Drawn:
     return Drawn(nodes, ranks, tokens, (heads_kv * random.choice([1, 2]), heads_kv), way)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_any_mask_is_exact_or_refused(seed):
     random, refused = Random(seed), 0
     for number in range(CASES):
         case = drawn(random)
         size, batch = case.nodes * case.ranks, 1 if case.way.mask.documents else 2
-        dims = random.choice([(4, 4), (6, 3)])
+        dims, dtype = random.choice([(4, 4), (6, 3)]), random.choice(DTYPES)
         tensors = problem(size, case.tokens, case.heads, dims, number, batch)
         topology = pretend_nodes(size, case.nodes)
         if case.refused:
             refused += 1
             with pytest.raises(BurstError, match="burst attention: .*got .*; "):
-                assert_exact(topology, tensors, case.way, number)
+                assert_exact(topology, tensors, case.way, number, dtype)
         else:
-            assert_exact(topology, tensors, case.way, number)
+            assert_exact(topology, tensors, case.way, number, dtype)
+    print(f"{CASES - refused} were exact, {refused} were refused")  # pytest -rP shows it
     assert refused < CASES - 5
 
 
