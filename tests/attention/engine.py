@@ -155,11 +155,13 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
     alone = Way("ring", mask=way.mask, backend=way.backend, scale=way.scale, edges=way.edges,
                 parents=way.parents)  # fmt: skip
     eps = torch.finfo(dtype).eps
+    # what cancels, sums in float32 leave
+    least = 4 * torch.finfo(torch.float32).eps * max(whole.norm() for whole in expected)
     for error, one, whole in zip(
         errors, _errors(pretend_nodes(1, 1), tensors, alone, 0, expected), expected, strict=True
     ):
         # what other ranks are sent may be rounded once more, by half an eps
-        assert error.norm() <= 2 * one.norm() + eps / 2 * whole.norm()
+        assert error.norm() <= 2 * one.norm() + eps / 2 * whole.norm() + least
 
 
 def _errors(topology, tensors, way, seed, expected):
