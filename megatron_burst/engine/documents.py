@@ -12,7 +12,7 @@ from megatron_burst.comm.watch import Latest
 from megatron_burst.engine.tree import Branch, Tree, listed_of, needs_of, rows_before
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.visible import Segments
-from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
 from megatron_burst.schedule.mask import Places
 
 _WHO = "burst attention"
@@ -25,21 +25,6 @@ class Sample(NamedTuple):
     padded: Tensor | None
     longest: int | None
     parents: Tensor | Sequence[int] | None = None
-
-
-class Chunks(NamedTuple):
-    """What a rank's queries see, where it has two chunks of every document.
-
-    Attributes:
-        rows: int64 [seen]: where all ranks' keys lie one behind the other, the rows that each chunk
-            sees, chunk by chunk.
-        copies: int64 [2, tokens]: for each of these keys where it was copied to; -1: nowhere.
-        segments: of the rank's queries and these rows.
-    """
-
-    rows: Tensor
-    copies: Tensor
-    segments: Segments
 
 
 def documents_of(
@@ -107,9 +92,10 @@ class Documents:
         self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
-        self._found: dict[tuple[Places, Places], Segments] = {}
+        self._found: dict[tuple[Places, Places] | Runs, Segments] = {}
         self._branches: dict[tuple[Places, Places], tuple[Branch, ...]] = {}
-        self._chunks: dict[int, Chunks] = {}
+        self._arranged: dict[tuple, Tensor] = {}
+        self._restored: dict[tuple, Tensor] = {}
         given = sample.cu_seqlens, sample.padded
         on_cpu = all(x is None or x.device.type == "cpu" for x in given)
         self._host = [x if x is None else _to_host(x) for x in given]
@@ -201,81 +187,114 @@ class Documents:
             for edges, more in zip((of_q, of_keys), tail, strict=True)
         )
 
-    @cached_property
-    def sample_order(self) -> Tensor:
-        """By position, the row where all ranks' shards lie one behind the other and each rank has
-        chunks r and 2P-1-r of every document: int64 [tokens]."""
-        starts, size = self._starts.long(), self._cp_size
-        document, offset = self._document_of
-        start = starts[document]
-        chunk = (starts.diff()[document] // (2 * size)).clamp_(1)
-        number, row = offset // chunk, offset % chunk
-        late = number >= size
-        rank = torch.where(late, 2 * size - 1 - number, number)
-        return rank * (self._tokens // size) + start // size + late * chunk + row
+    def segments_of(self, runs: Runs) -> Segments:
+        """Of a kernel call over chunks of every document."""
+        if runs not in self._found:
+            sides = tuple(zip(*runs.pairs, strict=True))
+            of_q, of_keys = (self._lengths_of(side) for side in sides)
+            if self._lengths is None:
+                edges = [_running(full) for full, _ in (of_q, of_keys)]
+            else:  # as in `_edges`: padded queries see no key, padded keys no query
+                (rows, real), (keys, there) = of_q, of_keys
+                edges = [
+                    _running(torch.stack(parts, 1).flatten())
+                    for parts in (
+                        (real, rows - real, rows - rows), (there, keys - keys, keys - there)
+                    )
+                ]  # fmt: skip
+            most = [
+                -(-self._longest // (2 * self._cp_size)) * max(map(len, side)) for side in sides
+            ]
+            self._found[runs] = Segments(*(edge.int() for edge in edges), *most)
+        return self._found[runs]
 
-    def of_chunks(self, cp_rank: int) -> Chunks:
-        """What a rank's queries see under a causal mask, in the layout of chunks of every document.
-
-        A document's keys are there twice: up to the end of the rank's first chunk, and up to the
-        end of its second one.
-        """
-        if cp_rank not in self._chunks:
-            self._chunks[cp_rank] = self._find_chunks((cp_rank, 2 * self._cp_size - 1 - cp_rank))
-        return self._chunks[cp_rank]
-
-    def _find_chunks(self, numbers: tuple[int, int]) -> Chunks:
-        starts, size = self._starts.long(), self._cp_size
-        chunk = starts.diff() // (2 * size)
-        seen = torch.stack([chunk * (number + 1) for number in numbers], 1)  # [documents, 2]
-        begins = _running(seen.flatten())
-        row = torch.arange(self._tokens // (2 * size) * (2 * size + 1), device=starts.device)
-        segment = torch.searchsorted(begins, row, right=True).sub_(1).clamp_(0, len(begins) - 2)
-        place = starts[segment // 2] + row - begins[segment]
-        document, offset = self._document_of
-        copies = torch.stack([
-            torch.where(offset < seen[document, i], begins[2 * document + i] + offset, -1)
-            for i in range(2)
-        ])  # fmt: skip
-        ends = _running(chunk.repeat_interleave(2, output_size=2 * len(chunk)))
+    def _lengths_of(self, segments: Sequence[Numbers]) -> tuple[Tensor, Tensor | None]:
+        """Rows of each segment of chunks of every document, and without padding: [segments]."""
+        chunk = self._chunk_starts.diff()
+        full = torch.stack([chunk * len(numbers) for numbers in segments], 1).flatten()
         if self._lengths is None:
-            edges = ends, begins
-        else:  # as in `_edges`: padded queries see no key, padded keys no query
-            real = torch.minimum(self._lengths.long().unsqueeze(1), seen)
-            first = torch.stack([chunk * number for number in numbers], 1)
-            rows = (real - first).clamp(min=0).flatten()
-            there = torch.where(rows > 0, real.flatten(), 0)
-            edges = tuple(
-                torch.cat((of.new_zeros(1), torch.stack(columns, 1).flatten()))
-                for of, columns in (
-                    (ends, (ends[:-1] + rows, ends[1:], ends[1:])),
-                    (begins, (begins[:-1] + there, begins[:-1] + there, begins[1:])),
-                )
-            )
-        of_q, of_keys = (edge.int() for edge in edges)
-        segments = Segments(of_q, of_keys, self._longest, self._longest)
-        return Chunks(self.sample_order[place], copies[:, self.rank_order], segments)
+            return full, None
+        every = self._table([number for numbers in segments for number in numbers])
+        left = self._lengths.long().unsqueeze(1) - chunk.unsqueeze(1) * every
+        real = torch.minimum(left.clamp_(min=0), chunk.unsqueeze(1))
+        parts = real.split([len(numbers) for numbers in segments], 1)
+        return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
+
+    def arranged(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+        """Where the rows of chunks of every document are: int64 [rows].
+
+        Args:
+            lies: the chunks that are there, by block.
+            numbers: of the chunks that are wanted.
+        """
+        if (lies, numbers) not in self._arranged:
+            where, first = {}, 0
+            for block in lies:
+                where |= {n: (first, len(block), place) for place, n in enumerate(block)}
+                first += len(block) * self._chunk_rows
+            table = self._table([where[number] for number in numbers])
+            begin, entry, chunk, row = self._rows_of(len(numbers))
+            begins, counts, places = table[entry].unbind(1)
+            found = begins + begin * counts + places * chunk + row
+            self._arranged[lies, numbers] = found.clamp_(0, first - 1)
+        return self._arranged[lies, numbers]
+
+    def restored(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+        """By row of what lies there, the rows of what was arranged that are copies of it: int64
+        [copies, rows]; -1: none."""
+        if (lies, numbers) not in self._restored:
+            most, count, found = max(map(numbers.count, numbers)), len(numbers), []
+            for block in lies:
+                copies = [[i for i, n in enumerate(numbers) if n == one] for one in block]
+                table = self._table([(*some, *[-1] * (most - len(some))) for some in copies])
+                begin, entry, chunk, row = self._rows_of(len(block))
+                at = table[entry].T
+                found.append(torch.where(at < 0, -1, begin * count + at * chunk + row))
+            most_rows = count * self._chunk_rows
+            self._restored[lies, numbers] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
+        return self._restored[lies, numbers]
+
+    def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of rows of `count` chunks of every document: rows of one chunk of each document before
+        theirs, the how manieth of its chunks it is, how long that is, and which row of it."""
+        starts = self._chunk_starts
+        row = torch.arange(self._chunk_rows * count, device=starts.device)
+        document = torch.searchsorted(starts * count, row, right=True).sub_(1)
+        document.clamp_(0, len(starts) - 2)
+        begin, chunk = starts[document], starts.diff()[document].clamp_(min=1)
+        offset = row - begin * count
+        return begin, (offset // chunk).clamp_(0, count - 1), chunk, offset % chunk
+
+    @property
+    def _chunk_rows(self) -> int:
+        """Of one chunk of every document."""
+        return self._tokens // (2 * self._cp_size)
 
     @cached_property
-    def _document_of(self) -> tuple[Tensor, Tensor]:
-        """By position, its document and how far it is from its begin."""
-        places = torch.arange(self._tokens, device=self._starts.device)
-        starts = self._starts.long()
-        document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
-        return document, places - starts[document]
+    def _chunk_starts(self) -> Tensor:
+        """Where documents would begin if there were one chunk of each."""
+        return self._starts.long() // (2 * self._cp_size)
 
     @cached_property
     def followed(self) -> Tensor:
         """By position, whether the next one is of the same document, and no padding: bool."""
-        document, offset = self._document_of
-        lengths = self._starts.diff() if self._lengths is None else self._lengths
-        return offset + 1 < lengths[document]
+        places, starts = torch.arange(self._tokens, device=self._starts.device), self._starts.long()
+        document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
+        lengths = starts.diff() if self._lengths is None else self._lengths
+        return places - starts[document] + 1 < lengths[document]
 
-    @cached_property
+    @property
     def rank_order(self) -> Tensor:
-        """The inverse: by row of all ranks' shards, the position."""
-        places = torch.arange(self._tokens, device=self._starts.device)
-        return torch.empty_like(places).scatter_(0, self.sample_order, places)
+        """By row of all ranks' shards of chunks of every document, the position: int64 [tokens]."""
+        lies = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
+        return self.restored(lies, tuple(range(2 * self._cp_size)))[0]
+
+    def _table(self, values: Sequence) -> Tensor:
+        """On the device; nothing waits for it."""
+        found = torch.tensor(values)
+        if self._starts.is_cuda:
+            found = found.pin_memory().to(self._starts.device, non_blocking=True)
+        return found
 
 
 def _in_words(text: str, documents: int) -> str:

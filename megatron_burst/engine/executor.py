@@ -19,7 +19,16 @@ from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
 from megatron_burst.engine.operations import BIND
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.schedule.order import Order, order
-from megatron_burst.schedule.program import Buffer, Home, Op, Program, Stream, Transfer
+from megatron_burst.schedule.program import (
+    Arrange,
+    Buffer,
+    Home,
+    Op,
+    Program,
+    Restore,
+    Stream,
+    Transfer,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +94,12 @@ class Executor:
     def name_of(self, what: Hashable) -> int:
         """A short name, the same one for equal things."""
         return self.names.setdefault(what, len(self.names))
+
+    @cached_property
+    def orders(self) -> tuple[tuple, ...]:
+        """Orders of chunks that a run needs: there or back, between which."""
+        ops = (op for op in self.program.ops if isinstance(op, Arrange | Restore))
+        return tuple({(isinstance(op, Restore), op.lies, op.numbers): None for op in ops})
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -215,6 +230,9 @@ class Run:
     ) -> None:  # fmt: skip
         self.fields, self.left, self.documents = given, left, documents
         self._executor, self.queues, carrier = executor, queues, executor.carrier
+        if documents is not None:  # here, as indices are the compute stream's memory
+            for back, *chunks in executor.orders:
+                (documents.restored if back else documents.arranged)(*chunks)
         self.slots, self._memory, self._kept = {}, {}, {}
         self.views: dict[int, Any] = {}
         for (home, use), (count, size) in executor.uses.items():

@@ -26,6 +26,7 @@ from megatron_burst.kernels.partial import (
 )
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as p
+from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.program import Home, Ref
 
 if TYPE_CHECKING:
@@ -156,45 +157,51 @@ def _alike(executor: Executor, source: Ref, target: Ref) -> bool:
     return one.interleaved and other.interleaved and one.fields == other.fields and whole
 
 
-def reorder(executor: Executor, op: p.Reorder) -> Bound:
-    source, target, wide = _whole_rows(executor, op)
-
-    def bound(run: Run) -> None:
-        index = run.documents.rank_order if op.back else run.documents.sample_order
-        torch.index_select(source(run).view(wide), 0, index, out=target(run).view(wide))
-
-    return bound
+def arrange(executor: Executor, op: p.Arrange) -> Bound:
+    select = _selecting(executor, op)
+    return lambda run: select(run, run.documents.arranged(op.lies, op.numbers))
 
 
-def repeat(executor: Executor, op: p.Repeat) -> Bound:
-    source, target, wide = _whole_rows(executor, op)
-    rank = executor.program.cp_rank
-
-    def bound(run: Run) -> None:
-        index = run.documents.of_chunks(rank).rows
-        torch.index_select(source(run).view(wide), 0, index, out=target(run).view(wide))
-
-    return bound
-
-
-def sum_repeats(executor: Executor, op: p.SumRepeats) -> Bound:
+def restore(executor: Executor, op: p.Restore) -> Bound:
+    each_once = sorted(op.numbers) == sorted(number for block in op.lies for number in block)
+    if each_once and _alike(executor, op.source, op.target):
+        select = _selecting(executor, op)
+        return lambda run: select(run, run.documents.restored(op.lies, op.numbers)[0])
     sources, targets = part(executor, op.source), part(executor, op.target)
-    rank = executor.program.cp_rank
 
     def bound(run: Run) -> None:
-        copies, source = run.documents.of_chunks(rank).copies, sources(run)
+        copies, source = run.documents.restored(op.lies, op.numbers), sources(run)
         for name, target in targets(run).items():
             sum_rows(target, source[name], copies)
 
     return bound
 
 
-def _whole_rows(executor: Executor, op: p.Reorder | p.Repeat) -> tuple[Source, Source, torch.dtype]:
-    """Rows as bytes, and the widest integers that they are made of."""
-    width = executor.layouts[op.source.buffer].rows[2]
+def _selecting(executor: Executor, op: p.Arrange | p.Restore) -> Callable[[Run, Tensor], None]:
+    """Copies rows of the source by an index: as they travel, or field by field."""
+    if _alike(executor, op.source, op.target):
+        width = executor.layouts[op.source.buffer].rows[2]
+        rows, target_rows = raw(executor, op.source), raw(executor, op.target)
+
+        def raw_rows(run: Run, index: Tensor) -> None:
+            source, target = (_wide(of(run), width) for of in (rows, target_rows))
+            torch.index_select(source, 0, index, out=target)
+
+        return raw_rows
+    sources, targets = part(executor, op.source), part(executor, op.target)
+
+    def fields(run: Run, index: Tensor) -> None:
+        source = sources(run)
+        for name, target in targets(run).items():
+            torch.index_select(source[name], 1, index, out=target)
+
+    return fields
+
+
+def _wide(rows: Tensor, width: int) -> Tensor:
+    """Bytes as the widest integers that a row of so many is made of."""
     integers = torch.int64, torch.int32, torch.int16, torch.uint8
-    wide = next(dtype for dtype in integers if width % dtype.itemsize == 0)
-    return raw(executor, op.source), raw(executor, op.target), wide
+    return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
 
 def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
@@ -248,16 +255,15 @@ def visible(executor: Executor, op: p.Attend | p.AttendBackward) -> Callable[[Ru
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
         return lambda run: band
-    if places is None:
-        rank = executor.program.cp_rank
-        return lambda run: replace(band, segments=run.documents.of_chunks(rank).segments)
+    if isinstance(places, Runs):
+        return lambda run: replace(band, segments=run.documents.segments_of(places))
     return lambda run: replace(band, segments=run.documents.segments(*places))
 
 
 def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
     """What the queries of a kernel call see besides, in calls of their own."""
     places = op.places if op.mask.documents else None
-    if places is None:
+    if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
         return lambda run: ()
     return lambda run: run.documents.branches(*places)
 
@@ -385,7 +391,7 @@ def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Source]) -> 
 
 
 BIND: Mapping[type, Callable[[Executor, Any], Bound]] = {
-    p.Copy: copy, p.Reorder: reorder, p.Repeat: repeat, p.SumRepeats: sum_repeats,
+    p.Copy: copy, p.Arrange: arrange, p.Restore: restore,
     p.ToRanks: to_ranks, p.FromRanks: from_ranks,
     p.Fill: fill, p.Attend: attend, p.AttendBackward: attend_backward, p.Merge: merge,
     p.Add: add, p.Delta: delta,

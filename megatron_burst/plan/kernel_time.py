@@ -7,7 +7,8 @@ from math import ceil, inf
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.layout import Runs
+from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import Op, Program, Ref
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
@@ -94,21 +95,23 @@ class OpTimer:
     def seconds(self, op: Op) -> float:
         """Of an operation that is no transfer, with the GPU to itself."""
         if isinstance(op, ops.Attend):
-            return self._tile(op.q, op.kv, op.mask)
+            return self._tile(op.q, op.kv, op)
         if isinstance(op, ops.AttendBackward):
             queries = next(side for side in op.sides if "q" in self._fields(side))
-            return self._tile(queries, op.kv, op.mask)
+            return self._tile(queries, op.kv, op)
         return self._timer.memory(self._moved(op))
 
-    def _tile(self, q: Ref, kv: Ref, mask: Mask) -> float:
-        key = self._rows(q), self._rows(kv), mask, self._heads(q, "q"), self._heads(kv, "k")
+    def _tile(self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward) -> float:
+        chunks = op.places if isinstance(op.places, Runs) else None
+        heads = self._heads(q, "q"), self._heads(kv, "k")
+        key = self._rows(q), self._rows(kv), (op.mask, chunks), *heads
         if key not in self._tiles:
             fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
             shape = AttentionShape(
                 self._program.batch, key[0], *key[3:], fields["q"].dim, fields["v"].dim,
                 *self._program.widths.values(),
             )  # fmt: skip
-            tile = Tile(Span(0, key[0]), Span(0, key[1]), mask)
+            tile = Tile(Span(0, key[0]), Span(0, key[1]), op.mask, chunks)
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction)
         return self._tiles[key]
 
@@ -144,6 +147,9 @@ class OpTimer:
         """Bytes that an operation without products reads and writes."""
         fields = self._fields
         match op:
+            case ops.Arrange() | ops.Restore():
+                rows = self._fields(op.target), self._fields(op.source)
+                return sum(sum(some.values()) for some in rows)
             case ops.Copy() | ops.ToRanks():
                 source, target = self._first(op.sources), fields(op.target)
                 return _sum(source.keys() & target.keys(), source, target)

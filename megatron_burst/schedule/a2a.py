@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo, Circulate
+from megatron_burst.schedule.chunks import Meeting, by_rank, in_order, meeting, restored, seen
 from megatron_burst.schedule.emitter import (
     Emitter,
     Gradients,
@@ -31,10 +32,11 @@ from megatron_burst.schedule.emitter import (
     travelling_side_fields,
 )
 from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, sums
-from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.layout import Layout, Numbers
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
 from megatron_burst.schedule.program import (
+    Arrange,
     AttendBackward,
     Copy,
     Dtype,
@@ -44,7 +46,7 @@ from megatron_burst.schedule.program import (
     Home,
     Program,
     Ref,
-    Reorder,
+    Restore,
     Stream,
     Take,
     ToRanks,
@@ -83,6 +85,15 @@ def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
     return tiles_between(rows, keys, spec.mask)
 
 
+def _meeting(spec: Spec, row: int, away: int) -> Meeting:
+    """How chunks of documents that a node has meet those that have come so far."""
+    topology = spec.topology
+    nodes = (topology.grid[(row - n) % topology.inter_size] for n in (0, away))
+    here, there = (in_order(ranks, topology.cp_size) for ranks in nodes)
+    queries, keys = (there, here) if spec.circulate is Circulate.Q else (here, there)
+    return meeting(queries, (keys,), spec.mask, spec.shape.tokens // 2)
+
+
 class _AllToAll(Emitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -99,9 +110,19 @@ class _AllToAll(Emitter):
         lies = Layout.CONTIGUOUS if self.reorders else spec.layout
         visits = node_visits(topology, row, lies, tokens, placed)
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
-        alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
-        self.tiles = [alike[visits[step.distance]] for step in self.order]
+        if self.reorders:
+            self.met = [_meeting(spec, row, step.distance) for step in self.order]
+            self.tiles = [(met.tile,) for met in self.met]
+        else:
+            alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
+            self.tiles = [alike[visits[step.distance]] for step in self.order]
         self.alone = topology.inter_size == 1
+
+    @property
+    def orders(self) -> tuple[tuple[Numbers, ...], Numbers]:
+        """In which chunks of documents come from the ranks of the node, and are computed with."""
+        ranks, size = sorted(self.ranks), self.spec.topology.cp_size
+        return by_rank(ranks, size), in_order(ranks, size)
 
     def tiles_of_round(self, round_: int) -> tuple[Tile, ...]:
         """All tiles of a round."""
@@ -132,6 +153,8 @@ class _AllToAll(Emitter):
                 keys.set_out(index)
                 keys.pass_on(index)
             kv = keys.piece(step.round, step.distance) if keys and step.distance else whole
+            if self.reorders:
+                kv = seen(self, f"{index}", kv, self.met[index], self.part_of(step.round))
             for tile in self.tiles[index]:
                 outputs.compute(tile, kv)
             if step.last:
@@ -223,6 +246,12 @@ class _AllToAll(Emitter):
         """A step's tiles: what is to be added of queries' and of keys' gradients."""
         tiles, heads = self.tiles[index], self.heads_of(self.order[index].round)
         grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
+        if self.reorders:
+            met, name = self.met[index], f"{index}"
+            made = grads.compute(met.tile, seen(self, name, kv, met, heads[1]))
+            return grads.sums(), [
+                (Span(0, self.rows), (restored(self, name, made, met, heads[1]),))
+            ]
         parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
         of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows))
         return grads.sums(), of_keys
@@ -243,6 +272,7 @@ class Wholes:
     def __init__(self, emitter: _AllToAll) -> None:
         self._emitter, spec = emitter, emitter.spec
         self._recalls = spec.left and spec.backward
+        self._arrived: set[int] = set()
         self._sources = ("q", "kv")
         if spec.backward:
             delta = emitter.delta().buffer
@@ -303,10 +333,13 @@ class Wholes:
         return self._emitter.buffer(name, Home.STAGING, self._emitter.rows, fields, "came", *number)
 
     def arrive(self, round_: int) -> None:
-        """Put what has come for a round in order."""
-        if self._emitter.reorders:
+        """Put what has come for a round in order, once; for other nodes, beside kernels."""
+        emitter = self._emitter
+        if emitter.reorders and round_ not in self._arrived:
+            self._arrived.add(round_)
             whole = self._declare(round_, self._fields(round_))
-            self._emitter.emit(Reorder(Ref(f"came {round_}"), whole))
+            stream = Stream.COMPUTE if emitter.alone else Stream.SIDE
+            emitter.emit(Arrange(Ref(f"came {round_}"), whole, *emitter.orders, stream))
 
     def _declare(self, round_: int, fields: tuple[Field, ...]) -> Ref:
         """Where a round comes together."""
@@ -319,6 +352,7 @@ class Wholes:
 
     def of(self, round_: int) -> Ref:
         """What has come; q, k and v too, but in a backward for which forward has left them."""
+        self.arrive(round_)
         leaves = self._emitter.spec.left and not self._emitter.spec.backward
         return self.left(round_) if leaves else Ref(f"whole {round_}")
 
@@ -407,7 +441,7 @@ class Results:
         """Start to bring a round's results home; those of the round before must be collected."""
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
-            emitter.emit(Reorder(Ref(f"made {round_}"), slot, back=True))
+            emitter.emit(Restore(Ref(f"made {round_}"), slot, *emitter.orders))
         cp_rank, tokens = emitter.spec.cp_rank, emitter.spec.shape.tokens
         fields = self._fields(round_)
         staged = emitter.buffer(f"home {round_}", Home.STAGING, emitter.rows, fields, "results")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_burst.schedule import program as p
+from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.program import Program, Ref
 
 
@@ -54,44 +55,31 @@ def _copy(values, program: Program, op: p.Copy) -> None:
             values.write(program, op.target, name, written(name, cells, op.sources))
 
 
-def _reorder(values, program: Program, op: p.Reorder) -> None:
-    order = values.sample_order(program.topology.cp_size)
+def _arranged(values, program: Program, op: p.Arrange | p.Restore) -> tuple[list[int], list[int]]:
+    """Positions of rows as they lie, and of those that are arranged."""
+    size = program.topology.cp_size
+    lies = [place for block in op.lies for place in values.places(block, size)]
+    return lies, values.places(op.numbers, size)
+
+
+def _arrange(values, program: Program, op: p.Arrange) -> None:
+    lies, wanted = _arranged(values, program, op)
+    rows, source = {place: row for row, place in enumerate(lies)}, values.read(program, op.source)
+    for name in values.names(program, op.target):
+        cells = _taken(source, name, (op.source,))
+        if [row[0].position for row in cells] != lies:
+            raise WrongError(f"rows of {op.source} are said to be at {lies}")
+        values.write(program, op.target, name, [cells[rows[place]] for place in wanted])
+
+
+def _restore(values, program: Program, op: p.Restore) -> None:
+    lies, arranged = _arranged(values, program, op)
     for name, cells in values.read(program, op.source).items():
-        cells = written(name, cells, op.source)
-        made: Rows = [cells[row] for row in order]
-        if op.back:
-            made = [[] for _ in order]
-            for place, row in enumerate(order):
-                made[row] = cells[place]
-        values.write(program, op.target, name, made)
-
-
-def _seen_places(values, program: Program) -> list[int]:
-    """Positions of keys as a rank's chunks see them: chunk by chunk of each document."""
-    return [key for _, keys in values.chunks(program) for key in keys]
-
-
-def _repeat(values, program: Program, op: p.Repeat) -> None:
-    order = values.sample_order(program.topology.cp_size)
-    rows = [order[place] for place in _seen_places(values, program)]
-    for name, cells in values.read(program, op.source).items():
-        cells = written(name, cells, op.source)
-        values.write(program, op.target, name, [cells[row] for row in rows])
-
-
-def _sum_repeats(values, program: Program, op: p.SumRepeats) -> None:
-    places = _seen_places(values, program)
-    for name, cells in values.read(program, op.source).items():
-        copies: dict[int, list] = {place: [] for place in range(values.size)}
-        for place, row in zip(places, written(name, cells, op.source), strict=True):
+        copies: dict[int, list] = {place: [] for place in lies}
+        for place, row in zip(arranged, written(name, cells, op.source), strict=True):
             copies[place].append(row)
         none = [Cell(name, -1, -1)] * len(cells[0])
-        summed = {place: _join(name, [[row] for row in rows or [none]])[0]
-                  for place, rows in copies.items()}  # fmt: skip
-        order = values.sample_order(program.topology.cp_size)
-        made: Rows = [[] for _ in order]
-        for place, row in enumerate(order):
-            made[row] = summed[place]
+        made = [_join(name, [[row] for row in copies[place] or [none]])[0] for place in lies]
         values.write(program, op.target, name, made)
 
 
@@ -128,8 +116,8 @@ def _seen(values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k:
         WrongError: if a query row is left without a key, or rows are not where `op.places` says.
     """
     documents = [(range(len(q)), range(len(k)))]
-    if op.mask.documents and op.places is None:
-        documents = _chunks(values, program, q, k)
+    if isinstance(op.places, Runs):
+        documents = _segments(values, program.topology.cp_size, op.places, q, k)
     elif op.mask.documents:
         of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.places, strict=True))
         documents = [(of_q[one], of_k[one]) for one in of_q if one in of_k]
@@ -148,17 +136,22 @@ def _seen(values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k:
     return found
 
 
-def _chunks(values, program: Program, q: Rows, k: Rows) -> list[tuple[range, range]]:
-    """Rows of queries and of keys of each of a rank's chunks of documents."""
-    told = [[row[0].position for row in rows] for rows in (q, k)]
-    both = zip(*values.chunks(program), strict=True)
-    are = [[place for places in some for place in places] for some in both]
-    if told != are:
-        raise WrongError(f"rows of positions {told} are said to be at {are}")
-    found, row, key = [], 0, 0
-    for queries, keys in values.chunks(program):
-        found.append((range(row, row + len(queries)), range(key, key + len(keys))))
-        row, key = row + len(queries), key + len(keys)
+def _segments(values, size: int, runs: Runs, q: Rows, k: Rows) -> list[tuple[range, range]]:
+    """Rows of queries and of keys of each segment."""
+    found, rows = [], [0, 0]
+    for edges in values.edges():
+        for pair in runs.pairs:
+            both = []
+            for side, (numbers, cells) in enumerate(zip(pair, (q, k), strict=True)):
+                places = values.places(numbers, size, edges)
+                mine = range(rows[side], rows[side] + len(places))
+                if places != [row[0].position for row in cells[mine.start : mine.stop]]:
+                    raise WrongError(f"rows {mine} are said to be at {places}")
+                both.append(mine)
+                rows[side] = mine.stop
+            found.append((both[0], both[1]))
+    if rows != [len(q), len(k)]:
+        raise WrongError(f"{len(q)} queries and {len(k)} keys in segments of {rows}")
     return found
 
 
@@ -339,7 +332,7 @@ def bits(of: int) -> list[int]:
 
 
 APPLY: Mapping[type, Callable] = {
-    p.Copy: _copy, p.Repeat: _repeat, p.SumRepeats: _sum_repeats, p.Reorder: _reorder,
+    p.Copy: _copy, p.Arrange: _arrange, p.Restore: _restore,
     p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
     p.Fill: _fill, p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge,
     p.Add: _add,

@@ -6,14 +6,20 @@ gradients of keys. Rows are followed one by one, so few of them a rank say all.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from megatron_burst.schedule import program as p
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
 from megatron_burst.schedule.check_links import Links
-from megatron_burst.schedule.layout import Layout, places_in_documents, positions
+from megatron_burst.schedule.layout import (
+    Layout,
+    Numbers,
+    places_in_documents,
+    places_of_chunks,
+    positions,
+)
 from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.program import Home, Program, Ref
 
@@ -59,19 +65,14 @@ class Values:
             return positions(self.layout, rank, size, rows)
         return places_in_documents((0, *self.boundaries, size * rows), rank, size)
 
-    def chunks(self, program: Program) -> list[tuple[list[int], list[int]]]:
-        """Positions of the queries of a rank's chunks of documents, and of the keys that each
-        sees under a causal mask."""
-        size, found = program.topology.cp_size, []
-        for start, stop in pairwise((0, *self.boundaries, self.size)):
-            chunks = places_in_documents((start, stop), program.cp_rank, size)
-            found += [(list(places), list(range(start, places.stop))) for places in chunks]
-        return found
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """Where each document begins and ends."""
+        return pairwise((0, *self.boundaries, self.size))
 
-    def sample_order(self, size: int) -> list[int]:
-        """By position, the row where all ranks' lie one behind the other."""
-        places = [place for rank in range(size) for place in self.positions[rank]]
-        return sorted(range(len(places)), key=places.__getitem__)
+    def places(self, numbers: Numbers, size: int, edges: Sequence[int] = ()) -> list[int]:
+        """Positions of some chunks of every document, or of the one between `edges`."""
+        spans = places_of_chunks(edges or (0, *self.boundaries, self.size), numbers, size)
+        return [place for span in spans for place in span]
 
     def _lay_in(self, program: Program, name: str) -> None:
         """What the caller gives; q and lse are given with k and v, or left by forward with them."""

@@ -23,11 +23,10 @@ from megatron_burst.schedule.emitter import (
     dq_fields,
     kv_fields,
     sums_of,
-    travelling_side_fields,
 )
 from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_steps import gather_steps
-from megatron_burst.schedule.inter_node import Circulating, sums
+from megatron_burst.schedule.inter_node import Circulating, Sides, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.program import (
@@ -81,7 +80,7 @@ class _Gather(Emitter):
                 outputs.merge()
 
     def backward(self) -> None:
-        sides, keys = Sides(self), self.keys
+        sides, keys = Sides(self, self.order, self.rounds), self.keys
         shares = Shares(self)
         rows = self.spec.shape.tokens
         of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, rows)
@@ -208,41 +207,6 @@ class Keys:
     def of(self, index: int) -> Ref:
         """The gathered keys and values of a step."""
         return Ref(f"keys {self._plan.steps[index].gather}")
-
-
-class Sides:
-    """The query side of each step, of remote queries too if queries circulate."""
-
-    def __init__(self, emitter: _Gather) -> None:
-        self._emitter, spec = emitter, emitter.spec
-        self._own = (Ref("side"),)
-        self._circulating = None
-        if spec.circulate is Circulate.Q:
-            self._own = (Ref("side"), emitter.delta())
-            self._circulating = Circulating(
-                emitter, emitter.order, self._of_round, self._fields, spec.shape.tokens
-            )
-
-    def _of_round(self, round_: int) -> tuple[Ref, ...]:
-        heads = self._emitter.queries(self._emitter.rounds[round_])
-        return tuple(Ref(side.buffer, heads=heads) for side in self._own)
-
-    def _fields(self, round_: int) -> tuple[Field, ...]:
-        heads = len(self._emitter.queries(self._emitter.rounds[round_]))
-        return travelling_side_fields(heads, self._emitter.spec.shape)
-
-    def prepare(self, index: int) -> None:
-        """Let the remote queries of a step come."""
-        if self._circulating and index < len(self._emitter.order):
-            self._circulating.set_out(index)
-            self._circulating.pass_on(index)
-
-    def of(self, index: int) -> tuple[Ref, ...]:
-        """The side of a step."""
-        step = self._emitter.order[index]
-        if not (self._circulating and step.distance):
-            return self._of_round(step.round)
-        return self._emitter.side_for_kernel(self._circulating.piece(step.round, step.distance))
 
 
 class Shares:

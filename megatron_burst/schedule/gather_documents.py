@@ -1,28 +1,38 @@
 """Gathering for documents of which each rank has two chunks (the layout "zigzag-documents").
 
-Keys come from all ranks of the node, a few heads at a time, rank by rank, and are copied into the
-order in which this rank's queries see them under a causal mask: a document's keys up to the end of
-its first chunk, then those up to the end of its second one. So one kernel call does a round, each
-chunk is a segment of it, and all ranks have equal work. Queries, results and their gradients stay
-where they are. Gradients of keys are summed per row and go to the ranks that hold them while the
-next round is computed.
+Keys come from all ranks of the node, a few heads at a time, rank by rank, and are arranged as this
+rank's queries see them (`chunks`). So one kernel call does a step of a round, each rank has equal
+work, and queries, results and their gradients stay where they are. Gradients of keys are put back
+into the order of ranks, go to those that hold the keys, and are summed there while the next step is
+computed. A node of one rank gathers nothing; its keys often lie as they are seen.
+
+On several nodes the shards of the others come by (`inter_node`), as in `gather`.
 """
 
-from megatron_burst.schedule.call import Cargo
-from megatron_burst.schedule.emitter import Emitter, Spec, add_up, dkv_fields, kv_fields
-from megatron_burst.schedule.inter_node import heads_in_rounds
+from megatron_burst.schedule.call import Cargo, Circulate
+from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
+from megatron_burst.schedule.emitter import (
+    Emitter,
+    Gradients,
+    Outputs,
+    Spec,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+)
+from megatron_burst.schedule.inter_node import Circulating, Sides, heads_in_rounds, steps, sums
+from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import (
-    Attend,
-    AttendBackward,
+    Arrange,
     Copy,
+    Dtype,
     Field,
     Give,
     Home,
     Ref,
-    Repeat,
+    Restore,
     Stream,
-    SumRepeats,
     Take,
 )
 
@@ -33,23 +43,69 @@ class Documents(Emitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, self.tokens = spec.topology, spec.shape.tokens
-        self.ranks = topology.grid[0]
+        self.row, self.column = topology.coord(spec.cp_rank)
+        self.ranks = topology.grid[self.row]
+        self.alone = topology.inter_size == 1
         self.rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
-        self.rows = len(self.ranks) * self.tokens
-        chunks = 2 * len(self.ranks)
-        self.seen = self.rows // chunks * (chunks + 1)
-        self.read_slots = self.slot_count(
-            Cargo.READ, len(self.rounds), self.rows, self.fields_of(0, kv_fields)
-        )
-        self.grad_slots = self.slot_count(
-            Cargo.GRAD, len(self.rounds), self.rows, self.share_fields(0)
-        )
+        self.order = steps(topology.inter_size, len(self.rounds), spec.backward, spec.left)
+        self.met = [self.meeting(step.distance) for step in self.order]
+        self.keys = Keys(self)
 
-    def fields_of(self, round_: int, fields) -> tuple[Field, ...]:
-        return fields(len(self.rounds[round_]), self.spec.shape)
+    def meeting(self, away: int) -> Meeting:
+        """How chunks of this rank meet those of a node that have come so far."""
+        topology, spec = self.spec.topology, self.spec
+        rank, ranks = topology.rank_at(self.row - away, self.column), self.ranks
+        if spec.circulate is Circulate.KV:
+            rank, ranks = spec.cp_rank, topology.grid[(self.row - away) % topology.inter_size]
+        size = topology.cp_size
+        lies = by_rank(ranks, size)
+        return meeting(chunks_of(rank, size), lies, spec.mask, self.tokens // 2)
 
-    def share_fields(self, round_: int) -> tuple[Field, ...]:
-        return dkv_fields(len(self.rounds[round_]), self.spec.shape, self.spec.share_dtype)
+    def forward(self) -> None:
+        self.keys.prepare(0, late=False)
+        self.keys.prepare(0, late=True)
+        for index, step in enumerate(self.order):
+            if step.first:
+                heads = self.queries(self.rounds[step.round])
+                q, out = (Ref(name, heads=heads) for name in ("q", "out"))
+                here = self.order, self.met
+                tiles = [met.tile for at, met in zip(*here, strict=True) if at.round == step.round]
+                outputs = Outputs(self, f"round {step.round}", tiles, q, out)
+            self.keys.prepare(index + 1, late=False)
+            outputs.compute(self.met[index].tile, self.keys.of(index))
+            self.keys.prepare(index + 1, late=True)
+            if step.last:
+                outputs.merge()
+
+    def backward(self) -> None:
+        sides, keys, shares = Sides(self, self.order, self.rounds), self.keys, Shares(self)
+        of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, self.tokens)
+        sides.prepare(0)
+        keys.prepare(0, late=False)
+        keys.prepare(0, late=True)
+        for index, step in enumerate(self.order):
+            heads = self.rounds[step.round]
+            tile, direct = self.met[index].tile, self.dq_of(step.round) if self.alone else None
+            counts = len(self.queries(heads)), len(heads)
+            keys.prepare(index + 1, late=False)
+            grads = Gradients(
+                self, f"{index}", (tile,), sides.of(index), direct, counts, self.tokens
+            )
+            grads.compute(tile, keys.of(index), into=shares.made(index))
+            shares.sum_up(index - 1)
+            sides.prepare(index + 1)
+            keys.prepare(index + 1, late=True)
+            shares.leave(index)
+            of_queries.add(index, grads.sums())
+            of_queries.come_home(index)
+        of_queries.come_home(len(self.order))
+        shares.finish()
+
+    def dq_of(self, round_: int) -> Ref:
+        return Ref("dq", heads=self.queries(self.rounds[round_]))
+
+    def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
+        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
 
     def block(self, slot: Ref, rank: int) -> Ref:
         """A rank's rows of a slot that has those of all."""
@@ -59,81 +115,169 @@ class Documents(Emitter):
     @property
     def others(self) -> tuple[int, ...]:
         """Beginning after this rank: not all turn to the same one."""
-        column = self.ranks.index(self.spec.cp_rank)
-        return (*self.ranks[column + 1 :], *self.ranks[:column])
-
-    def post(self, round_: int) -> None:
-        """Let the keys of a round come, if there is such a round."""
-        if round_ >= len(self.rounds):
-            return
-        fields, mine = self.fields_of(round_, kv_fields), self.spec.cp_rank
-        slot = self.buffer(
-            f"keys {round_}", Home.SLOT, self.rows, fields, Cargo.READ, round_, self.read_slots
-        )
-        own = Ref("kv", heads=self.rounds[round_])
-        self.emit(Copy((own,), self.block(slot, mine), self.beside(round_)))
-        gives = [Give(peer, self.block(slot, mine)) for peer in self.others]
-        takes = [Take(p, self.block(slot, p), self.block(slot, p)) for p in self.others]
-        self.exchange(Cargo.READ, slot, gives, takes)
-
-    def repeat(self, round_: int) -> None:
-        """Copy the keys of a round into the order in which they are seen."""
-        if round_ < len(self.rounds):
-            fields, count = self.fields_of(round_, kv_fields), min(2, len(self.rounds))
-            seen = self.buffer(
-                f"seen {round_}", Home.STAGING, self.seen, fields, "seen", round_, count
-            )
-            self.emit(Repeat(Ref(f"keys {round_}"), seen, self.beside(round_)))
+        return (*self.ranks[self.column + 1 :], *self.ranks[: self.column])
 
     @staticmethod
-    def beside(round_: int) -> Stream:
-        """Nothing hides the first round's copies; those of others run beside kernels."""
-        return Stream.SIDE if round_ else Stream.COMPUTE
+    def beside(index: int) -> Stream:
+        """Nothing hides the first step's copies; those of others run beside kernels."""
+        return Stream.SIDE if index else Stream.COMPUTE
 
-    def forward(self) -> None:
-        self.post(0)
-        self.repeat(0)
-        for round_, heads in enumerate(self.rounds):
-            self.post(round_ + 1)
-            q, out = (Ref(name, heads=self.queries(heads)) for name in ("q", "out"))
-            self.emit(Attend(q, Ref(f"seen {round_}"), self.spec.mask, (out,)))
-            self.repeat(round_ + 1)
 
-    def backward(self) -> None:
-        self.post(0)
-        self.repeat(0)
-        for round_, heads in enumerate(self.rounds):
-            self.post(round_ + 1)
-            fields = dkv_fields(len(heads), self.spec.shape, self.spec.grad_dtype)
-            made = self.buffer(
-                f"made {round_}", Home.STAGING, self.seen, fields, "made", round_,
-                min(2, len(self.rounds)),
+class Keys:
+    """Keys and values of each step as this rank's queries see them."""
+
+    def __init__(self, emitter: Documents) -> None:
+        self._emitter, spec = emitter, emitter.spec
+        self._recalls = spec.left and spec.backward
+        self._travel = not spec.backward or spec.circulate is Circulate.KV
+        self._circulating = None
+        if self._travel and not self._recalls and not emitter.alone:
+            self._circulating = Circulating(
+                emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
+                self._fields, emitter.tokens,
             )  # fmt: skip
-            side, dq = (Ref(name, heads=self.queries(heads)) for name in ("side", "dq"))
-            keys = Ref(f"seen {round_}")
-            self.emit(AttendBackward((side,), keys, self.spec.mask, dq, made))
-            self.repeat(round_ + 1)
-            self.sum_up(round_ - 1)
-            self.leave(round_, made)
-        self.sum_up(len(self.rounds) - 1)
-
-    def leave(self, round_: int, made: Ref) -> None:
-        """Let a round's gradients of keys go to the ranks that hold them."""
-        fields, mine = self.share_fields(round_), self.spec.cp_rank
-        slot = self.buffer(
-            f"shares {round_}", Home.SLOT, self.rows, fields, Cargo.GRAD, round_, self.grad_slots
+        gathers = len(emitter.order) if self._travel else len(emitter.rounds)
+        self._slots = emitter.slot_count(
+            Cargo.READ, gathers, len(emitter.ranks) * emitter.tokens, self._fields(0)
         )
-        self.emit(SumRepeats(made, slot, Stream.SIDE))
-        came = self.buffer(f"came {round_}", Home.STAGING, self.rows, fields, "shares")
-        gives = [Give(peer, self.block(slot, peer)) for peer in self.others]
-        takes = [Take(p, self.block(slot, mine), self.block(came, p)) for p in self.others]
-        self.exchange(Cargo.GRAD, slot, gives, takes)
+        self._there: dict[int, Ref] = {}  # by step, before and after they are arranged
+        self._seen: dict[int, Ref] = {}
 
-    def sum_up(self, round_: int) -> None:
-        """Sum what has come of a round, and the own share."""
-        if round_ < 0:
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        return kv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape)
+
+    def prepare(self, index: int, late: bool) -> None:
+        """Let the keys of a step come: before the kernels that hide it what is here, and behind
+        them what comes from other nodes, and copies."""
+        if index >= len(self._emitter.order):
             return
-        own = self.block(Ref(f"shares {round_}"), self.spec.cp_rank)
-        came = (self.block(Ref(f"came {round_}"), peer) for peer in self.others)
-        sums = [(Span(0, self.tokens), (own, *came))]
-        add_up(self, Ref("dkv", heads=self.rounds[round_]), sums, True, Stream.SIDE)
+        comes = bool(self._circulating and self._emitter.order[index].distance)
+        if self._circulating and late:
+            self._circulating.set_out(index)
+        if comes == late:
+            self._there[index] = self._gather(index)
+        if late:
+            self._seen[index] = self._arrange(index)
+            if self._circulating:
+                self._circulating.pass_on(index)
+
+    def _source(self, index: int) -> Ref:
+        """This rank's part: its own, or what has come for it."""
+        emitter, step = self._emitter, self._emitter.order[index]
+        source = Ref("kv", heads=emitter.rounds[step.round])
+        if not (step.distance and self._travel):
+            return source
+        if self._circulating:
+            source = self._circulating.piece(step.round, step.distance)
+        if emitter.spec.left:
+            name, fields = f"left {step.round}+{step.distance}", self._fields(step.round)
+            left = emitter.buffer(name, Home.LEFT, emitter.tokens, fields)
+            if self._circulating:
+                emitter.emit(Copy((source,), left, Stream.SIDE))
+            source = left
+        return source
+
+    def _gather(self, index: int) -> Ref:
+        """The keys of all ranks of the node."""
+        emitter, step = self._emitter, self._emitter.order[index]
+        if not (self._travel or step.first):
+            return self._there[index - 1]
+        source = self._source(index)
+        if len(emitter.ranks) == 1:
+            return source
+        number, mine = index if self._travel else step.round, emitter.spec.cp_rank
+        slot = emitter.buffer(
+            f"keys {number}", Home.SLOT, len(emitter.ranks) * emitter.tokens,
+            self._fields(step.round), Cargo.READ, number, self._slots,
+        )  # fmt: skip
+        emitter.emit(Copy((source,), emitter.block(slot, mine), emitter.beside(index)))
+        gives = [Give(peer, emitter.block(slot, mine)) for peer in emitter.others]
+        takes = [Take(p, emitter.block(slot, p), emitter.block(slot, p)) for p in emitter.others]
+        emitter.exchange(Cargo.READ, slot, gives, takes)
+        return slot
+
+    def _arrange(self, index: int) -> Ref:
+        emitter, met = self._emitter, self._emitter.met[index]
+        if met.as_they_lie:
+            return self._there[index]
+        fields, count = self._fields(emitter.order[index].round), min(2, len(emitter.order))
+        seen = emitter.buffer(
+            f"seen {index}", Home.STAGING, len(met.tile.kv), fields, "seen", index, count
+        )
+        there, stream = self._there[index], emitter.beside(index)
+        emitter.emit(Arrange(there, seen, met.lies, met.numbers, stream))
+        return seen
+
+    def of(self, index: int) -> Ref:
+        """The keys and values of a step."""
+        return self._seen[index]
+
+
+class Shares:
+    """Gradients of a step's keys on their way to the ranks that hold these, and their sums."""
+
+    def __init__(self, emitter: Documents) -> None:
+        self._emitter = emitter
+        self._rows = len(emitter.ranks) * emitter.tokens
+        self._slots = emitter.slot_count(
+            Cargo.GRAD, len(emitter.order), self._rows, self._fields(0, emitter.spec.share_dtype)
+        )
+        self._parts: dict[int, tuple[Ref, ...]] = {}  # by step, of the rows that are held here
+
+        def fields(round_: int, dtype: Dtype) -> tuple[Field, ...]:
+            return self._fields(round_, dtype)
+
+        def target(round_: int) -> Ref:
+            return Ref("dkv", heads=emitter.rounds[round_])
+
+        self._sums = sums(emitter, emitter.order, True, target, fields, emitter.tokens)
+
+    def _fields(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
+        return dkv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape, dtype)
+
+    def made(self, index: int) -> Ref:
+        """Where the kernel of a step writes them, as its queries see the keys."""
+        emitter = self._emitter
+        fields = self._fields(emitter.order[index].round, emitter.spec.grad_dtype)
+        rows, count = len(emitter.met[index].tile.kv), min(2, len(emitter.order))
+        return emitter.buffer(f"made {index}", Home.STAGING, rows, fields, "made", index, count)
+
+    def leave(self, index: int) -> None:
+        """Let them go to the ranks that hold the keys."""
+        emitter, met, made = self._emitter, self._emitter.met[index], Ref(f"made {index}")
+        fields = self._fields(emitter.order[index].round, emitter.spec.share_dtype)
+        if met.as_they_lie:
+            self._parts[index] = (made,)
+            return
+        if len(emitter.ranks) == 1:
+            count = min(2, len(emitter.order))
+            whole = emitter.buffer(
+                f"whole {index}", Home.STAGING, self._rows, fields, "whole", index, count
+            )
+            emitter.emit(Restore(made, whole, met.lies, met.numbers, Stream.SIDE))
+            self._parts[index] = (whole,)
+            return
+        slot, mine = emitter.buffer(
+            f"shares {index}", Home.SLOT, self._rows, fields, Cargo.GRAD, index, self._slots
+        ), emitter.spec.cp_rank  # fmt: skip
+        emitter.emit(Restore(made, slot, met.lies, met.numbers, Stream.SIDE))
+        came = emitter.buffer(f"came {index}", Home.STAGING, self._rows, fields, "shares")
+        gives = [Give(peer, emitter.block(slot, peer)) for peer in emitter.others]
+        takes = [Take(p, emitter.block(slot, mine), emitter.block(came, p)) for p in emitter.others]
+        emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        here = (emitter.block(came, peer) for peer in emitter.others)
+        self._parts[index] = (emitter.block(slot, mine), *here)
+
+    def sum_up(self, index: int) -> None:
+        """Sum what has come of a step; what travels on sets out."""
+        if index < 0:
+            return
+        parts = [(Span(0, self._emitter.tokens), self._parts.pop(index))]
+        self._sums.add(index, parts, Stream.SIDE)
+        self._sums.come_home(index, Stream.SIDE)
+
+    def finish(self) -> None:
+        """The last sums, and the last to come home."""
+        last = len(self._emitter.order)
+        self.sum_up(last - 1)
+        self._sums.come_home(last, Stream.SIDE)

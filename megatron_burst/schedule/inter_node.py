@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.schedule.call import Cargo, Circulate
-from megatron_burst.schedule.emitter import Emitter, Sum, add_up
+from megatron_burst.schedule.emitter import Emitter, Sum, add_up, travelling_side_fields
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import (
     Add,
@@ -114,6 +114,48 @@ class Circulating:
     def _send(self, step: Step) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
+
+
+class Sides:
+    """The query side of each step of a gather, of remote queries too if queries circulate.
+
+    Args:
+        emitter: of the program.
+        order: its steps.
+        rounds: their KV heads.
+    """
+
+    def __init__(self, emitter: Emitter, order: Sequence[Step], rounds: Sequence[Span]) -> None:
+        self._emitter, self._order, self._rounds = emitter, order, rounds
+        spec = emitter.spec
+        self._own = (Ref("side"),)
+        self._circulating = None
+        if spec.circulate is Circulate.Q:
+            self._own = (Ref("side"), emitter.delta())
+            self._circulating = Circulating(
+                emitter, order, self._of_round, self._fields, spec.shape.tokens
+            )
+
+    def _of_round(self, round_: int) -> tuple[Ref, ...]:
+        heads = self._emitter.queries(self._rounds[round_])
+        return tuple(Ref(side.buffer, heads=heads) for side in self._own)
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        heads = len(self._emitter.queries(self._rounds[round_]))
+        return travelling_side_fields(heads, self._emitter.spec.shape)
+
+    def prepare(self, index: int) -> None:
+        """Let the remote queries of a step come."""
+        if self._circulating and index < len(self._order):
+            self._circulating.set_out(index)
+            self._circulating.pass_on(index)
+
+    def of(self, index: int) -> tuple[Ref, ...]:
+        """The side of a step."""
+        step = self._order[index]
+        if not (self._circulating and step.distance):
+            return self._of_round(step.round)
+        return self._emitter.side_for_kernel(self._circulating.piece(step.round, step.distance))
 
 
 class TravellingSums:

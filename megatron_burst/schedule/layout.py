@@ -1,6 +1,7 @@
 """Which positions of the sequence a rank holds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
@@ -15,6 +16,20 @@ class Layout(StrEnum):
     CONTIGUOUS = "contiguous"  # rank r holds chunk r of P
     STRIPED = "striped"  # rank r holds positions r, r+P, r+2P, ...
     DOCUMENTS = "zigzag-documents"  # rank r holds chunks r and 2P-1-r of each document
+
+
+Numbers = tuple[int, ...]  # chunks of every document, each of which has 2P; for DOCUMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What meets in a kernel call for DOCUMENTS: of each document so many segments.
+
+    Attributes:
+        pairs: by segment its chunks of queries and of keys, as they lie one behind the other.
+    """
+
+    pairs: tuple[tuple[Numbers, Numbers], ...]
 
 
 def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[range, ...]:
@@ -46,21 +61,32 @@ def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[
             raise ValueError("only a run knows where documents begin")
 
 
-def places_in_documents(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[range, ...]:
-    """The same for DOCUMENTS.
+def chunks_of(cp_rank: int, cp_size: int) -> Numbers:
+    """Chunks of every document that a rank holds for DOCUMENTS."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def places_of_chunks(
+    boundaries: Sequence[int], numbers: Numbers, cp_size: int
+) -> tuple[range, ...]:
+    """Positions of some chunks of every document, document by document.
 
     Args:
         boundaries: where documents begin and the last one ends; each is a multiple of 2 * cp_size
             long.
-        cp_rank: rank in the context-parallel group.
-        cp_size: size of that group.
+        numbers: of the chunks.
+        cp_size: size of the context-parallel group.
     """
     found = []
     for start, stop in pairwise(boundaries):
         chunk = (stop - start) // (2 * cp_size)
-        numbers = (cp_rank, 2 * cp_size - 1 - cp_rank)
         found += [range(start + n * chunk, start + (n + 1) * chunk) for n in numbers]
     return tuple(found)
+
+
+def places_in_documents(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[range, ...]:
+    """`positions` for DOCUMENTS; arguments as of `places_of_chunks`."""
+    return places_of_chunks(boundaries, chunks_of(cp_rank, cp_size), cp_size)
 
 
 def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:

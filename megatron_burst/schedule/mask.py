@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, Runs, positions
 
 Places = tuple[range, ...]  # positions in the sequence of rows that lie one behind the other
 
@@ -79,13 +79,6 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
         BurstError: for documents in a layout whose shards do not have their rows in a row; for
             windows in documents where a kernel does not see where these end.
     """
-    together = one_call and (mode == "a2a" or (mode == "gather" and mask.right == 0))
-    if layout is Layout.DOCUMENTS and not together:
-        raise BurstError(
-            "burst attention: documents that are sharded each for itself must come together in one "
-            f"kernel call; got layout {layout} and mask {mask} with intra={mode}; pass intra='a2a' "
-            "(--burst-intra), on several nodes inter='a2a' (--burst-inter a2a)"
-        )
     if not mask.documents:
         return
     if layout is Layout.STRIPED:
@@ -145,23 +138,33 @@ class Tile:
         kv: key rows.
         mask: relative to the last row of both.
         places: positions of its query rows and of its key rows, where documents are told apart by
-            them.
+            them; or which chunks of every document these are.
     """
 
     q: Span
     kv: Span
     mask: Mask
-    places: tuple[Places, Places] | None = None
+    places: tuple[Places, Places] | Runs | None = None
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that the tile computes, if all is one document."""
+        if isinstance(self.places, Runs):
+            return sum(segment.pairs for segment in self._segments(self.places))
         num_q, num_kv = len(self.q), len(self.kv)
         stop = num_kv if self.mask.right is None else num_kv - num_q + self.mask.right + 1
         seen = num_q * num_kv if self.mask.right is None else _below(num_q, num_kv, stop)
         if self.mask.left is None:
             return seen
         return seen - _below(num_q, num_kv, num_kv - num_q - self.mask.left)
+
+    def _segments(self, runs: Runs) -> Iterator["Tile"]:
+        """Tiles of the segments of one document that fills all rows."""
+        row, chunk = 0, len(self.q) // sum(len(queries) for queries, _ in runs.pairs)
+        for queries, keys in runs.pairs:
+            stop = row + len(queries) * chunk
+            yield Tile(Span(row, stop), Span(0, len(keys) * chunk), self.mask)
+            row = stop
 
 
 def _below(rows: int, most: int, first: int) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 from math import prod
 
 from megatron_burst.schedule.call import Cargo, Direction
+from megatron_burst.schedule.layout import Numbers, Runs
 from megatron_burst.schedule.mask import Mask, Places, Span
 from megatron_burst.schedule.topology import Link, Topology
 
@@ -125,13 +126,20 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Reorder:
-    """Rows of all ranks one behind the other, put into the order of the sample; `back`: the way
-    back. Where each rank has chunks of every document, only the run knows that order."""
+class Arrange:
+    """Chunks of every document put into another order. Only the run knows where documents begin.
+
+    Attributes:
+        source: its rows lie in blocks.
+        target: has of each document the chunks of `numbers`; one that is there twice is copied.
+        lies: by block the chunks that it has of every document.
+        numbers: of the target.
+    """
 
     source: Ref
     target: Ref
-    back: bool = False
+    lies: tuple[Numbers, ...]
+    numbers: Numbers
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.source,))
@@ -139,24 +147,14 @@ class Reorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    """Rows of all ranks one behind the other, as this rank's queries see them: for each of its
-    chunks, all that a chunk of its document sees. Rows that several chunks see are repeated."""
+class Restore:
+    """The way back, from `numbers` to what `lies`: the sum of what was copied; zeros for chunks
+    that were left out."""
 
     source: Ref
     target: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.source,))
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class SumRepeats:
-    """The way back: the sum of what was repeated; zeros for what was not seen."""
-
-    source: Ref
-    target: Ref
+    lies: tuple[Numbers, ...]
+    numbers: Numbers
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.source,))
@@ -203,13 +201,13 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Attend:
     """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers; `places` as in `mask.Tile`, None with documents: keys are those of a `Repeat`."""
+    two buffers; `places` as in `mask.Tile`."""
 
     q: Ref
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
-    places: tuple[Places, Places] | None = None
+    places: tuple[Places, Places] | Runs | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.q, self.kv))
@@ -225,7 +223,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
-    places: tuple[Places, Places] | None = None
+    places: tuple[Places, Places] | Runs | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))
@@ -327,9 +325,8 @@ class Transfer:
 
 Op = (
     Copy
-    | Reorder
-    | Repeat
-    | SumRepeats
+    | Arrange
+    | Restore
     | ToRanks
     | FromRanks
     | Fill

@@ -14,6 +14,7 @@ Source: BurstEngine (arXiv 2509.19836) for the double ring; the way home is our 
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
+from megatron_burst.schedule.chunks import Meeting, meeting, restored, seen
 from megatron_burst.schedule.emitter import (
     Emitter,
     Spec,
@@ -23,7 +24,8 @@ from megatron_burst.schedule.emitter import (
     out_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.mask import Tile, check_mask, tiles
+from megatron_burst.schedule.layout import Layout, chunks_of
+from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
 from megatron_burst.schedule.program import (
     Add,
     Attend,
@@ -71,7 +73,7 @@ class _Ring(Emitter):
         self.emit(Fill(out))
         for step in range(self.spec.topology.cp_size):
             circulating = self.read_hops(step, circulating)
-            kv = self.circulating(step)
+            kv = self.seen(step, self.circulating(step))
             for number, tile in enumerate(self.tiles_of(step)):
                 fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
                 part = self.part(f"part {step}.{number}", len(tile.q), fields)
@@ -92,15 +94,15 @@ class _Ring(Emitter):
             home.add(step, shares)
         home.finish()
 
-    def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Tile, Ref]]:
-        """The tiles of a step; what stays is added up, what travels returned."""
+    def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Span, Ref]]:
+        """The tiles of a step; what stays is added up, what travels returned, with its rows."""
         spec, kv = self.spec, Ref("kv")
         tiles_here = self.tiles_of(step)
         if self.keys_travel:
             kv = self.circulating(step)
         elif step and tiles_here:
             sides = self.side_for_kernel(self.circulating(step))
-        shares, shape, dtype = [], spec.shape, spec.grad_dtype
+        kv, shares, shape, dtype = self.seen(step, kv), [], spec.shape, spec.grad_dtype
         for number, tile in enumerate(tiles_here):
             name = f"{step}.{number}"
             dq = self.part(f"dq {name}", len(tile.q), dq_fields(shape.heads_q, shape, dtype))
@@ -109,17 +111,46 @@ class _Ring(Emitter):
             rows = tuple(side.at(tile.q) for side in sides)
             keys = kv.at(tile.kv)
             self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.places))
-            stays = Ref("dq").at(tile.q) if self.keys_travel else Ref("dkv").at(tile.kv)
-            self.emit(Add((stays, dq if self.keys_travel else dkv), stays))
-            shares.append((tile, dkv if self.keys_travel else dq))
+            both = [(tile.q, dq), self.as_held(step, tile, dkv)]
+            (held, stays), share = both if self.keys_travel else reversed(both)
+            total = Ref("dq" if self.keys_travel else "dkv").at(held)
+            self.emit(Add((total, stays), total))
+            shares.append(share)
         return shares
+
+    def seen(self, step: int, keys: Ref) -> Ref:
+        """Keys as tiles take them."""
+        if self.spec.layout is not Layout.DOCUMENTS:
+            return keys
+        return seen(self, f"{step}", keys, self.meeting(step), self.spec.shape.heads_kv)
+
+    def as_held(self, step: int, tile: Tile, dkv: Ref) -> tuple[Span, Ref]:
+        """Gradients of a tile's keys, and the rows that these have where they are held."""
+        if self.spec.layout is not Layout.DOCUMENTS:
+            return tile.kv, dkv
+        met, heads = self.meeting(step), self.spec.shape.heads_kv
+        return Span(0, self.spec.shape.tokens), restored(self, f"{step}", dkv, met, heads)
 
     def tiles_of(self, step: int) -> tuple[Tile, ...]:
         """Between this rank and the owner of what circulates."""
-        spec, (round_, place) = self.spec, divmod(step, self.places)
-        owner = spec.topology.rank_at(self.row - round_, self.column - place)
-        pair = (spec.cp_rank, owner) if self.keys_travel else (owner, spec.cp_rank)
-        return tiles(spec.layout, spec.mask, *pair, spec.topology.cp_size, spec.shape.tokens)
+        spec = self.spec
+        if spec.layout is Layout.DOCUMENTS:
+            return (self.meeting(step).tile,)
+        size, tokens = spec.topology.cp_size, spec.shape.tokens
+        return tiles(spec.layout, spec.mask, *self.pair(step), size, tokens)
+
+    def pair(self, step: int) -> tuple[int, int]:
+        """Whose queries meet whose keys."""
+        round_, place = divmod(step, self.places)
+        owner = self.spec.topology.rank_at(self.row - round_, self.column - place)
+        mine = self.spec.cp_rank
+        return (mine, owner) if self.keys_travel else (owner, mine)
+
+    def meeting(self, step: int) -> Meeting:
+        """How their chunks of documents meet."""
+        spec, size = self.spec, self.spec.topology.cp_size
+        queries, keys = (chunks_of(rank, size) for rank in self.pair(step))
+        return meeting(queries, (keys,), spec.mask, spec.shape.tokens // 2)
 
     def own_circulating(self, own: tuple[str, ...]) -> Ref:
         """The rank's own shard, packed to travel."""
@@ -186,14 +217,13 @@ class GradientsHome:
         if not first:
             self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
 
-    def add(self, step: int, shares: list[tuple[Tile, Ref]]) -> None:
+    def add(self, step: int, shares: list[tuple[Span, Ref]]) -> None:
         """Add a step's shares to what has come; join rows at the end of one."""
         ring, total = self.ring, self.total
         if step and self.fresh:
             ring.emit(Fill(total))
-        for tile, share in shares:
-            rows = total.at(tile.kv if ring.keys_travel else tile.q)
-            ring.emit(Add((rows, share), rows))
+        for rows, share in shares:
+            ring.emit(Add((total.at(rows), share), total.at(rows)))
         round_, place = divmod(step, ring.places)
         if place < ring.places - 1:
             return

@@ -16,7 +16,13 @@ import torch
 from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Circulate
-from megatron_burst.schedule.layout import Layout, places_in_documents
+from megatron_burst.schedule.chunks import by_rank, in_order, meeting
+from megatron_burst.schedule.layout import (
+    Layout,
+    chunks_of,
+    places_in_documents,
+    places_of_chunks,
+)
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.topology import pretend_nodes
@@ -47,9 +53,6 @@ class Drawn:
             return False
         if self.way.layout is Layout.STRIPED and (mask.documents or self.way.mode != "ring"):
             return True
-        if self.way.layout is Layout.DOCUMENTS:
-            gathers = self.way.mode == "gather" and mask.right == 0
-            return not (one_node and (gathers or self.way.mode == "a2a"))
         if mask.documents and mask.windowed:
             gathers = self.way.mode == "gather" and mask.right == 0
             return not (one_node and (gathers or self.way.mode == "a2a"))
@@ -113,10 +116,57 @@ def test_the_order_of_a_sample_of_documents(size):
         Sample(torch.tensor(edges), None, None), (edges[-1] // size, size), Layout.DOCUMENTS,
         torch.device("cpu"),
     )  # fmt: skip
+    lies, every = by_rank(range(size), size), in_order(range(size), size)
     ranks = [places_in_documents(edges, rank, size) for rank in range(size)]
     places = torch.tensor([place for rank in ranks for some in rank for place in some])
-    assert places[documents.sample_order].tolist() == list(range(edges[-1]))
-    assert documents.sample_order[documents.rank_order].tolist() == list(range(edges[-1]))
+    assert places[documents.arranged(lies, every)].tolist() == list(range(edges[-1]))
+    (back,) = documents.restored(lies, every)
+    assert documents.arranged(lies, every)[back].tolist() == list(range(edges[-1]))
+
+
+def test_chunks_that_are_seen_twice_and_never():
+    """Rows of one chunk are found in both of their copies, those of another in none."""
+    documents = Documents(
+        Sample(torch.tensor([0, 8, 12]), None, None), (6, 2), Layout.DOCUMENTS, torch.device("cpu")
+    )
+    lies, seen = ((0, 3), (1, 2)), (0, 0, 2)  # chunks of two rows and of one
+    assert documents.arranged(lies, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
+    assert documents.restored(lies, seen).tolist() == [
+        [0, 1, -1, -1, 6, -1, -1, -1, 4, 5, -1, 8],
+        [2, 3, -1, -1, 7, -1, -1, -1, -1, -1, -1, -1],
+    ]
+
+
+@pytest.mark.parametrize("owners", [(0,), (1,), (2,), (3,), (0, 2), (3, 1), (0, 1, 2, 3)])
+@pytest.mark.parametrize("mask", [Mask(right=0, documents=True), Mask(documents=True)], ids=str)
+def test_padded_chunks_meet_as_documents_do(mask, owners):
+    """Segments of rank 1's queries and the keys of some ranks; documents are padded at the end."""
+    starts, padded = [0, 11, 11, 14, 30], [0, 16, 16, 24, 48]
+    sample = Sample(torch.tensor(starts), torch.tensor(padded), None)
+    documents = Documents(sample, (12, 4), Layout.DOCUMENTS, torch.device("cpu"))
+    met = meeting(chunks_of(1, 4), by_rank(owners, 4), mask, 6)
+    numbers = chunks_of(1, 4), met.numbers
+    q, k = ([p for span in places_of_chunks(padded, some, 4) for p in span] for some in numbers)
+    found, band = [], met.tile.mask
+    segments = documents.segments_of(met.tile.places)
+    assert (segments.cu_q[-1], segments.cu_k[-1]) == (len(q), len(k))
+    for rows, keys in zip(
+        segments.cu_q.unfold(0, 2, 1), segments.cu_k.unfold(0, 2, 1), strict=True
+    ):
+        rows, keys = range(*rows.tolist()), range(*keys.tolist())
+        for n, row in enumerate(rows):
+            seen = len(keys) if band.full else len(keys) - len(rows) + n + 1
+            found += [(q[row], k[key]) for key in keys[:seen]]
+    lengths = torch.tensor(starts).diff().tolist()
+    lies = [(at, at + length) for at, length in zip(padded, lengths, strict=False)]
+    held = [p for span in places_of_chunks(padded, in_order(owners, 4), 4) for p in span]
+    assert sorted(found) == sorted(
+        (one, other)
+        for start, stop in lies
+        for one in q
+        for other in held
+        if start <= one < stop and start <= other < stop and (mask.full or other <= one)
+    )
 
 
 def test_padding_is_no_document():

@@ -50,8 +50,8 @@ class Case:
         size = "x".join(map(str, (self.topology.inter_size, self.topology.intra_size)))
         flags = [name for name in ("pulled", "one_slot", "left") if getattr(self, name)]
         flags += [name for name in Kernel.__slots__ if getattr(self.kernel, name)]
-        words = (self.mode, size, self.layout, self.mask, self.circulate, f"{self.rounds} rounds",
-                 f"group {self.group}", *flags)  # fmt: skip
+        words = (self.mode, size, self.layout, f"{self.mask}", self.circulate,
+                 f"{self.rounds} rounds", f"group {self.group}", *flags)  # fmt: skip
         return " ".join(words)
 
     @cached_property

@@ -1,0 +1,106 @@
+"""Which chunks of documents meet, where each rank has two of every document (the layout
+"zigzag-documents").
+
+All documents are cut alike, so what holds of one holds of all: which of its 2P chunks a rank has,
+which a query sees, how many rows that is. Chunks that come before a query's own are seen whole. So
+one kernel call does all rows of two sides, with a segment for those queries of a document that see
+the same keys; a chunk of keys that several segments see is repeated. Against the keys of another
+rank that is half of the pairs for each rank: all queries see the first chunk of a rank before
+theirs, their second chunk sees both of a rank behind it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megatron_burst.schedule.emitter import Emitter, dkv_fields, kv_fields
+from megatron_burst.schedule.layout import Numbers, Runs, chunks_of
+from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.program import Arrange, Ref, Restore
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Queries and keys of every document that meet in one kernel call.
+
+    Attributes:
+        lies: the chunks of keys that are there, by block.
+        tile: all queries, and keys as these see them.
+    """
+
+    lies: tuple[Numbers, ...]
+    tile: Tile
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """The chunks of keys as the queries see them."""
+        assert isinstance(self.tile.places, Runs)
+        return tuple(number for _, keys in self.tile.places.pairs for number in keys)
+
+    @property
+    def as_they_lie(self) -> bool:
+        """Whether the keys that are there are seen in their order, each once."""
+        return self.lies == (self.numbers,)
+
+
+@lru_cache(maxsize=1024)
+def meeting(queries: Numbers, lies: tuple[Numbers, ...], mask: Mask, size: int) -> Meeting:
+    """How queries and keys meet.
+
+    Args:
+        queries: chunks of them, ascending.
+        lies: chunks of keys, by block; ascending in each. Those of the queries are among them, or
+            none is.
+        mask: of the sequence: causal, full, or a window if keys of all ranks are there.
+        size: rows of one chunk of all documents together.
+    """
+    keys = tuple(sorted(number for block in lies for number in block))
+    alike = mask.full or queries == keys
+    pairs = ((queries, keys),) if alike else tuple(_pairs(queries, keys))
+    seen = mask if queries[0] in keys else Mask(documents=True)
+    rows = sum(len(some) for _, some in pairs) * size
+    return Meeting(lies, Tile(Span(0, len(queries) * size), Span(0, rows), seen, Runs(pairs)))
+
+
+def _pairs(queries: Numbers, keys: Numbers) -> list[tuple[Numbers, Numbers]]:
+    """Segments under a causal mask: queries that see the same keys, none of them their own."""
+    found: list[tuple[Numbers, Numbers]] = []
+    for number in queries:
+        seen = tuple(key for key in keys if key <= number)
+        if found and found[-1][1] == seen:
+            found[-1] = (*found[-1][0], number), seen
+        else:
+            found.append(((number,), seen))
+    return found
+
+
+def in_order(ranks: Iterable[int], cp_size: int) -> Numbers:
+    """Chunks of every document that ranks have together, ascending."""
+    return tuple(sorted(number for rank in ranks for number in chunks_of(rank, cp_size)))
+
+
+def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Numbers, ...]:
+    """The same rank by rank."""
+    return tuple(chunks_of(rank, cp_size) for rank in ranks)
+
+
+def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
+    """Keys as the queries see them, of so many heads; in a part, unless they lie so."""
+    if met.as_they_lie:
+        return keys
+    fields = kv_fields(heads, emitter.spec.shape)
+    made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
+    emitter.emit(Arrange(keys, made, met.lies, met.numbers))
+    return made
+
+
+def restored(emitter: Emitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
+    """Gradients of keys as these lay before `seen`."""
+    if met.as_they_lie:
+        return dkv
+    size = len(met.tile.kv) // len(met.numbers)
+    rows = size * sum(map(len, met.lies))
+    fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
+    made = emitter.part(f"restored {name}", rows, fields)
+    emitter.emit(Restore(dkv, made, met.lies, met.numbers))
+    return made
