@@ -7,6 +7,7 @@ from megatron_burst.plan.choose import (
     AllToAll,
     Choice,
     choose_circulate,
+    choose_for_documents,
     choose_inter,
     choose_intra,
     few_come,
@@ -55,22 +56,24 @@ class AttentionCall:
     @cached_property
     def between_why(self) -> Choice:
         """How it goes between nodes, with the reason."""
-        free = self.inter == "auto" and not self._of_rings
-        if self._wants_whole and free and self.topology.inter_size > 1:
-            return Choice("a2a", "over all ranks each has whole documents")
-        asked = self.inter, self._of_rings
+        free = self.inter == "auto" and not self._of_rings and self.topology.inter_size > 1
+        if free and self._wants_whole and self.mask.windowed:
+            return Choice("a2a", "over all ranks each has whole documents, as windows need them")
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         over_all = AllToAll(self._rounds_over_all, self.again)
+        if free and self._wants_whole and self.layout is not Layout.DOCUMENTS:
+            return choose_for_documents(shape, self.topology, over_all)
+        asked = self.inter, self._of_rings
         return choose_inter(shape, self.topology, self.layout, self.device, asked, over_all)
 
     @property
     def _wants_whole(self) -> bool:
-        """Whether a rank had better have the whole sample of some heads: documents make shards
-        unequal in work, and some shards of documents only come together so."""
-        apart = self.layout is Layout.DOCUMENTS or self.mask.windowed
+        """Whether a rank may have the whole sample of some heads and that may be better: documents
+        make shards unequal in work, and windows in them need all keys of a query at once."""
         even = self.topology.cp_size > 1 and self.shape.heads_kv % self.topology.cp_size == 0
         chunks = self.layout is not Layout.STRIPED
-        return self.mask.documents and even and chunks and (apart or self.device != "cpu")
+        gains = self.mask.windowed or self.device != "cpu"
+        return self.mask.documents and even and chunks and gains
 
     @property
     def _of_rings(self) -> str:

@@ -7,12 +7,14 @@ the environment draws so many.
 
 import os
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
 import torch
 
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Circulate
@@ -27,6 +29,8 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
+from tests.oracle import full_attention, rows_of, seen_by
+from tests.ranks import run_ranks
 from tests.schedule.cases import LAYOUTS
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
@@ -197,3 +201,48 @@ def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(t
     assert segments.cu_q[-1] == segments.cu_k[-1] == 20
     queries, keys = segments.cu_q.diff(), segments.cu_k.diff()
     assert (queries * keys).sum() == 3**2 + 4**2
+
+
+WAYS = (
+    {}, {"intra": "ring"}, {"intra": "ring", "circulate": "q"},
+    {"intra": "gather", "heads_per_round": 1}, {"intra": "gather", "circulate": "q"},
+    {"intra": "a2a"}, {"intra": "a2a", "circulate": "q"}, {"inter": "a2a"}, {"flat": True},
+)  # fmt: skip
+
+
+def errors_of_chunks(rank, world, nodes):
+    """By way, of documents that are sharded each for itself, some padded; over out, dq, dk, dv."""
+    lengths = [2 * world * count for count in (3, 0, 1, 4)]
+    padded = list(accumulate([0, *lengths]))
+    starts = list(accumulate([0, *(max(0, length - 3) for length in lengths)]))
+    lies = [(at, at + b - a) for at, (a, b) in zip(padded, pairwise(starts), strict=False)]
+    tensors = problem(world, padded[-1] // world, (2 * world, world), (6, 4), 1, batch=1)
+    real = torch.zeros(padded[-1], dtype=torch.bool)
+    for span in lies:
+        real[slice(*span)] = True
+    tensors[3][:, ~real] = 0
+    rows, errors = rows_of(Layout.DOCUMENTS, rank, world, 0, padded), {}
+    for causal in (True, False):
+        mask = Mask(right=0 if causal else None, documents=True)
+        seen = seen_by(mask, padded, padded[-1]) & real & real.unsqueeze(1)
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        out = full_attention(*leaves, False, 6**-0.5, seen)
+        truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+        for way in WAYS if nodes > 1 else WAYS[:-2]:
+            q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+            out = burst_attention(
+                q, k, v, causal=causal, cu_seqlens=torch.tensor(starts), layout="zigzag-documents",
+                cu_seqlens_padded=torch.tensor(padded), config=BurstConfig.of(nodes=nodes, **way),
+            )  # fmt: skip
+            found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+            both = zip(found, truth, strict=True)
+            errors[causal, str(way)] = max(float((x - y[:, rows]).abs().max()) for x, y in both)
+    return errors
+
+
+@pytest.mark.parametrize("nodes, world", [(1, 3), (2, 2), (2, 4), (3, 3)])
+def test_documents_each_for_itself_on_processes(nodes, world):
+    """Catches what simulated ranks cannot: choices that refuse or forget the layout, groups."""
+    for errors in run_ranks(errors_of_chunks, world, world, nodes):
+        assert len(errors) == 2 * len(WAYS if nodes > 1 else WAYS[:-2])
+        assert max(errors.values()) <= 1e-12, errors

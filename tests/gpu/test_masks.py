@@ -28,19 +28,23 @@ CASES = {  # mask, layout, where documents begin
     "documents anywhere": (Mask(right=0, documents=True), "zigzag", ANYWHERE),
     "documents, not causal": (Mask(documents=True), "contiguous", ANYWHERE),
     "documents each for itself": (Mask(right=0, documents=True), "zigzag-documents", EACH),
+    "each for itself, not causal": (Mask(documents=True), "zigzag-documents", EACH),
     "window": (Mask(200, 0), "zigzag", ()),
     "window to both sides": (Mask(100, 50), "contiguous", ()),
     "window in documents": (Mask(200, 0, documents=True), "zigzag", ANYWHERE),
 }
 WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"},
         {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
+BETWEEN = ({"inter": "a2a"}, {"intra": "ring", "circulate": "q"},
+           {"intra": "gather", "heads_per_round": 1, "circulate": "q"},
+           {"intra": "gather", "heads_per_round": 2, "resend": "always"})  # fmt: skip
 
 
 def can(case, way, nodes):
     """What docs/masks.md says."""
-    mask, layout, _ = CASES[case]
+    mask, _, _ = CASES[case]
     mode = way.get("intra")
-    if layout == "zigzag-documents" or (mask.documents and mask.windowed):
+    if mask.documents and mask.windowed:
         return mode is None or (nodes == 1 and mode in ("a2a", "gather"))
     return True
 
@@ -75,7 +79,8 @@ def errors(rank, world, nodes, case, heads):
 
     rows = rows_of(Layout(layout), rank, world, TOKENS // world, edges).cuda()
     found = {"alone": alone(run, truth, BurstConfig())}
-    for way in (way for way in WAYS if can(case, way, nodes)):
+    ways = (*WAYS, *BETWEEN) if nodes > 1 else WAYS
+    for way in (way for way in ways if can(case, way, nodes)):
         config = BurstConfig.of(nodes=nodes, **way)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:

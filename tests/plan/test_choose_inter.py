@@ -6,8 +6,9 @@ import pytest
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
-from megatron_burst.schedule.call import AttentionShape, Circulate
+from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
 
 
@@ -79,3 +80,63 @@ def test_exchanged_bytes_are_the_formulas(again):
     tensors = 5 * 32 + 6 * 8 if again else 4 * 32 + 4 * 8
     statistics = 16384 * 32 * 4 * (3 if again else 2)
     assert a2a_bytes(shape, topology, again) == (width * tensors + statistics) // 2
+
+
+DOCUMENTS = Mask(right=0, documents=True)
+
+
+def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUMENTS, **options):
+    """Of so many tokens in the whole sample."""
+    ranks = grid[0] * grid[1]
+    shape = AttentionShape(1, tokens // ranks, *heads, 128, 128, 2, 4, 4)
+    topology = pretend_nodes(ranks, grid[0])
+    return AttentionCall(shape, topology, layout=layout, mask=mask, **options)
+
+
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS])
+@pytest.mark.parametrize(
+    "tokens, heads, grid, way",
+    [
+        (32768, (64, 8), (2, 1), "ring"),  # measured: 42 TFLOP/s a GPU exchanged, 108 in a ring
+        (131072, (64, 8), (2, 1), "ring"),  # 118, 386
+        (131072, (32, 8), (2, 1), "ring"),  # 115, 241
+        (262144, (32, 8), (2, 1), "ring"),  # 171, 369
+        (131072, (32, 32), (2, 1), "a2a"),  # its bytes are fewer
+        (131072, (32, 8), (8, 1), "a2a"),  # K and V go round seven times
+        (131072, (64, 8), (4, 4), "ring"),  # 16 ranks, 8 KV heads
+    ],
+)
+def test_documents_go_between_nodes_as_they_take_less_time(tokens, heads, grid, way, layout):
+    call = documents_call(tokens, heads, grid, layout)
+    assert (call.between, call.mode) == (way, "gather" if way == "ring" else "a2a")
+    for direction in Direction:
+        call.program(0, direction)
+
+
+def test_unequal_shards_of_very_long_samples_are_exchanged_and_even_ones_are_not():
+    """At a million tokens kernels take longer than the link, and the slowest rank a third more."""
+    anywhere = documents_call(1 << 20, (64, 8))
+    assert anywhere.between == "a2a"
+    assert anywhere.between_why.reason == (
+        "between nodes a ring sends 6 GiB a rank, an all-to-all 18.1 GiB: for usual documents 6005 "
+        "and 5477 ms, at 5 GB/s and 700 TFLOP/s, assumed"
+    )
+    assert replace(anywhere, layout=Layout.DOCUMENTS).between == "ring"
+    assert replace(anywhere, intra="gather").between == "ring"
+    assert replace(anywhere, device="cpu").between == "ring"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.DOCUMENTS])
+def test_windows_in_documents_are_exchanged_over_all_ranks(layout, device):
+    mask = Mask(4096, 0, documents=True)
+    call = documents_call(131072, (64, 8), layout=layout, mask=mask, device=device)
+    assert call.between == call.mode == "a2a" and "windows" in call.between_why.reason
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_even_documents_are_gathered_inside_a_node_and_in_a_ring_on_cpus(nodes):
+    call = documents_call(131072, (64, 8), (nodes, 4), Layout.DOCUMENTS)
+    assert call.mode == "gather" and call.between == "ring"
+    on_cpu = replace(call, device="cpu")
+    assert on_cpu.mode == ("gather" if nodes == 1 else "ring")
