@@ -20,8 +20,8 @@ WINDOW_IMPLS = (
     "burst:auto", "burst:a2a", "burst:gather", "burst:ring", "te:a2a", "te:all_gather", "ceiling"
 )  # fmt: skip
 _DOCUMENTS_BETWEEN = (
-    "burst:auto", "burst:auto@zigzag", "burst:inter=ring@zigzag", "te:p2p", "te:a2a",
-    "te:all_gather", "ceiling",
+    "burst:auto", "burst:auto@zigzag", "burst:ring", "burst:inter=a2a", "burst:inter=a2a@zigzag",
+    "te:p2p", "te:a2a", "te:all_gather", "ceiling",
 )  # fmt: skip
 _WINDOWS_BETWEEN = ("burst:auto", "burst:inter=a2a", "te:a2a", "te:all_gather", "ceiling")
 
