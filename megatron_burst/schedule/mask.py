@@ -270,6 +270,8 @@ def _as_one(one: Tile, other: Tile) -> Tile | None:
     """Two full tiles as one, if the other goes on where the one ends."""
     if not (one.mask.full and other.mask.full):
         return None
+    if isinstance(one.places, Runs) or isinstance(other.places, Runs):
+        return None
     q, kv, places = one.q, one.kv, one.places
     if q == other.q and kv.stop == other.kv.start:
         kv = Span(kv.start, other.kv.stop)
