@@ -7,30 +7,22 @@ the environment draws so many.
 
 import os
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 
 import pytest
 import torch
 
-from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents, Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Circulate
-from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.layout import (
     Layout,
-    chunks_of,
-    places_in_documents,
-    places_of_chunks,
 )
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
-from tests.oracle import full_attention, rows_of, seen_by
-from tests.ranks import run_ranks
 from tests.schedule.cases import LAYOUTS
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
@@ -111,68 +103,6 @@ def test_any_mask_is_exact_or_refused(seed):
     assert refused < CASES - 5
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_order_of_a_sample_of_documents(size):
-    """Rows of all ranks one behind the other, put in order and back."""
-    lengths = [2 * size * n for n in (2, 0, 1, 5)]
-    edges = list(accumulate([0, *lengths]))
-    documents = Documents(
-        Sample(torch.tensor(edges), None, None), (edges[-1] // size, size), Layout.DOCUMENTS,
-        torch.device("cpu"),
-    )  # fmt: skip
-    lies, every = by_rank(range(size), size), in_order(range(size), size)
-    ranks = [places_in_documents(edges, rank, size) for rank in range(size)]
-    places = torch.tensor([place for rank in ranks for some in rank for place in some])
-    assert places[documents.arranged(lies, every)].tolist() == list(range(edges[-1]))
-    (back,) = documents.restored(lies, every)
-    assert documents.arranged(lies, every)[back].tolist() == list(range(edges[-1]))
-
-
-def test_chunks_that_are_seen_twice_and_never():
-    """Rows of one chunk are found in both of their copies, those of another in none."""
-    documents = Documents(
-        Sample(torch.tensor([0, 8, 12]), None, None), (6, 2), Layout.DOCUMENTS, torch.device("cpu")
-    )
-    lies, seen = ((0, 3), (1, 2)), (0, 0, 2)  # chunks of two rows and of one
-    assert documents.arranged(lies, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
-    assert documents.restored(lies, seen).tolist() == [
-        [0, 1, -1, -1, 6, -1, -1, -1, 4, 5, -1, 8],
-        [2, 3, -1, -1, 7, -1, -1, -1, -1, -1, -1, -1],
-    ]
-
-
-@pytest.mark.parametrize("owners", [(0,), (1,), (2,), (3,), (0, 2), (3, 1), (0, 1, 2, 3)])
-@pytest.mark.parametrize("mask", [Mask(right=0, documents=True), Mask(documents=True)], ids=str)
-def test_padded_chunks_meet_as_documents_do(mask, owners):
-    """Segments of rank 1's queries and the keys of some ranks; documents are padded at the end."""
-    starts, padded = [0, 11, 11, 14, 30], [0, 16, 16, 24, 48]
-    sample = Sample(torch.tensor(starts), torch.tensor(padded), None)
-    documents = Documents(sample, (12, 4), Layout.DOCUMENTS, torch.device("cpu"))
-    met = meeting(chunks_of(1, 4), by_rank(owners, 4), mask, 6)
-    numbers = chunks_of(1, 4), met.numbers
-    q, k = ([p for span in places_of_chunks(padded, some, 4) for p in span] for some in numbers)
-    found, band = [], met.tile.mask
-    segments = documents.segments_of(met.tile.places)
-    assert (segments.cu_q[-1], segments.cu_k[-1]) == (len(q), len(k))
-    for rows, keys in zip(
-        segments.cu_q.unfold(0, 2, 1), segments.cu_k.unfold(0, 2, 1), strict=True
-    ):
-        rows, keys = range(*rows.tolist()), range(*keys.tolist())
-        for n, row in enumerate(rows):
-            seen = len(keys) if band.full else len(keys) - len(rows) + n + 1
-            found += [(q[row], k[key]) for key in keys[:seen]]
-    lengths = torch.tensor(starts).diff().tolist()
-    lies = [(at, at + length) for at, length in zip(padded, lengths, strict=False)]
-    held = [p for span in places_of_chunks(padded, in_order(owners, 4), 4) for p in span]
-    assert sorted(found) == sorted(
-        (one, other)
-        for start, stop in lies
-        for one in q
-        for other in held
-        if start <= one < stop and start <= other < stop and (mask.full or other <= one)
-    )
-
-
 def test_padding_is_no_document():
     """Padded queries see no key, padded keys no query, and neither does what follows."""
     sample = Sample(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 10]), None)
@@ -201,48 +131,3 @@ def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(t
     assert segments.cu_q[-1] == segments.cu_k[-1] == 20
     queries, keys = segments.cu_q.diff(), segments.cu_k.diff()
     assert (queries * keys).sum() == 3**2 + 4**2
-
-
-WAYS = (
-    {}, {"intra": "ring"}, {"intra": "ring", "circulate": "q"},
-    {"intra": "gather", "heads_per_round": 1}, {"intra": "gather", "circulate": "q"},
-    {"intra": "a2a"}, {"intra": "a2a", "circulate": "q"}, {"inter": "a2a"}, {"flat": True},
-)  # fmt: skip
-
-
-def errors_of_chunks(rank, world, nodes):
-    """By way, of documents that are sharded each for itself, some padded; over out, dq, dk, dv."""
-    lengths = [2 * world * count for count in (3, 0, 1, 4)]
-    padded = list(accumulate([0, *lengths]))
-    starts = list(accumulate([0, *(max(0, length - 3) for length in lengths)]))
-    lies = [(at, at + b - a) for at, (a, b) in zip(padded, pairwise(starts), strict=False)]
-    tensors = problem(world, padded[-1] // world, (2 * world, world), (6, 4), 1, batch=1)
-    real = torch.zeros(padded[-1], dtype=torch.bool)
-    for span in lies:
-        real[slice(*span)] = True
-    tensors[3][:, ~real] = 0
-    rows, errors = rows_of(Layout.DOCUMENTS, rank, world, 0, padded), {}
-    for causal in (True, False):
-        mask = Mask(right=0 if causal else None, documents=True)
-        seen = seen_by(mask, padded, padded[-1]) & real & real.unsqueeze(1)
-        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-        out = full_attention(*leaves, False, 6**-0.5, seen)
-        truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
-        for way in WAYS if nodes > 1 else WAYS[:-2]:
-            q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
-            out = burst_attention(
-                q, k, v, causal=causal, cu_seqlens=torch.tensor(starts), layout="zigzag-documents",
-                cu_seqlens_padded=torch.tensor(padded), config=BurstConfig.of(nodes=nodes, **way),
-            )  # fmt: skip
-            found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
-            both = zip(found, truth, strict=True)
-            errors[causal, str(way)] = max(float((x - y[:, rows]).abs().max()) for x, y in both)
-    return errors
-
-
-@pytest.mark.parametrize("nodes, world", [(1, 3), (2, 2), (2, 4), (3, 3)])
-def test_documents_each_for_itself_on_processes(nodes, world):
-    """Catches what simulated ranks cannot: choices that refuse or forget the layout, groups."""
-    for errors in run_ranks(errors_of_chunks, world, world, nodes):
-        assert len(errors) == 2 * len(WAYS if nodes > 1 else WAYS[:-2])
-        assert max(errors.values()) <= 1e-12, errors
