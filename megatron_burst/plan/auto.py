@@ -11,6 +11,7 @@ from megatron_burst.plan.choose_heads import most_heads
 from megatron_burst.plan.hardware import GIB, Hardware
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import check_mask
 
 _TIE = 1.01  # within measurements' spread the one with smaller buffers is taken
 
@@ -62,7 +63,18 @@ def _mode(call: AttentionCall) -> str:
 
 def ways(call: AttentionCall) -> Iterator[AttentionCall]:
     """Every way to run a call that its options leave open."""
-    return (way for way in _every_way(call) if misses(way) is None)
+    return (way for way in _every_way(call) if _has_mask(way) and misses(way) is None)
+
+
+def _has_mask(call: AttentionCall) -> bool:
+    """Whether its mode has its mask in its layout."""
+    if call.topology.cp_size == 1:
+        return True
+    try:
+        check_mask(call.mask, call.layout, call.mode, call.arranged.inter_size == 1)
+    except BurstError:
+        return False
+    return True
 
 
 def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:

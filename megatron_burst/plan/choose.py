@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import log2
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.documents import SHARE, slowest_share
 from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import Topology
 
-# of usual documents (benchmarks.documents), and of a machine that nothing is known of: a fast
-# kernel and a slow link, which an all-to-all of many heads must not have to wait for
-_DOCUMENTS_SHARE = 0.1  # pairs of query and key, of a causal sample's; 0.12 of 32K, 0.1 of 128K
+# of a machine that nothing is known of: a fast kernel and a slow link, which an all-to-all of many
+# heads must not have to wait for
 _GBS, _TFLOPS = 5.0, 700.0
 _PASSES = 3.5  # products of both passes, in forwards
 _ON_CPU = "on CPU nothing is gained by fewer kernel calls"
@@ -227,10 +226,9 @@ def choose_for_documents(shape: AttentionShape, topology: Topology, over_all: Al
     """
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     sent = a2a_bytes(shape, topology, over_all.again)
-    pairs = _DOCUMENTS_SHARE * shape.rows_q * shape.tokens * topology.cp_size / 2
+    pairs = SHARE * shape.rows_q * shape.tokens * topology.cp_size / 2
     kernels = _PASSES * 2 * pairs * (shape.dim_qk + shape.dim_v) / _TFLOPS / 1e12
-    slowest = 1 + log2(topology.cp_size) / 3  # over the mean: 1.7 of 4 ranks, 2 of 8
-    of_ring = max(ring / _GBS / 1e9, slowest * kernels)
+    of_ring = max(ring / _GBS / 1e9, slowest_share(topology.cp_size) * kernels)
     of_all = max(sent / _GBS / 1e9, kernels) + sent / over_all.rounds / _GBS / 1e9
     figures = (
         f"between nodes a ring sends {_size(ring)} a rank, an all-to-all {_size(sent)}: for usual "

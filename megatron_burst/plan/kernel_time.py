@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
+from megatron_burst.plan.documents import SHARE, slowest_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.program import Op, Program, Ref
+from megatron_burst.schedule.program import Home, Op, Program, Ref
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
@@ -34,15 +35,17 @@ class Timer:
     backend: str = "auto"  # of attention; "auto" for the first one that the hardware lists
     pass_tflop: float = inf  # what the GPU computes without pause: in training it never rests
 
-    def tile(self, tile: Tile, shape: AttentionShape, direction: Direction) -> float:
-        """Seconds of a tile of a call with these heads.
+    def tile(
+        self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0
+    ) -> float:
+        """Seconds of a tile of a call with these heads, of whose pairs a share is computed.
 
         A pair costs two products forward and five backward. A GPU with fewer blocks than
         multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
         causal kernels begin with their longest blocks, which evens out the end.
         """
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
-        return self._kernel(tile.pairs, rows, tile.mask.causal, shape, direction)
+        return self._kernel(share * tile.pairs, rows, tile.mask.causal, shape, direction)
 
     def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of sliding-window attention of a call's queries.
@@ -112,8 +115,20 @@ class OpTimer:
                 *self._program.widths.values(),
             )  # fmt: skip
             tile = Tile(Span(0, key[0]), Span(0, key[1]), op.mask, chunks)
-            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction)
+            packed = op.mask.documents and not op.mask.windowed  # windows are short beside them
+            share = self._share(key[0], chunks) if packed else 1.0
+            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)
         return self._tiles[key]
+
+    def _share(self, rows: int, chunks: Runs | None) -> float:
+        """Of a tile's pairs, in usual documents. All ranks have equal work if each has chunks of
+        every document, or all rows; else all are taken to be the slowest one."""
+        size = self._program.topology.cp_size
+        own = next(
+            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
+        )
+        even = chunks is not None or rows == size * own
+        return SHARE * (1.0 if even else slowest_share(size))
 
     def _rows(self, ref: Ref) -> int:
         rows = ref.rows

@@ -86,7 +86,8 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
             "burst attention: packed documents must lie in chunks, because a kernel's segments are "
             "neighbouring rows; got layout striped; shard the tokens in zigzag or contiguous"
         )
-    if mask.windowed and not (one_call and (mask.right == 0 or mode == "a2a")):
+    has_all = mode == "a2a" or (mode == "gather" and mask.right == 0)
+    if mask.windowed and not (one_call and has_all):
         raise BurstError(
             "burst attention: windows in documents need all keys of a query in one kernel call, "
             f"because documents may end inside of a tile; got {mask} with intra={mode}; pass "

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
+from tests.plan.machines import H200
 
 
 def shape_of(heads_q, heads_kv, grad_bytes=4):
@@ -140,3 +142,24 @@ def test_even_documents_are_gathered_inside_a_node_and_in_a_ring_on_cpus(nodes):
     assert call.mode == "gather" and call.between == "ring"
     on_cpu = replace(call, device="cpu")
     assert on_cpu.mode == ("gather" if nodes == 1 else "ring")
+
+
+@pytest.mark.parametrize(
+    "grid, mask, layout, mode",
+    [
+        ((1, 4), DOCUMENTS, Layout.ZIGZAG, "a2a"),  # shards of unequal work
+        ((1, 4), DOCUMENTS, Layout.DOCUMENTS, "gather"),
+        ((2, 2), DOCUMENTS, Layout.DOCUMENTS, "gather"),
+        ((2, 2), Mask(documents=True), Layout.DOCUMENTS, "gather"),
+        ((1, 4), Mask(4096, 0, documents=True), Layout.ZIGZAG, "gather"),
+        ((2, 2), Mask(4096, 0, documents=True), Layout.DOCUMENTS, "a2a"),
+    ],
+    ids=str,
+)
+def test_on_a_known_machine_documents_take_what_simulates_fastest(grid, mask, layout, mode):
+    """By the work of usual documents; ways that do not have the mask are left out."""
+    chosen = choose_call(documents_call(131072, (64, 8), grid, layout, mask), H200)
+    assert chosen.call.mode == mode
+    causal = documents_call(131072, (64, 8), grid, Layout.ZIGZAG, Mask.CAUSAL)
+    alone = choose_call(causal, H200)
+    assert chosen.seconds < alone.seconds / 4
