@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -82,6 +83,15 @@ class BurstCoreAttention(MegatronModule):
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         return self.burst(query, key, value, *extras)
 
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The group that the layer runs over; Megatron-Bridge sets another one for evaluations."""
+        return self.burst.cp_group
+
+    @cp_group.setter
+    def cp_group(self, group: dist.ProcessGroup | None) -> None:
+        self.burst = self.burst.over(group)
+
 
 if HAVE_TE:
 
@@ -127,6 +137,21 @@ if HAVE_TE:
                 return super().forward(query, key, value, *extras, num_splits)
             return self.burst(query, key, value, *extras)
 
+        def set_context_parallel_group(
+            self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
+        ) -> None:
+            """Run over another group from now on, as Megatron-Bridge has it for evaluations
+            (training/eval_context_parallel_rebinding.py); all ranks of that group together.
+
+            `cp_group`: None: this rank alone.
+
+            Raises:
+                BurstError: if it is a list of groups.
+            """
+            super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+            if self.burst is not None:
+                self.burst = self.burst.over(cp_group)
+
 
 def burst_replacements() -> dict[type, type]:
     """Which core attention of Megatron's is replaced by which of ours."""
@@ -134,6 +159,32 @@ def burst_replacements() -> dict[type, type]:
     if HAVE_TE:
         replacements[TEDotProductAttention] = BurstTECoreAttention
     return replacements
+
+
+def burst_core_of(core: type) -> type | None:
+    """Which class of burst's takes the place of a core attention; None: none does.
+
+    A model's own sub-class of TransformerEngine's (Gemma's in Megatron-Bridge) is kept, with
+    burst's in place of its base. Not where it has a `forward` of its own: what that does to rows
+    may depend on where they are in the sequence (Ministral's), which it does not ask.
+    """
+    known = burst_replacements()
+    if core in known or core in known.values():
+        return known.get(core, core)
+    if not (HAVE_TE and issubclass(core, TEDotProductAttention)):
+        return None
+    if issubclass(core, BurstTECoreAttention):
+        return core
+    if core.forward is not TEDotProductAttention.forward:
+        return None
+    return _with_burst_as_base(core)
+
+
+@cache
+def _with_burst_as_base(core: type) -> type:
+    """A sub-class whose `super().__init__` is burst's."""
+    members = {"__doc__": core.__doc__, "__module__": core.__module__}
+    return type(f"Burst{core.__name__}", (core, BurstTECoreAttention), members)
 
 
 def asks_for_burst(
@@ -163,6 +214,7 @@ class BurstForward:
     layer_config: TransformerConfig
     layer_number: int
     topology: Topology
+    hcp_of: dist.ProcessGroup  # the group that `hcp_groups` tile
 
     @classmethod
     def of(
@@ -184,8 +236,22 @@ class BurstForward:
         hcp_groups = hcp_groups_of(pg_collection, burst_config)
         topology = communicator_of(cp_group, burst_config, hcp_groups).topology
         switch_on_keep(burst_config)
-        of_calls = for_calls(burst_config)
-        return cls(cp_group, hcp_groups, softmax_scale, of_calls, config, layer_number, topology)
+        return cls(
+            cp_group, hcp_groups, softmax_scale, for_calls(burst_config), config, layer_number,
+            topology, cp_group,
+        )  # fmt: skip
+
+    def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
+        """The same over another group, whose communicators are made if they are not there yet."""
+        if isinstance(group, Sequence):
+            raise BurstError(
+                f"{WHO}: a layer's context-parallel group must be one group, because burst finds "
+                f"the nodes itself; got a list of {len(group)}; pass the group of all ranks"
+            )
+        group = packed.alone() if group is None else group
+        hcp_groups = self.hcp_groups if group is self.hcp_of else None
+        topology = communicator_of(group, self.config, hcp_groups).topology
+        return replace(self, cp_group=group, topology=topology)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
@@ -203,7 +269,7 @@ class BurstForward:
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window,
             softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
-            hcp_groups=self.hcp_groups if group is self.cp_group else None,
+            hcp_groups=self.hcp_groups if group is self.hcp_of else None,
             layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
         return out.flatten(-2)

@@ -52,10 +52,10 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
         return cp_group
     if params.cp_group is not None:
         return params.cp_group
-    return cp_group if cp_group.size() == 1 else _alone()
+    return cp_group if cp_group.size() == 1 else alone()
 
 
-def _alone() -> dist.ProcessGroup:
+def alone() -> dist.ProcessGroup:
     """A group of this rank only; ranks that make one count more groups than others, which burst's
     later ones level out (comm/subgroups.py)."""
     default = dist.group.WORLD

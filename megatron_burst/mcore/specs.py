@@ -11,7 +11,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
-from megatron_burst.mcore.core_attention import PER_LAYER, asks_for_burst, burst_replacements
+from megatron_burst.mcore.core_attention import (
+    PER_LAYER,
+    asks_for_burst,
+    burst_core_of,
+    burst_replacements,
+)
 from megatron_burst.mcore.refusals import check
 
 
@@ -44,23 +49,26 @@ def burst_spec(spec: Any) -> Any:
     Raises:
         BurstError: if there is no core attention of Megatron's in it, nor burst's.
     """
-    found: list[type] = []
+    found: dict[type, type | None] = {}
     made = _copy(spec, {}, found)
-    if not found:
+    if not any(found.values()):
         raise BurstError(
-            "burst_spec: the spec must hold a core attention of Megatron's, because that is what "
-            f"burst replaces; got none in {type(spec).__name__}; pass a layer or block spec"
+            "burst_spec: the spec must hold a core attention of Megatron's, or a sub-class of "
+            "TransformerEngine's without a forward of its own, because that is what burst "
+            f"replaces; got {', '.join(core.__name__ for core in found) or 'none'} in "
+            f"{type(spec).__name__}; pass a layer or block spec with one"
         )
     return made
 
 
-def _copy(node: Any, memo: dict[int, Any], found: list[type]) -> Any:
-    """Copy what leads to a core attention; `memo` keeps shared specs shared."""
+def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> Any:
+    """Copy what leads to a core attention; `memo` keeps shared specs shared, `found` gets core
+    attentions, each with burst's in its place, or None."""
     if isinstance(node, type):
-        core = burst_replacements().get(node, node)
-        if core in burst_replacements().values():
-            found.append(core)
-        return core
+        core = burst_core_of(node)
+        if core is not None or issubclass(node, tuple(burst_replacements())):
+            found[node] = core
+        return core or node
     if id(node) in memo:
         return memo[id(node)]
     inner = functools.partial(_copy, memo=memo, found=found)
@@ -115,9 +123,9 @@ def _asks_for_burst(config, layer_number, pg_collection=None, **_) -> bool:
 
 def _with_burst(submodules, **layer) -> Any:
     """A layer's submodules with burst's core attention."""
-    found: list[type] = []
+    found: dict[type, type | None] = {}
     core = _copy(submodules.core_attention, {}, found)
-    if not found:
+    if not any(found.values()):
         _check_core(_class_of(core), **layer)
         return submodules
     submodules = copy.copy(submodules)
@@ -133,9 +141,10 @@ def _check_core(
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
     raise BurstError(
-        f"{WHO}: the model's spec must name burst's core attention or Megatron's own, because no "
-        f"other knows what cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; "
-        "put one of these into the spec, or train this model without burst"
+        f"{WHO}: the model's spec must name burst's core attention, Megatron's own, or a sub-class "
+        "of TransformerEngine's without a forward of its own, because no other knows what "
+        f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put one of these "
+        "into the spec, or train this model without burst"
     )
 
 

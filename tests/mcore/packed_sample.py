@@ -80,11 +80,11 @@ def params_of(batch: dict, **others):
     ) | others)  # fmt: skip
 
 
-def shard(batch: dict, **options) -> dict:
+def shard(batch: dict, group=None, **options) -> dict:
     """What this context-parallel rank has of it, by Megatron's own function."""
     from megatron.core import parallel_state, utils
 
-    group = parallel_state.get_context_parallel_group()
+    group = group or parallel_state.get_context_parallel_group()
     return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, **options)
 
 

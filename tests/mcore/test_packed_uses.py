@@ -5,6 +5,7 @@ Catches boundaries of another micro-batch in backward or in recomputation, group
 the micro-batch has its own, and parts of Megatron that take rows to be elsewhere.
 """
 
+import copy
 from argparse import Namespace
 from itertools import cycle
 from unittest import mock
@@ -147,12 +148,52 @@ def own_groups(rank: int) -> dict:
         if kind == "thd":
             truth = one_by_one(SAMPLE, Parallel(), GQA, positions=positions)
         errors |= {(kind, size): relative_errors(run, truth) for size, run in runs.items()}
+    return errors | evaluations(groups)
+
+
+def evaluations(groups: dict) -> dict:
+    """Errors of losses by group size, of a model at CP=4 whose groups are set for evaluations as
+    Megatron-Bridge 0.6.2 does it (training/eval_context_parallel_rebinding.py)."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    parallel = Parallel(cp=4)
+    start(Parallel())
+    truth, errors = one_by_one(SAMPLE, Parallel(), GQA).loss, {}
+    start(parallel)
+    gpt = burst_model(parallel, GQA)
+    for turn, size in enumerate((4, 2, 1, 4)):
+        group = groups[size] or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        gpt.config.context_parallel_size = size
+        for module in gpt.modules():
+            for name in ("cp_group", "pg_collection"):
+                if hasattr(module, name) and turn:
+                    own = getattr(module, name)
+                    setattr(module, name, group if name == "cp_group" else replaced(own, group))
+            if isinstance(module, RotaryEmbedding):
+                module.forward.cache_clear()
+        whole = SAMPLE.batch()
+        mine = shard(dict(whole), group=group)
+        with torch.no_grad():
+            logits = gpt(mine["tokens"], mine["position_ids"], None,
+                         packed_seq_params=params_of(whole))  # fmt: skip
+        losses = F.cross_entropy(logits.flatten(0, 1), mine["labels"][0], reduction="none")
+        loss = (losses * mine["loss_mask"][0]).sum()
+        dist.all_reduce(loss, group=group)
+        errors["evaluation", turn, size] = {"loss": float((loss / truth - 1).abs())}
     return errors
 
 
+def replaced(collection, group):
+    """A collection of groups with another one for context parallelism."""
+    other = copy.copy(collection)
+    other.cp = group
+    return other
+
+
 def test_a_micro_batch_may_have_a_group_of_its_own():
+    """And evaluations another than training."""
     for errors in run_ranks(own_groups, 4):
-        assert {size for _, size in errors} == {1, 2, 4}
+        assert {size for *_, size in errors} == {1, 2, 4} and len(errors) == 10
         assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
 
 

@@ -6,6 +6,7 @@ and arguments that get lost between.
 """
 
 import ast
+import copy
 import importlib.util
 import inspect
 import re
@@ -39,6 +40,9 @@ class StandIn(torch.nn.Module):
         packed_seq_params=None, num_splits=None,
     ):  # fmt: skip
         return "own", attention_mask, num_splits
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        self.rebound = cp_group, cp_global_ranks, cp_stream, cp_comm_type
 
 
 def burst_class():
@@ -173,3 +177,91 @@ def test_layers_run_burst_only_where_their_cp_comm_type_says_so():
         assert found["a2a"][1] == found[None][1] == ("own", True, 3)
         assert whole == "own"  # of layers that hold whole sequences in a model with cp
         assert alone == [(8, 2, 4 * 5), (8, 2, 4 * 5), "own", "own"]
+
+
+def rebound(rank):
+    """A layer at CP=2 that evaluates on this rank alone, and trains on; what it told its base."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+
+    parallel, causal = Parallel(cp=2), AttnMaskType.causal
+    start(parallel)
+    module, options = burst_class(), OPTIONS | dict(attn_mask_type=causal)
+    core = module.BurstTECoreAttention(config_of(parallel), cp_comm_type="burst", **options)
+    torch.manual_seed(rank)
+    given = *(torch.randn(8, 2, 4, size) for size in (8, 8, 5)), None, causal
+    group = parallel_state.get_context_parallel_group()
+    trained = core(*given)
+    core.set_context_parallel_group(None, None, None)
+    alone, told = core(*given), core.rebound
+    query, key, value = (x.permute(1, 2, 0, 3) for x in given[:3])
+    truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    errors = [float((alone - truth.permute(2, 0, 1, 3).flatten(-2)).abs().max())]
+    core.set_context_parallel_group(group, [0, 1], "a stream", core.given["cp_comm_type"])
+    errors.append(float((core(*given) - trained).abs().max()))
+    with pytest.raises(BurstError, match=r"must be one group.*got a list of 2; pass the group of"):
+        core.set_context_parallel_group([group, group], [0, 1], None)
+    other = module.BurstTECoreAttention(config_of(parallel), cp_comm_type="a2a", **options)
+    other.set_context_parallel_group(None, None, None)  # TransformerEngine's own
+    return errors, told, float((alone - trained).abs().max())
+
+
+def test_another_group_for_evaluations_reaches_burst():
+    """Megatron-Bridge sets it (0.6.2, training/eval_context_parallel_rebinding.py:137)."""
+    for errors, told, difference in run_ranks(rebound, 2):
+        assert told == (None, None, None, "p2p")
+        assert max(errors) < 1e-6 < difference
+
+
+class Gemma(StandIn):
+    """As Gemma's in Megatron-Bridge: configures each layer by itself."""
+
+    def __init__(self, config, layer_number, *arguments, **options):
+        config = copy.deepcopy(config)
+        config.window_size = (2, 0) if layer_number == 1 else None
+        super().__init__(config, layer_number, *arguments, **options)
+
+
+class Ministral(StandIn):
+    """As Ministral's: scales queries by where it takes them to be."""
+
+    def forward(self, query, *arguments, **options):
+        return super().forward(query * torch.arange(len(query)), *arguments, **options)
+
+
+def sub_classes(rank):
+    """Whether layers of a sub-class have its windows; what is said of others."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    parallel, causal = Parallel(cp=2), AttnMaskType.causal
+    start(parallel)
+    module = burst_class()
+    specs = importlib.reload(importlib.import_module("megatron_burst.mcore.specs"))
+    core = specs.burst_spec(ModuleSpec(module=Gemma)).module
+    assert specs.burst_spec(ModuleSpec(module=core)).module is core
+    assert issubclass(core, Gemma) and issubclass(core, module.BurstTECoreAttention)
+    options = OPTIONS | dict(attn_mask_type=causal, cp_comm_type="burst")
+    given = *(torch.randn(8, 2, 4, size) for size in (8, 8, 5)), None, causal
+    same = []
+    for number, window in ((1, (2, 0)), (2, None)):
+        found = core(config_of(parallel), **options | dict(layer_number=number))(*given)
+        config = config_of(parallel, window_size=window)
+        truth = module.BurstTECoreAttention(config, **options)(*given)
+        same.append(torch.equal(found, truth))
+    said = []
+    for ask in (
+        lambda: specs.burst_spec(ModuleSpec(module=Ministral)),
+        lambda: specs._check_core(Ministral, config_of(parallel), 1, causal, "self"),
+    ):
+        with pytest.raises(BurstError) as raised:
+            ask()
+        said.append(str(raised.value))
+    return same, said
+
+
+def test_sub_classes_of_transformer_engines_attention_run_burst_or_are_refused():
+    for same, (spec, layer) in run_ranks(sub_classes, 2):
+        assert same == [True, True]
+        assert "got Ministral in ModuleSpec" in spec
+        assert "without a forward of its own" in layer and "got Ministral in layer 1" in layer
