@@ -27,7 +27,7 @@ def run_ranks(
     world: int,
     *args: Any,
     backend: str = "gloo",
-    timeout_s: int = 120,
+    timeout_s: int = 300,
     environment: dict[str, str] | None = None,
     nodes: int = 1,
     fresh: bool = False,
@@ -155,7 +155,7 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=180),
         )
         result = function(rank, *args)
         pipe.send((True, result))

@@ -74,7 +74,7 @@ def test_the_example_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, *torchrun, str(EXAMPLES / "bmtrain_group.py")],
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))

@@ -61,10 +61,11 @@ def wheel(built):
 def test_the_tests_of_the_sdist_run(sdist):
     """From its own files: the installed checkout is not on the way."""
     chosen = ["tests/plan/test_layout_and_mask.py", "tests/test_layers.py", "tests/test_docs.py"]
+    quick = ["-k", "not loads_neither and not check_above"]  # fresh interpreters with torch
     code = "import megatron_burst, pytest, sys; print(megatron_burst.__file__, flush=True);"
     code += "sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *chosen], cwd=sdist,
+        [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *chosen, *quick], cwd=sdist,
         env=os.environ | {"PYTHONPATH": str(sdist)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and int(re.findall(r"(\d+) passed", done.stdout)[0]) > 100, (

@@ -213,7 +213,7 @@ def test_log_probabilities_of_packed_documents_do_not_depend_on_the_ranks():
         done = subprocess.run(
             [sys.executable, *command, str(EXAMPLES / "packed_log_probs.py")],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         printed[ranks] = re.findall(r"^\d+ tokens, \d+ predicted.*$", done.stdout, re.MULTILINE)

@@ -90,7 +90,7 @@ def test_float64_error_is_at_most_1e_12(world):
         layout is not Layout.STRIPED and HEADS[heads][1] % world == 0
         for layout, _, heads, _ in cases
     )
-    for rank, errors in enumerate(run_ranks(errors_in_float64, world, world, timeout_s=300)):
+    for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
         assert len(errors) == len(cases) * len(nodes_of(world)) + 2 * (gathering + exchanging)
         for case, error in errors.items():
             assert error <= 1e-12, (rank, case, error)

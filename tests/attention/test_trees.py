@@ -306,7 +306,7 @@ def test_what_trees_cannot_have_is_one_sentence_on_both_ranks():
 
 def test_the_example_says_what_the_prompt_once_saves():
     command = [sys.executable, "examples/rollouts.py", "--prompt", "48", "--answer", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     once, repeated, difference = done.stdout.splitlines()
     assert once == "prompt once: 112 tokens, 4,480 pairs of query and key"

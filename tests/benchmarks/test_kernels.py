@@ -23,7 +23,7 @@ def test_processes_that_compile_say_why_a_package_cannot_be_used():
     if not lacking:
         pytest.skip("all packages are installed")
     case = Case(256, 4, 2, 64, True)
-    failures = compile_all([(run_once, case, name) for name in lacking], monotonic() + 100)
+    failures = compile_all([(run_once, case, name) for name in lacking], monotonic() + 300)
     assert len(failures) == len(lacking)
     for name, reason in lacking.items():
         (said,) = [each for each in failures if f"'{name}'" in each]

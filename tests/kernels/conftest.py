@@ -12,4 +12,4 @@ from tests.kernels.interpreter import interpret
 def interpreter():
     """Starts anew instead of forking: what was forked may have imported Triton before."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda *args: pool.submit(interpret, *args).result(timeout=120)
+        yield lambda *args: pool.submit(interpret, *args).result(timeout=300)

@@ -175,7 +175,7 @@ def interpret(compare, *args):
 def interpreter():
     """Starts anew instead of forking: what was forked may have imported Triton before."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda compare, *args: pool.submit(interpret, compare, *args).result(timeout=120)
+        yield lambda compare, *args: pool.submit(interpret, compare, *args).result(timeout=300)
 
 
 def check_merge(errors):

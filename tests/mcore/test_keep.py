@@ -143,7 +143,7 @@ def evaluate(setting: Setting, chunks: list) -> None:
 
 @pytest.fixture(scope="module")
 def comparisons():
-    return run_ranks(compare_all, 4, timeout_s=300)
+    return run_ranks(compare_all, 4)
 
 
 @pytest.mark.parametrize("setting, name", RUNS, ids=str)

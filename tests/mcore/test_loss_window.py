@@ -178,7 +178,7 @@ def test_a_loss_without_backward_is_told_before_its_gradient_is_used():
 
 
 def test_gradients_are_those_of_logits_computed_again():
-    ranks = run_ranks(compare, 2, list(TRAININGS), timeout_s=300)
+    ranks = run_ranks(compare, 2, list(TRAININGS))
     for name, training in TRAININGS.items():
         results = [found[name] for found in ranks]
         assert all(error < 2e-6 for error, _ in results), (name, results)

@@ -83,7 +83,7 @@ def compare_all(rank: int) -> dict:
 
 @pytest.fixture(scope="module")
 def comparisons():
-    return run_ranks(compare_all, 4, timeout_s=300)
+    return run_ranks(compare_all, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
