@@ -122,7 +122,7 @@ def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
     mine = carrier.cp_rank
     sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     sends, recvs = [((mine + 1) % cp_size, sent)], [((mine - 1) % cp_size, received)]
-    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait()
+    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
 
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
@@ -159,7 +159,7 @@ def _pass(
                 rows = target[:, move.dest_rows.slice]
                 arrivals.append((rows, _dense_rows(rows, rows.shape[1])))
                 recvs.append((move.source, arrivals[-1][1]))
-    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait()
+    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
     for rows, arrived in arrivals:
         rows.copy_(arrived)
 
