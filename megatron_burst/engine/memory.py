@@ -1,6 +1,6 @@
 """The tensors of a program's buffers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -51,17 +51,10 @@ class Layout:
     @staticmethod
     def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "Layout":
         """The layout of a buffer."""
-        rows = buffer.rows, batch, sum(row_bytes(buffer, dtypes))
-        flat = torch.empty(prod(rows), dtype=torch.uint8, device="meta")
-        if buffer.interleaved:
-            fields = _interleaved(flat.view(rows), buffer, dtypes)
-        else:
-            fields = _dense(flat, buffer, batch, dtypes)
-        where = (
-            Place(name, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
-            for name, x in fields.items()
-        )
-        return Layout(prod(rows), rows, tuple(where))
+        sizes = row_bytes(buffer, dtypes)
+        lie = _interleaved if buffer.interleaved else _dense
+        rows = buffer.rows, batch, sum(sizes)
+        return Layout(prod(rows), rows, tuple(lie(buffer, batch, dtypes)))
 
 
 def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
@@ -75,34 +68,38 @@ def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
     return found
 
 
-def _interleaved(rows: Tensor, buffer: Buffer, dtypes: Dtypes) -> Fields:
-    fields, offset = {}, 0
-    for field, taken in zip(buffer.fields, row_bytes(buffer, dtypes), strict=True):
-        size = field.elements * dtypes[field.dtype].itemsize
-        part = rows[..., offset : offset + size].view(dtypes[field.dtype])
-        if field.dim:
-            fields[field.name] = part.unflatten(-1, (field.heads, field.dim)).transpose(0, 1)
-        else:
-            fields[field.name] = part.permute(1, 2, 0)
+def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[Place]:
+    sizes, offset = row_bytes(buffer, dtypes), 0
+    for field, taken in zip(buffer.fields, sizes, strict=True):
+        dtype, width = dtypes[field.dtype], dtypes[field.dtype].itemsize
+        in_row, begin = sum(sizes) // width, offset // width
+        strides = in_row, batch * in_row, field.dim, 1
+        if not field.dim:
+            strides = in_row, 1, batch * in_row
+        yield Place(field.name, dtype, shape_of(field, batch, buffer.rows), strides, begin)
         offset += taken
-    return fields
 
 
-def _dense(flat: Tensor, buffer: Buffer, batch: int, dtypes: Dtypes) -> Fields:
+def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[Place]:
     """Those whose size is a multiple of the higher power of two lie first. So each begins at a
     multiple of its dtype's width, and those with a head dimension that is a multiple of 8 at a
     multiple of 16 bytes, which kernels want."""
     shapes = {field.name: shape_of(field, batch, buffer.rows) for field in buffer.fields}
-    sizes = {
-        field.name: prod(shapes[field.name]) * dtypes[field.dtype].itemsize
-        for field in buffer.fields
-    }
-    found, offset = {}, 0
-    for field in sorted(buffer.fields, key=lambda one: -(sizes[one.name] & -sizes[one.name])):
-        part = flat[offset : offset + sizes[field.name]].view(dtypes[field.dtype])
-        found[field.name] = part.view(shapes[field.name])
-        offset += sizes[field.name]
-    return {field.name: found[field.name] for field in buffer.fields}
+    widths = {field.name: dtypes[field.dtype].itemsize for field in buffer.fields}
+    sizes = {name: prod(shape) * widths[name] for name, shape in shapes.items()}
+    begins, offset = {}, 0
+    for name in sorted(sizes, key=lambda one: -(sizes[one] & -sizes[one])):
+        begins[name] = offset // widths[name]
+        offset += sizes[name]
+    return [
+        Place(f.name, dtypes[f.dtype], shapes[f.name], _strides(shapes[f.name]), begins[f.name])
+        for f in buffer.fields
+    ]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without gaps."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:

@@ -379,7 +379,7 @@ def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Source]) -> 
     takes = [Take(take.peer, take.theirs.rows.slice) for take in op.takes]
     use, number, again = buffer.use, buffer.number, [None]
     ends = kept(
-        executor, op, buffer, lambda run: run.slots[use].ends(number, slot(run), gives, takes)
+        executor, object(), buffer, lambda run: run.slots[use].ends(number, slot(run), gives, takes)
     )
 
     def bound(run: Run) -> UnderWay:

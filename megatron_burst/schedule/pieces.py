@@ -34,7 +34,7 @@ class Piece:
             return None
         by = self.rows.start - self.whole.start
         place = self.place + both.start - self.whole.start
-        return replace(self, rows=both.moved(by), whole=both, place=place)
+        return Piece(self.holder, both.moved(by), both, place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
