@@ -1,6 +1,7 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -33,6 +34,7 @@ from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
+_AS_IS = nullcontext()
 
 
 @uncompiled
@@ -236,7 +238,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
         number = marks.begin(Kind.FORWARD, layer=layer, data=known)
-        with torch.autocast(q.device.type, enabled=False):  # the sums keep their dtype
+        with _without_autocast(q):
             out, lse, left = passes.forward(q, k, v, documents)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
@@ -255,9 +257,15 @@ class BurstAttentionFunction(torch.autograd.Function):
         ctx.begin_backward(data=ctx.documents.checked() if ctx.documents else None)
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
-        with torch.autocast(out.device.type, enabled=False):
+        with _without_autocast(out):
             grads = ctx.passes.backward(left, out, dout, ctx.documents)
         return *(grad.to(out.dtype) for grad in grads), None, None, None, None
+
+
+def _without_autocast(x: Tensor):
+    """Within it sums keep their dtype."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS
 
 
 def _readable(x: Tensor) -> Tensor:

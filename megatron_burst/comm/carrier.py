@@ -116,7 +116,7 @@ class SentSlots:
 
     def exchange(
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
-        queues: "OneQueue | Queues", again: UnderWay | None = None,
+        queues: "OneQueue | Queues",
     ) -> UnderWay:  # fmt: skip
         """Once the current stream has filled the slot, let everyone have what they take.
 
@@ -125,7 +125,6 @@ class SentSlots:
             ends: as `ends` found them.
             targets: where each take goes.
             queues: of the call.
-            again: what the same exchange of an earlier call has returned.
         """
         sends, peers = ends
         return self._send(sends, list(zip(peers, targets, strict=True)))
@@ -188,33 +187,45 @@ class PulledSlots(Views):
 
     def ends(
         self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
-    ) -> list[Tensor]:
+    ) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
         # the other rank's slot may have more rows than this one's, but rows as wide
-        return [
+        return Pulls([
             of_rank[take.peer].view(view.dtype)[: take.rows.stop * width]
             .view(-1, *view.shape[1:])[take.rows]
             for take in takes
-        ]  # fmt: skip
+        ])  # fmt: skip
 
     def exchange(
-        self, index: int, ends: list[Tensor], targets: Sequence[Tensor],
-        queues: "OneQueue | Queues", again: UnderWay | None = None,
-    ) -> UnderWay:  # fmt: skip
+        self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: "OneQueue | Queues"
+    ) -> UnderWay:
         """As `SentSlots.exchange`."""
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
             self._passed[number] = queues.mark(self._passed[number])
-        for target, theirs in zip(targets, ends, strict=True):
+        for target, theirs in zip(targets, ends.sources, strict=True):
             target.copy_(theirs, non_blocking=True)
-        done = queues.mark(again)
+        done = ends.done = queues.mark(ends.done)
         if len(self) == 1:
             self._barriers[number]()
             self._passed[number] = queues.mark(self._passed[number])
         self._rounds += 1
         return done
+
+
+@dataclass(slots=True)
+class Pulls:
+    """What an exchange copies, and when it was last done.
+
+    Attributes:
+        sources: rows of other ranks' slots.
+        done: the mark of the last time, to be used again.
+    """
+
+    sources: Sequence[Tensor]
+    done: UnderWay | None = None
 
 
 Slots = SentSlots | PulledSlots  # of one call

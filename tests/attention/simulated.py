@@ -49,7 +49,7 @@ class Wire:
     """What joins simulated ranks: letters, barriers, memory that all of them can read."""
 
     def __init__(self, cp_size, in_turns=False):
-        self._letters, self._lock = {}, threading.Lock()
+        self.letters, self._lock = {}, threading.Lock()
         self.cp_size, self.memory = cp_size, {}
         self._barriers = {}
         self.turn = threading.Lock() if in_turns else None
@@ -73,7 +73,7 @@ class Wire:
 
     def letter(self, *key) -> Letter:
         with self._lock:
-            return self._letters.setdefault(key, Letter())
+            return self.letters.setdefault(key, Letter())
 
 
 class SimulatedCarrier:
@@ -101,6 +101,11 @@ class SimulatedCarrier:
         for flat in memory.flats:
             flat.fill_(255)
         return memory
+
+    def kept(self):
+        """This rank's buffers, by use."""
+        slots = [[of_rank[self.cp_rank] for of_rank in x._buffers] for x in self._pulled.values()]
+        return [*(memory.flats for memory in self._kept.values()), *slots]
 
     def _room(self, num_bytes, device):
         return torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
@@ -151,23 +156,16 @@ class CountedSlots(PulledSlots):
 
     def __init__(self, carrier, buffers, barriers):
         super().__init__(buffers, barriers, carrier.cp_rank)
-        self._carrier = carrier
+        self._carrier, self._given = carrier, {}
 
     def ends(self, index, view, gives, takes):
         found = super().ends(index, view, gives, takes)
-        return Counted(found, sum(view[give.rows].nbytes for give in gives))
+        self._given[id(found)] = found, sum(view[give.rows].nbytes for give in gives)
+        return found
 
     def exchange(self, index, ends, *args):
-        self._carrier.sent_bytes += ends.sent_bytes
+        self._carrier.sent_bytes += self._given[id(ends)][1]
         return super().exchange(index, ends, *args)
-
-
-class Counted(list):
-    """Ends of an exchange, and the bytes that this rank gives."""
-
-    def __init__(self, ends, sent_bytes):
-        super().__init__(ends)
-        self.sent_bytes = sent_bytes
 
 
 class SimulatedTransfer:

@@ -159,3 +159,36 @@ def test_tensors_of_a_call_are_let_go_when_it_is_over(mode, circulate):
         assert [[x() is None for x in found] for found in results] == [[True] * 8] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("pulls", [False, True], ids=["sent", "pulled"])
+@pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
+def test_memory_that_a_longer_call_replaces_is_let_go(mode, pulls):
+    """Catches a program that holds on to views of buffers of the group, which stay from call to
+    call, longer than the group does."""
+    if pulls and mode == "ring":
+        pytest.skip("rings have no slots")
+    topology, way = pretend_nodes(4, 2), Way(mode, pulls=pulls)
+
+    def one(rank, carrier):
+        kept, before = [], []
+        for tokens in (4, 8):
+            tensors = problem(4, tokens, (4, 2), (4, 4), 3)
+            shard = [x[:, rows_of(Layout.ZIGZAG, rank, 4, tokens)] for x in tensors]
+            kept.append(Passes(way, topology, shard, carrier))
+            for _ in range(2):
+                kept[-1].both(*shard)
+            if not before:
+                before = [weakref.ref(x) for memory in carrier.kept() for x in memory]
+                del shard, tensors
+        return before, kept
+
+    gc.collect()
+    gc.disable()
+    try:
+        results, carriers = run_simulated(one, 4, pulls=pulls)
+        carriers[0]._wire.letters.clear()
+        for before, _ in results:
+            assert before and all(x() is None for x in before)
+    finally:
+        gc.enable()
