@@ -56,11 +56,11 @@ class Tree:
                 behind[parent] = max(behind[parent], behind[segment])
                 children[parent] += 1
         firsts = [s for s in range(number) if parents[s] < 0 or children[parents[s]] > 1]
-        depth_of: dict[int, int] = {}
+        depths = [0] * number
         levels: list[list[tuple[int, int, int]]] = []
         for first, after in pairwise((*firsts, number)):
-            depth = depth_of[parents[first]] + 1 if parents[first] >= 0 else 0
-            depth_of |= dict.fromkeys(range(first, after), depth)
+            depth = depths[parents[first]] + 1 if parents[first] >= 0 else 0
+            depths[first:after] = [depth] * (after - first)
             if starts[first] < starts[after] < starts[behind[first]]:
                 levels += [[] for _ in range(depth + 1 - len(levels))]
                 levels[depth].append((starts[first], starts[after], starts[behind[first]]))
