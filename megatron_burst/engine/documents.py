@@ -171,21 +171,15 @@ class Documents:
         queries. So is what follows the last document, in segments that are no longer than a
         document: kernels are launched for so many rows of each.
         """
-        starts, count = self._starts, self._tail_segments
-        rows = torch.arange(1, count + 1, dtype=torch.int32, device=starts.device) * self._longest
-        ends = (starts[-1:] + rows).clamp_(max=self._tokens)
-        end, none = starts.new_full((count,), self._tokens), starts[-1:].expand(count)
-        tail = torch.cat((ends, end)), torch.cat((none, ends))
-        if self._lengths is None:
-            return torch.cat((starts, tail[0])), torch.cat((starts, tail[1]))
-        first, stop = starts[:-1], starts[1:]
-        last = first + self._lengths
-        of_q, of_keys = torch.stack((first, last, stop), 1), torch.stack((first, last, last), 1)
-        begin = starts.new_zeros(1)
-        return tuple(
-            torch.cat((begin, edges.flatten(), starts[-1:], more))
-            for edges, more in zip((of_q, of_keys), tail, strict=True)
-        )
+        starts, rows = self._starts, self._tokens - self._starts[-1:]
+        before = torch.arange(self._tail_segments, device=starts.device) * self._longest
+        full = (rows - before).clamp_(0, self._longest)
+        real, begins = torch.zeros_like(full), starts
+        if self._lengths is not None:
+            full, real = torch.cat((starts.diff(), full)), torch.cat((self._lengths, real))
+            begins = starts[:1]
+        edges = _with_padding((full, real), (full, real))
+        return tuple(torch.cat((begins[:-1], begins[-1:] + each)) for each in edges)
 
     def segments_of(self, runs: Runs) -> Segments:
         """Of a kernel call over chunks of every document."""
@@ -194,14 +188,8 @@ class Documents:
             of_q, of_keys = (self._lengths_of(side) for side in sides)
             if self._lengths is None:
                 edges = [_running(full) for full, _ in (of_q, of_keys)]
-            else:  # as in `_edges`: padded queries see no key, padded keys no query
-                (rows, real), (keys, there) = of_q, of_keys
-                edges = [
-                    _running(torch.stack(parts, 1).flatten())
-                    for parts in (
-                        (real, rows - real, rows - rows), (there, keys - keys, keys - there)
-                    )
-                ]  # fmt: skip
+            else:
+                edges = _with_padding(of_q, of_keys)
             most = [
                 -(-self._longest // (2 * self._cp_size)) * max(map(len, side)) for side in sides
             ]
@@ -383,6 +371,18 @@ def _of_values(
 def _some(x: Tensor) -> str:
     values = x[:8].tolist()
     return ", ".join(map(str, values)) + (", ..." if len(x) > 8 else "")
+
+
+def _with_padding(
+    of_q: tuple[Tensor, Tensor], of_keys: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Edges of segments, behind each one of queries that see no key and one of keys that no query
+    sees: its padding. Given are rows of each segment, with padding and without: [segments]."""
+    (rows, real), (keys, there) = of_q, of_keys
+    none = torch.zeros_like(rows)
+    parts = (real, rows - real, none), (there, none, keys - there)
+    of_q, of_keys = (_running(torch.stack(columns, 1).flatten()) for columns in parts)
+    return of_q, of_keys
 
 
 def _running(lengths: Tensor) -> Tensor:
