@@ -65,7 +65,9 @@ def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params
     check("call", call, WHO)
 
 
-def check_packed(params: PackedSeqParams | None, keep: str, cp_group) -> None:
+def check_packed(
+    params: PackedSeqParams | None, keep: str, cp_group, mtp_num_layers: int | None = None
+) -> None:
     """Refuse a packed sample, or a group, that burst cannot take.
 
     Boundaries of keys have to be those of the queries. Where they are other tensors they are
@@ -75,6 +77,7 @@ def check_packed(params: PackedSeqParams | None, keep: str, cp_group) -> None:
         params: of the call.
         keep: of the layer's configuration.
         cp_group: the layer's own.
+        mtp_num_layers: of the model.
 
     Raises:
         BurstError: naming what to change.
@@ -88,6 +91,7 @@ def check_packed(params: PackedSeqParams | None, keep: str, cp_group) -> None:
         local_cp_size=params.local_cp_size,
         cp_group_size=cp_group.size() if own else packed.group_size(params),
         keep="none" if own else keep,
+        mtp_num_layers=None if own else mtp_num_layers,
     )
     check("packed", call, WHO)
 

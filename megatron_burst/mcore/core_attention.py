@@ -260,7 +260,8 @@ class BurstForward:
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v], and of packed samples
         [t_local, h, d] to [t_local, h * d_v]."""
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        check_packed(packed_seq_params, self.config.keep, self.cp_group)
+        mtp_num_layers = self.layer_config.mtp_num_layers
+        check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
         check_tokens(query, key)
         group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]

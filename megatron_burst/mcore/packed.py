@@ -2,6 +2,7 @@
 without TransformerEngine, or where documents begin anywhere in a sample."""
 
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
 _FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
+# The group of the micro-batch whose layer runs, if it has its own.
+_OWN_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("own group", default=None)
 # a group of this rank alone, as long as the default group lives
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -191,14 +194,37 @@ def rotate_anywhere(
     rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None,
     mla_rotary_interleaved=False,
 ):  # fmt: skip
-    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too."""
+    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too, and over the group
+    of a micro-batch's own."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    group = _OWN_GROUP.get() or group
     options = mscale, group, mla_rotary_interleaved
     if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
         return rotate(t, freqs, config, cu_seqlens, *options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
     rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
     return rotate(t.unsqueeze(1), freqs[rows], config, None, *options).squeeze(1)
+
+
+def run_over_own_group(forward, /, self, *args, packed_seq_params=None, **options):
+    """A layer's forward, which rotates queries and keys of packed samples."""
+    params, own_group = packed_seq_params, None
+    if is_packed(params) and not (params.cp_group is None and params.local_cp_size is None):
+        own_group = group_of(params, self.pg_collection.cp)
+        fused = self.config.multi_latent_attention and self.config.apply_rope_fusion
+        need: Need = (
+            not fused or own_group.size() == self.pg_collection.cp.size(),
+            "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, whose "
+            "kernels take positions of the layer's group",
+            f"a group of {own_group.size()} ranks in a layer of {self.pg_collection.cp.size()}",
+            "pass --no-rope-fusion",
+        )
+        require("packed samples", [need])
+    token = _OWN_GROUP.set(own_group)
+    try:
+        return forward(self, *args, packed_seq_params=params, **options)
+    finally:
+        _OWN_GROUP.reset(token)
 
 
 def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:

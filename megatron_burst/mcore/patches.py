@@ -40,6 +40,10 @@ _CORES = (
     "specs name Megatron's own core attention, and --spec does not reach the layers of "
     "multi-token prediction"
 )
+_OWN_ROPE = (
+    "rotates packed samples by the layer's group (transformer/attention.py:1505), also where the "
+    "micro-batch has its own"
+)
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
 _BUILT = "attaches the fused loss to models as they are built, whoever builds them"
@@ -171,6 +175,17 @@ TABLE: tuple[Patch, ...] = (
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "takes each document to be sharded for itself (rope_utils.py:184), also with "
          "--dataloader-inter-document-masking, whose samples are sharded as a whole"),
+        (f"{_ATTENTION}:Attention.forward", f"{_PACKED}:run_over_own_group",
+         "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
+         "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
+         "sequence_len_offset inference_params",
+         _OWN_ROPE),
+        (f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.forward",
+         f"{_PACKED}:run_over_own_group",
+         "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
+         "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
+         "position_ids sequence_len_offset inference_params",
+         _OWN_ROPE),
     ),
     # what burst relies on as it is
     *_of(

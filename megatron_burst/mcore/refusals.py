@@ -224,6 +224,11 @@ TABLE: tuple[Refusal, ...] = (
         "ranks that attend together must choose alike, which only those of the layer's own group "
         "have agreed upon", f"pass {KEEP_FLAG} all", asked="keep=auto",
         got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
+    Refusal("packed", "mtp_num_layers", (0,),
+        "Megatron shifts the tokens of multi-token prediction over the model's own group",
+        "leave one of them out", asked="multi-token prediction",
+        got="mtp_num_layers={value} and a group of the micro-batch's own ({o.cp_group_size} "
+        "ranks)"),
     Refusal("cache", "key_tokens", lambda tokens, o: tokens == o.query_tokens and not o.engine,
         "KV caches are not supported: queries and keys must be of the same tokens, in training or "
         "evaluation", "generate with a model that is built at --context-parallel-size 1",

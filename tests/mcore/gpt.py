@@ -103,13 +103,13 @@ def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrid
     return MLATransformerConfig(**options | overrides)
 
 
-def build(config, spec, tied: bool = False, positions: str = "rope"):
+def build(config, spec, tied: bool = False):
     """A GPTModel from a spec; equal weights for equal configurations and tensor-parallel sizes."""
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(1234)
     gpt = GPTModel(
-        config, spec, VOCAB, SEQ, position_embedding_type=positions, parallel_output=False,
+        config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
         share_embeddings_and_output_weights=tied,
     )  # fmt: skip
     return gpt.double()  # torch's RMSNorm is built in float32

@@ -98,18 +98,15 @@ def spec_of(model: Model, mask: str = "causal"):
 
 
 def one_by_one(
-    sample: Sample, parallel: Parallel, model: Model, mask: str = "causal",
-    positions: str = "rope", **options,
-) -> Run:  # fmt: skip
+    sample: Sample, parallel: Parallel, model: Model, mask: str = "causal", **options
+) -> Run:
     """The truth: each document a sequence of its own, by Megatron alone."""
     from tests.mcore.gpt import core_for_latent
 
     spec = spec_of(model, mask)
     if model.latent:
         spec.submodules.self_attention.submodules.core_attention = core_for_latent()
-    gpt = build(
-        config_of(parallel, replace(model, recompute=False), **options), spec, positions=positions
-    )
+    gpt = build(config_of(parallel, replace(model, recompute=False), **options), spec)
     batch, total = sample.batch(), torch.zeros((), dtype=torch.float64)
     for where in sample.documents():
         names = "tokens", "position_ids", "labels"

@@ -8,13 +8,16 @@ the micro-batch has its own, and parts of Megatron that take rows to be elsewher
 import copy
 from argparse import Namespace
 from itertools import cycle
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
 from tests.mcore.gpt import (
     FULL_RECOMPUTE,
@@ -45,12 +48,12 @@ ALL = BurstConfig(keep="all")
 TWO_GROUPS = Model()  # fewer KV heads than four ranks
 
 
-def burst_model(parallel: Parallel, model: Model, burst=None, positions: str = "rope", **options):
+def burst_model(parallel: Parallel, model: Model, burst=None, **options):
     from megatron_burst import burst_spec
 
     config = config_of(parallel, model, **options)
     config.burst = burst
-    return build(config, burst_spec(spec_of(model)), positions=positions)
+    return build(config, burst_spec(spec_of(model)))
 
 
 # ---- pipelines ------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def own_group(gpt, group, kind: str) -> Run:
 
         params = PackedSeqParams(qkv_format="sbhd", max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
     else:
-        params = params_of(whole, max_seqlen_q=None, max_seqlen_kv=None)
+        params = params_of(whole)
     params.cp_group, params.local_cp_size = group, group.size() if group else 1
     mine = whole
     if group:
@@ -138,15 +141,14 @@ def own_groups(rank: int) -> dict:
     """Errors beside the same model in this rank alone, by size and format."""
     start(Parallel())
     groups, errors = groups_of_size(), {}
-    for kind, positions in (("thd", "learned_absolute"), ("sbhd", "rope")):
+    for kind in ("thd", "sbhd"):
         runs = {}
         for size, group in groups.items():
-            options = dict(positions=positions, cp_comm_type="burst")
-            gpt = burst_model(Parallel(), RECOMPUTED, ALL, **options)
+            gpt = burst_model(Parallel(), RECOMPUTED, ALL, cp_comm_type="burst")
             runs[size] = own_group(gpt, group, kind)
         truth = runs[1]
         if kind == "thd":
-            truth = one_by_one(SAMPLE, Parallel(), GQA, positions=positions)
+            truth = one_by_one(SAMPLE, Parallel(), GQA)
         errors |= {(kind, size): relative_errors(run, truth) for size, run in runs.items()}
     return errors | evaluations(groups)
 
@@ -195,6 +197,24 @@ def test_a_micro_batch_may_have_a_group_of_its_own():
     for errors in run_ranks(own_groups, 4):
         assert {size for *_, size in errors} == {1, 2, 4} and len(errors) == 10
         assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
+
+
+def test_what_takes_positions_of_the_layers_group_is_refused_with_another():
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_burst.mcore.checks import check_packed
+    from megatron_burst.mcore.packed import run_over_own_group
+
+    two, four = (SimpleNamespace(size=lambda size=size: size) for size in (2, 4))
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), cp_group=two)
+    params.local_cp_size, params.cu_seqlens_kv = 2, params.cu_seqlens_q
+    fused = SimpleNamespace(multi_latent_attention=True, apply_rope_fusion=True)
+    layer = SimpleNamespace(config=fused, pg_collection=SimpleNamespace(cp=four))
+    with pytest.raises(BurstError, match=r"fused RoPE.*got a group of 2.*of 4; pass --no-rope-fu"):
+        run_over_own_group(lambda *_, **__: None, layer, packed_seq_params=params)
+    check_packed(params, "none", four)
+    with pytest.raises(BurstError, match=r"multi-token prediction.*got mtp_num_layers=1 and a gr"):
+        check_packed(params, "none", four, 1)
 
 
 # ---- documents anywhere, the loss, multi-token prediction -----------------------------------
