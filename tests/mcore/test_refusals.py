@@ -77,6 +77,7 @@ CASES = {
         "cu_seqlens_q": (["none"], []),
         "cu_seqlens_kv": (["other boundaries"], []),
         "local_cp_size": ([2], [4]),
+        "mtp_num_layers": ([1], [0]),
         "keep": (["auto"], ["none", "half", "all"]),
     },
     "cache": {
