@@ -113,8 +113,8 @@ def addresses(rank):
     for tokens in (4, 8, 8, 4, 8):
         q, k, v = (torch.randn(1, tokens, 2, 8).requires_grad_() for _ in range(3))
         burst_attention(q, k, v, config=BurstConfig.of(nodes=2)).sum().backward()
-        buffers = [buffer for pool in communicator._buffers.values() for buffer in pool]
-        seen.append(sorted(buffer.data_ptr() for buffer in buffers))
+        flats = [x for memory in communicator._buffers.values() for x in memory.flats]
+        seen.append(sorted(flat.data_ptr() for flat in flats))
     return seen
 
 
