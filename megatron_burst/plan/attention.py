@@ -20,6 +20,7 @@ from megatron_burst.schedule.emitter import Kernel, Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
+from megatron_burst.schedule.pieces import halo
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
@@ -64,7 +65,19 @@ class AttentionCall:
         if free and self._wants_whole and self.layout is not Layout.DOCUMENTS:
             return choose_for_documents(shape, self.topology, over_all)
         asked = self.inter, self._of_rings
-        return choose_inter(shape, self.topology, self.layout, self.device, asked, over_all)
+        where = self.topology, self.layout, self.device
+        return choose_inter(shape, *where, asked, over_all, self._travelling_share)
+
+    @cached_property
+    def _travelling_share(self) -> float:
+        """Of a shard's keys, what goes round between nodes where they are gathered inside: under a
+        window what queries of other nodes see."""
+        gathers = self.intra == "gather" or (self.intra == "auto" and self.device != "cpu")
+        in_order = self.layout in (Layout.ZIGZAG, Layout.CONTIGUOUS)
+        if not (self.mask.windowed and gathers and in_order) or self.topology.spans_nodes:
+            return 1.0
+        terms = self.topology, self.layout, self.mask, self.shape.tokens
+        return max(halo(*terms, ranks[0]).rows for ranks in self.topology.grid) / terms[-1]
 
     @property
     def _wants_whole(self) -> bool:
@@ -130,7 +143,7 @@ class AttentionCall:
         if not self.can_recall or self.again or self.resend == "always":
             return False
         shape, others = self.priced, self.arranged.inter_size - 1
-        return self.resend == "never" or few_come(shape, others)
+        return self.resend == "never" or few_come(shape, others, self._travelling_share)
 
     @property
     def left_bytes(self) -> int:
@@ -139,7 +152,8 @@ class AttentionCall:
             return 0
         shape = self.shape
         width = (shape.dim_qk + shape.dim_v) * shape.itemsize
-        return (self.arranged.inter_size - 1) * shape.rows_kv * width
+        rows = round(self._travelling_share * shape.rows_kv)
+        return (self.arranged.inter_size - 1) * rows * width
 
     @cached_property
     def circulate_why(self) -> Choice:
@@ -147,7 +161,8 @@ class AttentionCall:
         if self.recalls:
             return Choice(Circulate.KV, "they stay where they came in forward; gradients go home")
         if self.mode == "ring" or self.arranged.inter_size > 1:
-            return choose_circulate(self.priced, self.circulate)
+            share = self._travelling_share if self.mode == "gather" else 1.0
+            return choose_circulate(self.priced, self.circulate, share)
         return Choice(Circulate.KV, "one node")
 
     @cached_property

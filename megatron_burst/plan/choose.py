@@ -48,26 +48,26 @@ def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
-def few_come(shape: AttentionShape, others: int) -> bool:
-    """Whether K and V of all other nodes' pieces take no more memory than the queries, and their
-    gradients' way home is no longer than that of circulating Q."""
-    keys = shape.rows_kv * (shape.dim_qk + shape.dim_v)
+def few_come(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
+    """Whether K and V of all other nodes' pieces (the share that travels) take no more memory than
+    the queries, and their gradients' way home is no longer than that of circulating Q."""
+    keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
     sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
     return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
 
 
 def hop_bytes(
-    shape: AttentionShape, direction: Direction, circulate: Circulate
+    shape: AttentionShape, direction: Direction, circulate: Circulate, share: float = 1.0
 ) -> dict[Cargo, int]:
-    """Bytes of one hop of each cargo.
+    """Bytes of one hop of each cargo; `share`: of the keys, that travels.
 
     K,V: `read` is K and V, `grad` dK and dV. Q (backward only): `read` is Q, dO and the
     statistics lse and delta, `grad` dQ.
     """
     both_dims = shape.dim_qk + shape.dim_v
     if circulate is Circulate.KV:
-        read = shape.rows_kv * both_dims * shape.itemsize
-        grad = shape.rows_kv * both_dims * shape.grad_bytes
+        elements = round(share * shape.rows_kv * both_dims)
+        read, grad = elements * shape.itemsize, elements * shape.grad_bytes
     else:
         read = shape.rows_q * (both_dims * shape.itemsize + 2 * shape.stat_bytes)
         grad = shape.rows_q * shape.dim_qk * shape.grad_bytes
@@ -84,10 +84,13 @@ def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) ->
     return every - every // topology.inter_size
 
 
-def nested_bytes(shape: AttentionShape, topology: Topology, circulate: Circulate) -> int:
-    """Bytes that a rank sends to other nodes in both passes of a ring between nodes."""
-    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV)
-    backward = hop_bytes(shape, Direction.BACKWARD, circulate)
+def nested_bytes(
+    shape: AttentionShape, topology: Topology, circulate: Circulate, share: float = 1.0
+) -> int:
+    """Bytes that a rank sends to other nodes in both passes of a ring between nodes; `share`: of
+    the keys, that travels."""
+    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV, share)
+    backward = hop_bytes(shape, Direction.BACKWARD, circulate, share)
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
@@ -108,14 +111,15 @@ def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tu
     }
 
 
-def choose_circulate(shape: AttentionShape, asked: str) -> Choice:
-    """Which operand circulates in backward: the one with fewer bytes a hop, unless asked for.
+def choose_circulate(shape: AttentionShape, asked: str, share: float = 1.0) -> Choice:
+    """Which operand circulates in backward: the one with fewer bytes a hop, unless asked for; of
+    the keys a share does.
 
     Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
     """
     cost = {
-        circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate).values())
+        circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate, share).values())
         for circulate in Circulate
     }
     figures = (
@@ -177,6 +181,7 @@ def choose_inter(
     device: str,
     asked: tuple[str, str],
     over_all: AllToAll,
+    share: float = 1.0,
 ) -> Choice:
     """How queries and keys come together between nodes: "ring", "a2a" (over all ranks) or "flat".
 
@@ -194,6 +199,7 @@ def choose_inter(
         asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given and that an
             all-to-all over all ranks does not have, such as "intra=gather", or "".
         over_all: what the ring is compared with.
+        share: of the keys, that travels in a ring.
     """
     inter, of_rings = asked
     if inter != "auto":
@@ -206,7 +212,7 @@ def choose_inter(
         return Choice("ring", _ON_CPU)
     if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
         return Choice("ring", "no all-to-all over all ranks has this layout or number of heads")
-    ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
+    ring = min(nested_bytes(shape, topology, circulate, share) for circulate in Circulate)
     sent = a2a_bytes(shape, topology, over_all.again)
     bare = sent // over_all.rounds
     figures = (

@@ -31,7 +31,7 @@ from megatron_burst.schedule.emitter import (
     sums_of,
     travelling_side_fields,
 )
-from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, sums
+from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, sums, whole
 from megatron_burst.schedule.layout import Layout, Numbers
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
@@ -175,7 +175,8 @@ class _AllToAll(Emitter):
             return None
         return Circulating(
             self, self.order, lambda round_: (there.keys(round_),),
-            lambda round_: kv_fields(self.part_of(round_), self.spec.shape), self.rows,
+            lambda round_: kv_fields(self.part_of(round_), self.spec.shape),
+            whole(self, self.rows),
         )  # fmt: skip
 
     def circulating_queries(self, sides: "Sides") -> Circulating | None:
@@ -184,7 +185,7 @@ class _AllToAll(Emitter):
         return Circulating(
             self, self.order, sides.bare,
             lambda round_: travelling_side_fields(self.heads_of(round_)[0], self.spec.shape),
-            self.rows,
+            whole(self, self.rows),
         )  # fmt: skip
 
     def backward(self) -> None:

@@ -157,13 +157,17 @@ class Emitter:
             )
 
     def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
-        """One hop to the next rank of a row, or of a column; as much comes from the one before."""
+        """One hop to the next rank of a row, or of a column; from the one before comes what that
+        has under the same name. What has no rows stays."""
         down, right = (1, 0) if link is Link.INTER else (0, 1)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
         give = Give(topology.rank_at(row + down, column + right), sends)
         take = Take(topology.rank_at(row - down, column - right), sends, brings)
-        self.emit(Transfer(link, cargo, (give,), (take,)))
+        gives = (give,) if self.buffers[sends.buffer].rows else ()
+        takes = (take,) if self.buffers[brings.buffer].rows else ()
+        if gives or takes:
+            self.emit(Transfer(link, cargo, gives, takes))
 
     def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """What a kernel makes."""

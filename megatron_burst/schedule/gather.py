@@ -29,6 +29,7 @@ from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import Circulating, Sides, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
+from megatron_burst.schedule.pieces import Halo, halo
 from megatron_burst.schedule.program import (
     Copy,
     Field,
@@ -58,7 +59,16 @@ class _Gather(Emitter):
         super().__init__(spec)
         self.plan = gather_steps(spec)
         self.rounds, self.order = self.plan.rounds, self.plan.order
+        self.halos = self._halos()
         self.keys = Keys(self)
+
+    def _halos(self) -> tuple[Halo, ...]:
+        """Rows of the keys that circulate, by how many nodes they have come."""
+        spec, topology = self.spec, self.spec.topology
+        row, column = topology.coord(spec.cp_rank)
+        owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
+        terms = topology, spec.layout, spec.mask, spec.shape.tokens
+        return tuple(halo(*terms, owner) for owner in owners)
 
     def forward(self) -> None:
         self.keys.prepare(0, late=False)
@@ -130,13 +140,13 @@ class Keys:
 
     def __init__(self, emitter: _Gather) -> None:
         self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
-        travel = not spec.backward or spec.circulate is Circulate.KV
+        self._travels = not spec.backward or spec.circulate is Circulate.KV
         self._recalls = spec.left and spec.backward
         self._circulating = None
-        if travel and not self._recalls and spec.topology.inter_size > 1:
+        if self._travels and not self._recalls and spec.topology.inter_size > 1:
             self._circulating = Circulating(
                 emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
-                self._fields, spec.shape.tokens,
+                self._fields, emitter.halos,
             )  # fmt: skip
         self._slots = emitter.slot_count(
             Cargo.READ, len(self._plan.reads), self._plan.num_rows, self._fields(0)
@@ -178,8 +188,9 @@ class Keys:
         if step.distance and emitter.spec.left:
             name = f"left {step.round}+{step.distance}"
             fields = self._fields(step.round)
-            left = emitter.buffer(name, Home.LEFT, emitter.spec.shape.tokens, fields)
-            if self._circulating:
+            halo = emitter.halos[step.distance]
+            left = emitter.buffer(name, Home.LEFT, halo.rows, fields)
+            if self._circulating and halo.rows:
                 emitter.emit(Copy((source,), left, stream))
             source = left
         if self._begins(index):
@@ -191,9 +202,14 @@ class Keys:
             f"keys {step.gather}", Home.SLOT, self._plan.num_rows,
             self._fields(emitter.order[index].round), Cargo.READ, step.gather, self._slots,
         )  # fmt: skip
-        for piece in step.keys:
-            if piece.holder == mine:
+        away = emitter.order[index].distance if self._travels else 0
+        for piece in (piece for piece in step.keys if piece.holder == mine):
+            if away == 0:
                 emitter.emit(Copy((source.at(piece.rows),), slot.at(piece.whole), stream))
+                continue
+            for rows, packed in emitter.halos[away].parts(piece.rows):
+                there = rows.moved(piece.whole.start - piece.rows.start)
+                emitter.emit(Copy((source.at(packed),), slot.at(there), stream))
         reads, others = self._plan.reads[step.gather], self._plan.others
         gives = [Give(peer, slot.at(p.whole)) for peer in others for p in reads[peer]]
         takes = [
@@ -301,7 +317,7 @@ class KeySums:
         def target(round_: int) -> Ref:
             return Ref("dkv", heads=emitter.rounds[round_])
 
-        self._sums = sums(emitter, emitter.order, True, target, fields, spec.shape.tokens)
+        self._sums = sums(emitter, emitter.order, True, target, fields, emitter.halos)
         travel = spec.circulate is Circulate.KV and spec.topology.inter_size > 1
         self._one_slot = shares.slots == 1
         self._stream = Stream.SIDE if travel and not self._one_slot else Stream.COMPUTE

@@ -20,7 +20,14 @@ from megatron_burst.schedule.emitter import (
     dq_fields,
     kv_fields,
 )
-from megatron_burst.schedule.inter_node import Circulating, Sides, heads_in_rounds, steps, sums
+from megatron_burst.schedule.inter_node import (
+    Circulating,
+    Sides,
+    heads_in_rounds,
+    steps,
+    sums,
+    whole,
+)
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import (
@@ -134,7 +141,7 @@ class Keys:
         if self._travel and not self._recalls and not emitter.alone:
             self._circulating = Circulating(
                 emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
-                self._fields, emitter.tokens,
+                self._fields, whole(emitter, emitter.tokens),
             )  # fmt: skip
         gathers = len(emitter.order) if self._travel else len(emitter.rounds)
         self._slots = emitter.slot_count(

@@ -1,6 +1,6 @@
 """What ranks of a node that gathers compute in each step, and what one takes and gives for it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.call import Circulate, Direction
@@ -13,6 +13,7 @@ from megatron_burst.schedule.pieces import (
     sides,
     tiles_between,
     tiles_over,
+    union,
 )
 
 
@@ -175,21 +176,10 @@ def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Itera
         if piece.holder == cp_rank:
             continue
         parts = [part for tile in tiles if (part := piece.part(tile.kv))]
-        for start, stop in _union((part.whole.start, part.whole.stop) for part in parts):
+        for start, stop in union((part.whole.start, part.whole.stop) for part in parts):
             part = piece.part(Span(start, stop))
             assert part
             yield part
-
-
-def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows, each once."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:

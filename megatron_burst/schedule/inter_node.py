@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up, travelling_side_fields
-from megatron_burst.schedule.mask import Span
+from megatron_burst.schedule.mask import Span, cut
+from megatron_burst.schedule.pieces import Halo
 from megatron_burst.schedule.program import (
     Add,
     Copy,
@@ -72,16 +73,16 @@ class Circulating:
         order: its steps.
         own: the rank's own piece of a round, wherever it is.
         fields: of a round's piece.
-        rows: of a piece.
+        halos: rows of it that travel, by how many nodes it has come.
     """
 
     def __init__(
         self, emitter: Emitter, order: Sequence[Step],
         own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
-        rows: int,
+        halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
-        self._rows, self._nodes = rows, emitter.spec.topology.inter_size
+        self._halos, self._nodes = halos, emitter.spec.topology.inter_size
         self._leaving: dict[int, list[Step]] = defaultdict(list)
         at = {(step.round, step.distance): index for index, step in enumerate(order)}
         for step in order:
@@ -94,15 +95,18 @@ class Circulating:
         """The piece of a step."""
         name = f"piece {round_}+{distance}"
         if name not in self._emitter.buffers:
-            self._emitter.buffer(name, Home.HOP, self._rows, self._fields(round_), Cargo.READ)
+            rows = self._halos[distance].rows
+            self._emitter.buffer(name, Home.HOP, rows, self._fields(round_), Cargo.READ)
         return Ref(name)
 
     def set_out(self, index: int) -> None:
         """Send the rank's own piece, if it is to leave while a step is prepared."""
         for step in self._leaving[index]:
             if step.distance == 0:
-                piece = self.piece(step.round, 0)
-                self._emitter.emit(Copy(self._own(step.round), piece, Stream.SIDE))
+                piece, own = self.piece(step.round, 0), self._own(step.round)
+                for rows, packed in self._halos[0].parts(Span(0, self._halos[0].of)):
+                    sources = tuple(source.at(rows) for source in own)
+                    self._emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
                 self._send(step)
 
     def pass_on(self, index: int) -> None:
@@ -133,7 +137,7 @@ class Sides:
         if spec.circulate is Circulate.Q:
             self._own = (Ref("side"), emitter.delta())
             self._circulating = Circulating(
-                emitter, order, self._of_round, self._fields, spec.shape.tokens
+                emitter, order, self._of_round, self._fields, whole(emitter, spec.shape.tokens)
             )
 
     def _of_round(self, round_: int) -> tuple[Ref, ...]:
@@ -166,15 +170,15 @@ class TravellingSums:
         order: its steps.
         target: where the rank's own gradients of a round go.
         fields: of a round's gradients, as they travel.
-        rows: of a piece.
+        halos: rows of a piece that travel, by how many nodes it has come.
     """
 
     def __init__(
         self, emitter: Emitter, order: Sequence[Step], target: Callable[[int], Ref],
-        fields: Callable[[int], tuple[Field, ...]], rows: int,
+        fields: Callable[[int], tuple[Field, ...]], halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
-        self._fields, self._rows = fields, rows
+        self._fields, self._halos = fields, halos
         self._nodes = emitter.spec.topology.inter_size
         self._coming: dict[int, list[int]] = defaultdict(list)  # rounds that come home, by turn
         at = {(step.round, step.distance): index for index, step in enumerate(order)}
@@ -185,9 +189,10 @@ class TravellingSums:
 
     def _sum(self, round_: int, distance: int) -> Ref:
         """The sum of a step; behind the last of them, what has come home."""
-        name = f"sum {round_}+{distance}"
+        name, halo = f"sum {round_}+{distance}", self._halos[distance % self._nodes]
         if name not in self._emitter.buffers:
-            self._emitter.buffer(name, Home.HOP, self._rows, self._fields(round_), Cargo.GRAD)
+            rows = halo.rows if distance else halo.of
+            self._emitter.buffer(name, Home.HOP, rows, self._fields(round_), Cargo.GRAD)
         return Ref(name)
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
@@ -197,17 +202,28 @@ class TravellingSums:
         if self._nodes == 1:
             add_up(self._emitter, self._target(step.round), sums, fresh, stream)
             return
-        total = self._sum(step.round, step.distance)
-        add_up(self._emitter, total, sums, fresh, stream)
-        if step.distance:
-            came = self._sum(step.round, step.distance + 1)
-            self._emitter.hop(Link.INTER, Cargo.GRAD, total, came)
+        if step.distance == 0:
+            add_up(self._emitter, self._sum(step.round, 0), sums, fresh, stream)
+            return
+        travel = [
+            (packed, tuple(part.at(rows.moved(-span.start)) for part in parts))
+            for span, parts in sums
+            for rows, packed in self._halos[step.distance].parts(span)
+        ]
+        total, came = (self._sum(step.round, step.distance + n) for n in (0, 1))
+        add_up(self._emitter, total, travel, fresh, stream)
+        self._emitter.hop(Link.INTER, Cargo.GRAD, total, came)
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
         """Complete the rank's own gradients that come home by now; returns their rounds."""
+        halo = self._halos[0]
         for round_ in self._coming[turn]:
-            parts = self._sum(round_, 0), self._sum(round_, self._nodes)
-            self._emitter.emit(Add(parts, self._target(round_), stream))
+            own, target = self._sum(round_, 0), self._target(round_)
+            for span in cut(halo.spans, halo.of):
+                came = tuple(
+                    self._sum(round_, self._nodes).at(packed) for _, packed in halo.parts(span)
+                )
+                self._emitter.emit(Add((own.at(span), *came), target.at(span), stream))
         return self._coming[turn]
 
 
@@ -253,9 +269,16 @@ class LocalSums:
 
 def sums(
     emitter: Emitter, order: Sequence[Step], of_keys: bool, target: Callable[[int], Ref],
-    fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int,
+    fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
 ) -> LocalSums | TravellingSums:  # fmt: skip
-    """Sums of keys' gradients, or of queries': those of what circulates travel home."""
-    travel = of_keys == (emitter.spec.circulate is Circulate.KV)
-    kind, dtype = (TravellingSums, Dtype.WIRE) if travel else (LocalSums, Dtype.SUM)
-    return kind(emitter, order, target, lambda round_: fields(round_, dtype), rows)
+    """Sums of keys' gradients, or of queries': those of what circulates travel home. `rows`: of
+    them, or those that travel."""
+    halos = whole(emitter, rows) if isinstance(rows, int) else rows
+    if of_keys == (emitter.spec.circulate is Circulate.KV):
+        return TravellingSums(emitter, order, target, lambda r: fields(r, Dtype.WIRE), halos)
+    return LocalSums(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
+
+
+def whole(emitter: Emitter, rows: int) -> tuple[Halo, ...]:
+    """All rows, however many nodes a piece has come."""
+    return (Halo((Span(0, rows),), rows),) * emitter.spec.topology.inter_size

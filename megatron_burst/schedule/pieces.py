@@ -52,6 +52,77 @@ class Visit:
     after: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Rows of a shard that ranks of other nodes read: what travels between nodes.
+
+    Attributes:
+        spans: of the shard, in order.
+        of: rows of the shard.
+    """
+
+    spans: tuple[Span, ...]
+    of: int
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.spans))
+
+    def parts(self, rows: Span) -> Iterator[tuple[Span, Span]]:
+        """Those that are among some rows: in the shard, and in what travels."""
+        start = 0
+        for span in self.spans:
+            if both := span.both(rows):
+                yield both, both.moved(start - span.start)
+            start += len(span)
+
+
+@lru_cache(maxsize=4096)
+def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int) -> Halo:
+    """What of a rank's keys travels: under a window, what queries of any other node see.
+
+    Args:
+        topology: of the group.
+        layout: how tokens are sharded; not documents each for itself.
+        mask: by position.
+        tokens: rows on each rank.
+        owner: cp rank.
+    """
+    if not mask.windowed:
+        return Halo((Span(0, tokens),), tokens)
+    found, (home, _) = [], topology.coord(owner)
+    for queries in (places for row, places in enumerate(_node_places(topology, layout, tokens))
+                    if row != home):  # fmt: skip
+        first = 0
+        for keys in positions(layout, owner, topology.cp_size, tokens):
+            met = (meet(places, keys, mask) for places in queries)
+            found += [tile.kv.moved(first) for tile in met if tile]
+            first += len(keys)
+    return Halo(tuple(Span(*edges) for edges in union((s.start, s.stop) for s in found)), tokens)
+
+
+@lru_cache(maxsize=256)
+def _node_places(topology: Topology, layout: Layout, tokens: int) -> tuple[tuple[range, ...], ...]:
+    """Positions of the rows of each node, those that follow each other as one."""
+    found = []
+    for ranks in topology.grid:
+        each = (at for rank in ranks for at in positions(layout, rank, topology.cp_size, tokens))
+        together = union((at.start, at.stop) for at in each)
+        found.append(tuple(range(start, stop) for start, stop in together))
+    return tuple(found)
+
+
+def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows, each once."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
 @lru_cache(maxsize=1024)
 def node_visits(
     topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False

@@ -1,6 +1,7 @@
 """Properties of programs: bytes on each link, hops, buffers, what is hidden behind what."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel
-from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
@@ -144,6 +145,46 @@ def test_a_flat_ring_crosses_between_nodes_in_every_step():
     sent = [program.sent_bytes() for program in flat.programs(FORWARD)]
     hop = keys(flat.shape, flat.shape.itemsize)
     assert [of_links[Link.INTER] // hop for of_links in sent] == [0, 0, 0, 7, 0, 0, 0, 7]
+
+
+WINDOWS = st.builds(Mask, st.integers(0, 9), st.sampled_from([0, 1, 3]))
+
+
+@given(calls("gather", topologies=grids(3)), WINDOWS, st.sampled_from(list(Direction)))
+def test_between_nodes_only_the_halo_of_a_window_travels(case, mask, direction):
+    """Rows of a shard that a query of another node sees, counted one by one, N-1 hops far."""
+    case = replace(case, mask=mask, circulate=Circulate.KV, tokens=12)
+    nodes, size = case.topology.inter_size, case.topology.cp_size
+    held = [
+        [p for at in positions(case.layout, rank, size, 12) for p in at] for rank in range(size)
+    ]
+
+    def halo(owner):
+        home = case.topology.coord(owner)[0]
+        away = [r for r in range(size) if case.topology.coord(r)[0] != home]
+        seen = {p + by for r in away for p in held[r] for by in range(-mask.left, mask.right + 1)}
+        return len(seen & set(held[owner]))
+
+    shape, recalled = case.shape, case.left and direction is BACKWARD
+    for rank, program in enumerate(case.programs(direction)):
+        row, column = case.topology.coord(rank)
+        rows = [halo(case.topology.rank_at(row - away, column)) for away in range(nodes)]
+        row_bytes = [keys(shape, width) // 12 for width in (shape.itemsize, shape.grad_bytes)]
+        expected = 0 if recalled else sum(rows[:-1]) * row_bytes[0]
+        expected += sum(rows[1:]) * row_bytes[1] if direction is BACKWARD else 0
+        assert program.sent_bytes()[Link.INTER] == expected
+        assert all(op.gives or op.takes for op in transfers(program, link=Link.INTER))
+
+
+def test_a_halo_of_4k_at_128k_is_a_sixteenth_of_a_shard_and_nobody_reads_the_last_one():
+    zigzag = Case("gather", grid(2, 1), Layout.ZIGZAG, Mask(4096, 0), rounds=1, tokens=65536)
+    whole = replace(zigzag, mask=Mask.CAUSAL)
+    sent, every = ([p.sent_bytes()[Link.INTER] for p in case.programs(FORWARD)]
+                   for case in (zigzag, whole))  # fmt: skip
+    assert [16 * some for some in sent] == every  # 4K of 64K rows each way
+    contiguous = replace(zigzag, layout=Layout.CONTIGUOUS)
+    assert [len(transfers(p, link=Link.INTER)) for p in contiguous.programs(FORWARD)] == [1, 1]
+    assert [p.sent_bytes()[Link.INTER] for p in contiguous.programs(FORWARD)] == [sent[0], 0]
 
 
 # --- hops and buffers ---
