@@ -77,7 +77,8 @@ class AttentionCall:
         if not (self.mask.windowed and gathers and in_order) or self.topology.spans_nodes:
             return 1.0
         terms = self.topology, self.layout, self.mask, self.shape.tokens
-        return max(halo(*terms, ranks[0]).rows for ranks in self.topology.grid) / terms[-1]
+        ends = (rank for ranks in self.topology.grid for rank in {ranks[0], ranks[-1]})
+        return max(halo(*terms, rank).rows for rank in ends) / self.shape.tokens
 
     @property
     def _wants_whole(self) -> bool:

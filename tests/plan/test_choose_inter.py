@@ -10,7 +10,7 @@ from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import H200
 
 
@@ -163,3 +163,20 @@ def test_on_a_known_machine_documents_take_what_simulates_fastest(grid, mask, la
     causal = documents_call(131072, (64, 8), grid, Layout.ZIGZAG, Mask.CAUSAL)
     alone = choose_call(causal, H200)
     assert chosen.seconds < alone.seconds / 4
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (32, 32)], ids=str)
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.CONTIGUOUS])
+@pytest.mark.parametrize("grid", [(2, 1), (2, 4)])
+def test_of_windows_the_halo_goes_round_and_stays_whatever_the_heads(grid, layout, heads):
+    """An all-to-all sends all heads; K and V of 4K rows are less than any rank's queries."""
+    call = documents_call(131072, heads, grid, layout, Mask(4096, 0))
+    assert (call.between, call.mode, call.recalls) == ("ring", "gather", True)
+    rows = 4096 * heads[1] * 256
+    assert call.left_bytes == 2 * rows
+    sent = [
+        sum(call.program(rank, direction).sent_bytes()[Link.INTER] for direction in Direction)
+        for rank in range(grid[0] * grid[1])
+    ]
+    assert max(sent) == 2 * rows * (2 if layout is Layout.ZIGZAG and grid[1] == 1 else 1)
+    assert replace(call, intra="ring")._travelling_share == 1.0
