@@ -3,8 +3,10 @@
 python -m benchmarks.show table benchmarks/results/attention_4xh200_one_node.csv
 """
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -17,6 +19,10 @@ from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.errors import BurstError
 
 app = new_app()
+ROOT = Path(__file__).parents[1]
+_TABLE = re.compile(  # a line that names CSVs, and the table below it
+    r"(?P<mark>^<!-- benchmarks\.show table (?P<csvs>[^>]+) -->\n\n?)(?:^\|.*\n)*", re.MULTILINE
+)
 Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
 
 
@@ -25,20 +31,45 @@ def table(
     csvs: Csvs,
     pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
 ) -> None:
-    """Attention: burst beside TransformerEngine's best mode and the ceiling."""
+    """Attention, packed documents and windows too: burst beside TransformerEngine's best mode and
+    the kernel alone."""
     with in_one_sentence():
-        rows = read(csvs, ATTENTION_CSV)
-        typer.echo(markdown_table(rows, pass_))
+        typer.echo(markdown_table(_attention(csvs), pass_))
 
 
 @app.command()
-def packed(
-    csvs: Csvs,
-    pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
-) -> None:
-    """Packed documents and windows: burst beside TransformerEngine's best mode and the ceiling."""
+def docs(files: Annotated[list[Path], Argument(help="Markdown files, such as README.md")]) -> None:
+    """Make tables of documents again, below lines such as <!-- benchmarks.show table A.csv -->."""
     with in_one_sentence():
-        typer.echo(markdown_table(read(csvs, PACKED_CSV), pass_))
+        for path in files:
+            path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def refreshed(text: str) -> str:
+    """A document with the tables that it names as they are today.
+
+    Raises:
+        BurstError: if a CSV is missing.
+    """
+
+    def made(found: re.Match) -> str:
+        rows = _attention([ROOT / csv for csv in found["csvs"].split()])
+        lines = markdown_table(rows, "fwd_bwd").splitlines()
+        return found["mark"] + "".join(f"{line}\n" for line in lines if line.startswith("|"))
+
+    return _TABLE.sub(made, text)
+
+
+def _attention(csvs: Sequence[Path]) -> list[Any]:
+    """Rows of files of either kind."""
+    return [row for csv in csvs for row in read([csv], _sheet(csv))]
+
+
+def _sheet(csv: Path) -> Sheet:
+    if not csv.is_file():
+        return ATTENTION_CSV
+    with csv.open(encoding="utf-8", errors="replace") as file:
+        return PACKED_CSV if "num_documents" in file.readline() else ATTENTION_CSV
 
 
 @app.command()

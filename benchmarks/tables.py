@@ -9,6 +9,8 @@ from rich.table import Table
 from benchmarks.rows import Row
 from megatron_burst.units import in_units
 
+_COLUMNS = ("burst", "best TE (mode)", "burst / TE", "burst / kernel alone", "GiB burst, TE")
+
 
 class Problem(NamedTuple):
     """What rows must share to be compared; fields as in `Row`."""
@@ -93,6 +95,11 @@ class Comparison:
         return self.rows.get("burst:backend=cudnn")
 
     @property
+    def anywhere(self) -> Row | None:
+        """Burst where documents begin anywhere in a sample, which is not padded."""
+        return self.rows.get("burst:auto@zigzag")
+
+    @property
     def cudnn_ceiling(self) -> Row | None:
         """That kernel without communication."""
         return self.rows.get("ceiling:cudnn")
@@ -103,13 +110,14 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """One comparison a problem and pass, the shorter sequences first."""
+    """One comparison a problem and pass; of as many ranks together, the shorter sequences first."""
     found: dict[Problem, dict[str, Row]] = {}
     for row in rows:
         problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
         found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
-    shortest_first = sorted(found, key=lambda problem: problem.seq)
-    return [Comparison(problem, found[problem]) for problem in shortest_first]
+    groups = list(dict.fromkeys((problem.nodes, problem.ranks) for problem in found))
+    in_order = sorted(found, key=lambda one: (groups.index((one.nodes, one.ranks)), one.seq))
+    return [Comparison(problem, found[problem]) for problem in in_order]
 
 
 def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:
@@ -162,8 +170,10 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         return f"No {pass_} was measured."
     facts = differing(comparisons, ("heads", "S"))
     same_kernel = any(each.on_cudnn for each in comparisons)
-    head = [*facts, "burst", "best TE (mode)", "burst / TE", "burst / ceiling", "GiB burst, TE"]
-    head += ["burst on cuDNN", "it / TE", "it / its ceiling"] if same_kernel else []
+    packed = any(each.anywhere for each in comparisons)
+    head = [*facts, *_COLUMNS]
+    head += ["burst on cuDNN", "it / TE", "it / its kernel alone"] if same_kernel else []
+    head += ["documents anywhere", "it / TE"] if packed else []
     lines = [head, ["---"] * len(head)]
     for each in comparisons:
         words, te = each.problem.words(), each.best_te
@@ -171,7 +181,9 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
         line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
-        lines.append([*line, *(_on_cudnn(each) if same_kernel else ())])
+        line += _on_cudnn(each) if same_kernel else ()
+        line += (_speed(each.anywhere), _text(Ratio.of(each.anywhere, te))) if packed else ()
+        lines.append(line)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
 

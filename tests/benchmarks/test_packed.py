@@ -180,7 +180,7 @@ def test_results_agree_in_every_layout_and_mode_before_times_are_told(results):
 
 def test_the_table_names_the_best(results):
     _, path = results
-    table = CliRunner().invoke(show, ["packed", str(path)]).output
+    table = CliRunner().invoke(show, ["table", str(path)]).output
     assert "| half |" in table and "| window-100 |" in table
 
 

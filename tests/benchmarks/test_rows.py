@@ -17,7 +17,7 @@ from benchmarks.rows import (
     check_appendable,
     read,
 )
-from benchmarks.show import app
+from benchmarks.show import ROOT, app, refreshed
 from benchmarks.tables import Ratio, compare
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
@@ -107,7 +107,7 @@ def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
         "pass fwd+bwd."
     )
     assert head == (
-        "| heads | S | burst | best TE (mode) | burst / TE | burst / ceiling | GiB burst, TE |"
+        "| heads | S | burst | best TE (mode) | burst / TE | burst / kernel alone | GiB burst, TE |"
     )
     rest = "720 | 480 (all_gather) | 1.50 (1.17-1.78) | 0.80 | 1.50, 2.50 |"
     assert lines == [f"| 32/8 | 64K | {rest}", f"| 32/32 | 128K | {rest}"]
@@ -120,7 +120,7 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
     append(tmp_path / "both.csv", rows)
     done = CliRunner().invoke(app, ["table", str(tmp_path / "both.csv")])
     *_, head, _, line = done.output.splitlines()
-    assert head.endswith("| burst on cuDNN | it / TE | it / its ceiling |")
+    assert head.endswith("| burst on cuDNN | it / TE | it / its kernel alone |")
     assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
 
 
@@ -249,3 +249,19 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
             said = refused(command, path)
             assert f"{path}, line 2, must be a row of {WRITERS[command]}" in said
             assert f"got one of {impl}; show that with benchmarks.show " in said
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/masks.md"])
+def test_tables_of_documents_are_those_of_their_csvs(name):
+    """`python -m benchmarks.show docs` makes them again."""
+    text = (ROOT / name).read_text()
+    assert text.count("<!-- benchmarks.show table ") and refreshed(text) == text
+    assert text.count("| burst / TE |") >= text.count("<!-- benchmarks.show table ")
+
+
+def test_a_table_is_made_below_the_line_that_names_it():
+    csv = "benchmarks/results/packed_2xh200_one_node.csv"
+    mark = f"<!-- benchmarks.show table {csv} -->\n\n"
+    made = refreshed(f"a\n{mark}| old |\n| --- |\n\nb\n")
+    assert made.startswith(f"a\n{mark}| heads | S |") and made.endswith(" |\n\nb\n")
+    assert "old" not in made and "drawn-42" in made and refreshed(made) == made
