@@ -10,6 +10,7 @@ from rich.progress import track
 from typer import Argument, Exit, Option
 
 from megatron_burst.cli.plan_notes import no_room, warnings_of
+from megatron_burst.cli.plan_sample import Asked, plan_sample
 from megatron_burst.cli.plan_table import Shown, show
 from megatron_burst.cli.terminal import check_writable, in_one_sentence, writing
 from megatron_burst.errors import BurstError
@@ -58,11 +59,16 @@ def plan(
     offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload inputs")] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
+    cu_seqlens: Annotated[
+        Path | None,
+        Option(help="one packed sample instead of a job: boundaries or lengths (text, .npy, .pt)"),
+    ] = None,
     picture: Annotated[
-        Path | None, Option(help="draw one layer's attention, ranks x time (.png, .svg)")
+        Path | None,
+        Option(help="draw one layer's attention (.png, .svg): ranks x time, or a sample"),
     ] = None,
 ) -> None:
-    """Time, memory and flags of a training job before it runs.
+    """Time, memory and flags of a training job before it runs, or attention of a packed sample.
 
     Sizes and policies that are not given are those of the fastest strategy that fits in memory.
     Exits with 0 for a plan that runs, with 2 for input that is refused, and with 3 for a plan that
@@ -74,10 +80,15 @@ def plan(
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
         described, in_file = model_of(model), _arguments_in(model)
         fixed = _fixed(in_file, asked)
-        tokens = _tokens(seq_length or in_file.get("seq_length", ""))
-        batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
+        if cu_seqlens:
+            of_jobs = {"seq_length": seq_length, "global_batch_size": global_batch_size}
+            _check_sample(asked | of_jobs | {"search": do_search, "json": json})
+            plan_sample(Asked(cu_seqlens, described, count, on_node, fixed, machine, picture))
+            return
+        tokens = _tokens(seq_length or in_file.get("seq_length", ""))
+        batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         job = Job(described, tokens, count, on_node, batch(count), machine)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
@@ -169,6 +180,18 @@ def _check_policy(given: dict[str, object]) -> None:
         raise BurstError(
             "plan: --offload must come with --keep half or all, because nothing is kept without "
             "it; got --keep none; pass --keep all, or leave it out"
+        )
+
+
+def _check_sample(given: dict[str, object]) -> None:
+    """Refuse options that a sample does not have."""
+    options = [name for name, value in given.items() if value and name not in ("tp", "cp")]
+    if options:
+        option = "--" + options[0].replace("_", "-")
+        raise BurstError(
+            "plan: --cu-seqlens must come with --gpus, --gpus-per-node, --hardware, --tp, --cp and "
+            "--picture only, because one layer's attention is planned, not a job; got "
+            f"{option}; leave one out"
         )
 
 

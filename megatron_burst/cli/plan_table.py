@@ -39,30 +39,35 @@ class Shown:
     own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
 
 
+def new_console() -> Console:
+    """As wide as the terminal, or as tables need where there is none."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else _WIDTH)
+
+
 def show(shown: Shown) -> None:
     """Print the best, the others, and what the best consists of."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if known else _WIDTH)
+    console = new_console()
     job, found, best = shown.job, shown.found, shown.found[0]
-    _say(
+    say(
         console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
         f"{job.batch} sequence{'s' * (job.batch > 1)} a step, {job.gpus} GPUs, "
         f"{job.on_node} a node, {job.hardware.name}",
     )
     for note in shown.warnings:
-        _say(console, note, "warning: ", "yellow")
+        say(console, note, "warning: ", "yellow")
     if shown.others and len(found) > 1:
         _show_candidates(console, found)
     else:
-        _say(console, _why_best(found))
+        say(console, _why_best(found))
     if shown.no_room:
-        _say(console, shown.no_room, "does not fit: ", "red")
+        say(console, shown.no_room, "does not fit: ", "red")
     _show_best(console, job, best)
     _show_flags(console, shown)
 
 
-def _say(console: Console, text: str, head: str = "", style: str = "") -> None:
+def say(console: Console, text: str, head: str = "", style: str = "") -> None:
     """A line that the terminal wraps, so that pipes and copies get it whole."""
     console.print(head, style=style or None, end="", markup=False)
     console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -110,12 +115,12 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if time := best.time:
         every = time.tokens_per_gpu * job.gpus
-        _say(
+        say(
             console,
             f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s a GPU, "
             f"{every:,.0f} in all, MFU {time.mfu:.1%}",
         )
-    _say(console, f"{best.strategy.layout}, {best.strategy.policy}")
+    say(console, f"{best.strategy.layout}, {best.strategy.policy}")
     parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory)}
     if best.time:
         times = [(name, _digits(seconds, 3)) for name, seconds in best.time.parts if seconds > 0]
@@ -130,9 +135,9 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     console.print(table)
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
-            _say(console, line)
+            say(console, line)
         if best.strategy.keep == "half":
-            _say(console, _half_line(job, best))
+            say(console, _half_line(job, best))
 
 
 def _show_flags(console: Console, shown: Shown) -> None:
@@ -150,7 +155,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{head}[/bold]", highlight=False)
-    _say(console, " \\\n    ".join(words))
+    say(console, " \\\n    ".join(words))
 
 
 def _half_line(job: Job, best: Candidate) -> str:

@@ -10,6 +10,7 @@ from math import inf
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import Timer
+from megatron_burst.plan.sample import Sample
 from megatron_burst.plan.timing import Timeline, simulate
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
@@ -37,6 +38,7 @@ def attention_time(
     pass_tflop: float = inf,
     ranks: range | None = None,
     with_spans: bool = True,
+    sample: Sample | None = None,
 ) -> Timeline:
     """What happens in one pass of a call.
 
@@ -47,11 +49,12 @@ def attention_time(
         pass_tflop: work without pause (`KernelSpeed`); infinite in training.
         ranks: to simulate; None: as many as the time depends on.
         with_spans: whether to write down what happened.
+        sample: whose documents there are; None: one. Its ranks are not alike.
 
     Raises:
         BurstError: if the call cannot run so.
     """
-    timer = Timer(hardware, call.backend, pass_tflop)
+    timer = Timer(hardware, call.backend, pass_tflop, sample)
     some = _simulated(call) if ranks is None else ranks
     with _no_collection():
         programs = {rank: call.program(rank, direction) for rank in some}

@@ -6,6 +6,7 @@ from math import ceil, inf
 
 from megatron_burst.plan.documents import SHARE, slowest_share
 from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.sample import Sample
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Runs
@@ -34,6 +35,7 @@ class Timer:
     hardware: Hardware
     backend: str = "auto"  # of attention; "auto" for the first one that the hardware lists
     pass_tflop: float = inf  # what the GPU computes without pause: in training it never rests
+    sample: Sample | None = None  # whose documents there are; None: one
 
     def tile(
         self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0
@@ -45,7 +47,12 @@ class Timer:
         causal kernels begin with their longest blocks, which evens out the end.
         """
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
-        return self._kernel(share * tile.pairs, rows, tile.mask.causal, shape, direction)
+        pairs = share * self.pairs(tile)
+        return self._kernel(pairs, rows, tile.mask.causal, shape, direction)
+
+    def pairs(self, tile: Tile) -> float:
+        """Of queries and keys that a tile computes."""
+        return self.sample.pairs(tile) if self.sample else tile.pairs
 
     def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of sliding-window attention of a call's queries.
@@ -105,30 +112,38 @@ class OpTimer:
         return self._timer.memory(self._moved(op))
 
     def _tile(self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward) -> float:
-        chunks = op.places if isinstance(op.places, Runs) else None
+        matter = self._timer.sample or isinstance(op.places, Runs)
         heads = self._heads(q, "q"), self._heads(kv, "k")
-        key = self._rows(q), self._rows(kv), (op.mask, chunks), *heads
+        key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
         if key not in self._tiles:
-            fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
-            shape = AttentionShape(
-                self._program.batch, key[0], *key[3:], fields["q"].dim, fields["v"].dim,
-                *self._program.widths.values(),
-            )  # fmt: skip
-            tile = Tile(Span(0, key[0]), Span(0, key[1]), op.mask, chunks)
-            packed = op.mask.documents and not op.mask.windowed  # windows are short beside them
-            share = self._share(key[0], chunks) if packed else 1.0
+            tile, shape = self.tile_of(q, kv, op)
+            # windows are short beside documents
+            usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
+            share = self._share(tile) if usual else 1.0
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)
         return self._tiles[key]
 
-    def _share(self, rows: int, chunks: Runs | None) -> float:
+    def _share(self, tile: Tile) -> float:
         """Of a tile's pairs, in usual documents. All ranks have equal work if each has chunks of
         every document, or all rows; else all are taken to be the slowest one."""
         size = self._program.topology.cp_size
         own = next(
             buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
         )
-        even = chunks is not None or rows == size * own
+        even = isinstance(tile.places, Runs) or len(tile.q) == size * own
         return SHARE * (1.0 if even else slowest_share(size))
+
+    def tile_of(
+        self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward
+    ) -> tuple[Tile, AttentionShape]:
+        """The tile of a kernel, and the shape of a call with its heads."""
+        fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
+        rows, keys = self._rows(q), self._rows(kv)
+        shape = AttentionShape(
+            self._program.batch, rows, self._heads(q, "q"), self._heads(kv, "k"),
+            fields["q"].dim, fields["v"].dim, *self._program.widths.values(),
+        )  # fmt: skip
+        return Tile(Span(0, rows), Span(0, keys), op.mask, op.places), shape
 
     def _rows(self, ref: Ref) -> int:
         rows = ref.rows
