@@ -21,7 +21,7 @@ from megatron_burst.errors import BurstError
 app = new_app()
 ROOT = Path(__file__).parents[1]
 _TABLE = re.compile(  # a line that names CSVs, and the table below it
-    r"(?P<mark>^<!-- benchmarks\.show table (?P<csvs>[^>]+) -->\n\n?)(?:^\|.*\n)*", re.MULTILINE
+    r"(?P<mark>^<!-- benchmarks\.show table (?P<csvs>[^>]+) -->\n)\n*(?:^\|.*\n)*\n*", re.MULTILINE
 )
 Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
 
@@ -55,7 +55,8 @@ def refreshed(text: str) -> str:
     def made(found: re.Match) -> str:
         rows = _attention([ROOT / csv for csv in found["csvs"].split()])
         lines = markdown_table(rows, "fwd_bwd").splitlines()
-        return found["mark"] + "".join(f"{line}\n" for line in lines if line.startswith("|"))
+        table = "\n".join(line for line in lines if line.startswith("|"))
+        return f"{found['mark']}\n{table}\n\n"
 
     return _TABLE.sub(made, text)
 

@@ -67,9 +67,9 @@ def plan_sample(asked: Asked) -> None:
     say(console, f"its work is {sample.share:.1%} of one causal sequence's; one layer's attention:")
     console.print(_table(found))
     for name, way in ways.items():
-        if isinstance(way, Way):
+        if isinstance(way, Way) and way.call.mode_why.reason != "asked for":
             say(console, f"{name}: {way.call.mode}, because {way.call.mode_why.reason}")
-        else:
+        elif not isinstance(way, Way):
             say(console, f"{name}: {way}", "refused: ", "yellow")
     if asked.picture:
         with writing("plan", "--picture", asked.picture):
