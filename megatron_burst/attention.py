@@ -17,9 +17,10 @@ from megatron_burst.comm.pass_log import Kind, Marks
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.documents import Documents, Sample, documents_of
+from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.planned import planned
+from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.auto import check_asked

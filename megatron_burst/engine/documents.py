@@ -1,30 +1,22 @@
 """The documents of a packed sample, as kernels and programs want them, on the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.tree import Branch, Tree, listed_of, needs_of, rows_before
-from megatron_burst.errors import Need, require
+from megatron_burst.engine.sample import Sample, listed_of, of_parents, of_tensors, of_values
+from megatron_burst.engine.tree import Branch, Tree, rows_before
+from megatron_burst.errors import require
 from megatron_burst.kernels.visible import Segments
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
 from megatron_burst.schedule.mask import Places
 
 _WHO = "burst attention"
-
-
-class Sample(NamedTuple):
-    """Where documents begin, as `burst_attention` is told."""
-
-    cu_seqlens: Tensor
-    padded: Tensor | None
-    longest: int | None
-    parents: Tensor | Sequence[int] | None = None
 
 
 def documents_of(
@@ -83,12 +75,8 @@ class Documents:
         self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
         who: str = _WHO,
     ) -> None:  # fmt: skip
-        require(who, _of_tensors(sample, device))
-        self._parents = None
-        if sample.parents is not None:
-            segments = len(sample.cu_seqlens) - 1
-            require(who, needs_of(sample.parents, segments, sample.padded is not None))
-            self._parents = listed_of(sample.parents)
+        require(who, chain(of_tensors(sample, device), of_parents(sample)))
+        self._parents = None if sample.parents is None else listed_of(sample.parents)
         self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
@@ -138,7 +126,7 @@ class Documents:
                 self._copied.synchronize()
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
-            require(self._who, _of_values(starts, padded, self._layout, sizes))
+            require(self._who, of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": _in_words(text, len(starts) - 1)}
             if self._parents is not None:
@@ -297,80 +285,6 @@ def _to_host(x: Tensor) -> Tensor:
         return x
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return pinned.copy_(x, non_blocking=True)
-
-
-def _of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
-    for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
-        if x is None:
-            continue
-        yield (
-            isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1,
-            f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
-            f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
-            "pass such a tensor",
-        )
-        yield (
-            len(x) >= 2 and len(x) == len(sample.cu_seqlens),
-            f"{name} must tell where each document begins and where the last one ends, with and "
-            "without padding of equally many",
-            f"{len(x)} boundaries",
-            "pass one more than there are documents",
-        )
-        yield (
-            x.device in (device, torch.device("cpu")),
-            f"{name} must be on the CPU or beside q, because kernels there read it",
-            f"{x.device}",
-            f"move it to {device}",
-        )
-
-
-def _of_values(
-    starts: Tensor, padded: Tensor | None, layout: Layout, sizes: tuple[int, int, int | None]
-) -> Iterator[Need]:
-    (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
-    lengths, room = starts.diff(), lies.diff()
-    yield (
-        starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
-        "cu_seqlens must begin with 0 and not decrease, because each document begins where the one "
-        "before it ends",
-        _some(starts if lengths.min() < 0 or starts[0] else lies),
-        "pass the running sum of lengths",
-    )
-    yield (
-        int(lies[-1]) <= tokens,
-        f"documents must end within the sample of {tokens} tokens (all ranks' together), because "
-        "there is no more",
-        f"an end at {int(lies[-1])}",
-        "pass boundaries of the whole sample, not of a rank's shard",
-    )
-    yield (
-        bool((lengths <= room).all()),
-        "a document must not be longer than with its padding",
-        f"{_some(lengths - room)} tokens more",
-        "pass cu_seqlens without padding and cu_seqlens_padded with it",
-    )
-    yield (
-        longest is None or int(room.max()) <= longest,
-        "max_seqlen must be the longest document's tokens, or more, because kernels are launched "
-        "for so many",
-        f"{longest} and a document of {int(room.max())}",
-        "pass the longest of the sample, padding included",
-    )
-    yield (
-        layout is not Layout.DOCUMENTS
-        or cp_size == 1
-        or (int(lies[-1]) == tokens and not bool((room % (2 * cp_size)).any())),
-        f"in the layout zigzag-documents each document must be padded to a multiple of "
-        f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each rank "
-        "has two chunks of each",
-        f"lengths {_some(room)} and an end at {int(lies[-1])}",
-        "pad them (cu_seqlens_padded), or pass another layout",
-    )
-
-
-def _some(x: Tensor) -> str:
-    values = x[:8].tolist()
-    return ", ".join(map(str, values)) + (", ..." if len(x) > 8 else "")
 
 
 def _with_padding(

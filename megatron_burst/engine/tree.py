@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.errors import Need
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import merge_parts, sum_parts
 from megatron_burst.kernels.visible import FULL, Segments, Visible
@@ -41,7 +40,7 @@ class Tree:
 
     Args:
         starts: where segments begin in the sample, and where the last one ends.
-        parents: of each segment, -1 for none; as `needs_of` has them.
+        parents: of each segment, -1 for none; as `of_parents` has them.
 
     Attributes:
         starts: int64, where documents begin and the last one ends.
@@ -71,90 +70,6 @@ class Tree:
         """Of a tile whose queries and keys are at these positions, apart from its documents."""
         found = (_branch(level, q, keys, device) for level in self._levels)
         return tuple(branch for branch in found if branch)
-
-
-def needs_of(parents: object, segments: int, padded: bool) -> Iterator[Need]:
-    """What must hold of the parents that were given for so many segments."""
-    what = "prefix_tree must be a list or tensor of integers on the CPU with one axis"
-    yield (
-        isinstance(parents, Sequence | Tensor),
-        f"{what}, because it names each segment's parent",
-        type(parents).__name__,
-        "pass one",
-    )
-    if isinstance(parents, Tensor):
-        yield (
-            parents.dtype in (torch.int32, torch.int64) and parents.dim() == 1,
-            f"{what}, because it names each segment's parent",
-            f"{parents.dtype} of shape {tuple(parents.shape)}",
-            "pass one",
-        )
-        yield (
-            parents.device.type == "cpu",
-            f"{what}, because how deep it is decides how many kernel calls there are",
-            f"{parents.device}",
-            "pass prefix_tree.cpu(), made once a sample",
-        )
-    listed = listed_of(parents)
-    yield (
-        all(isinstance(parent, int) and not isinstance(parent, bool) for parent in listed),
-        f"{what}, because it names each segment's parent",
-        ", ".join(sorted({type(parent).__name__ for parent in listed})),
-        "pass one",
-    )
-    yield (
-        len(listed) == segments,
-        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens tells "
-        "where segments begin",
-        f"{len(listed)} parents of {segments} segments",
-        "pass one fewer than cu_seqlens has boundaries",
-    )
-    yield (
-        not padded,
-        "a prefix tree must lie without padding, because the rows that descend from a segment are "
-        "one run of queries",
-        "cu_seqlens_padded",
-        "pass cu_seqlens alone, and no padding but behind the last segment",
-    )
-    yield from _of_order(listed)
-
-
-def _of_order(parents: Sequence[int]) -> Iterator[Need]:
-    wrong = [s for s, parent in enumerate(parents) if not -1 <= parent < s]
-    yield (
-        not wrong,
-        "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query sees "
-        "keys before it alone",
-        "".join(f"parent {parents[s]} of segment {s}" for s in wrong[:1]),
-        "number segments from 0 in the order of cu_seqlens, parents before children",
-    )
-    wrong = _misplaced(parents)
-    yield (
-        not wrong,
-        "segments of a prefix tree must lie depth first, because all that descend from one must be "
-        "the rows right behind it",
-        "".join(f"segment {s} not right behind segment {parents[s]} and its descendants"
-                for s in wrong[:1]),
-        "put each segment behind its parent, or behind the last descendant of the sibling before",
-    )  # fmt: skip
-
-
-def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
-    """Parents as a list."""
-    return parents.tolist() if isinstance(parents, Tensor) else list(parents or ())
-
-
-def _misplaced(parents: Sequence[int]) -> list[int]:
-    """Segments that do not lie right behind their parent and its descendants."""
-    path: list[int] = []  # from a root to the segment before
-    found = []
-    for segment, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if parent != -1 and not path:
-            found.append(segment)
-        path.append(segment)
-    return found
 
 
 def rows_before(edges: Tensor, places: Places) -> Tensor:

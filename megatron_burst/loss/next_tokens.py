@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import refuse_differences
-from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError, Need, unmet
 from megatron_burst.schedule.layout import Layout, positions
 

@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import empty_like_rows
+from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype

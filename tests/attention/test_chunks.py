@@ -7,7 +7,8 @@ import torch
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.sample import Sample
 from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.layout import (
     Layout,

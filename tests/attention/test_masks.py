@@ -13,7 +13,8 @@ from random import Random
 import pytest
 import torch
 
-from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import (

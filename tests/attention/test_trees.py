@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents, Sample
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.band import segments_of
 from megatron_burst.kernels.reference import Reference

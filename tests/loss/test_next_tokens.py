@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
-from megatron_burst.engine.documents import Sample
+from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
 from megatron_burst.schedule.layout import Layout

@@ -1,0 +1,189 @@
+"""A packed sample as `burst_attention` is told of it, and what must hold of that."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.errors import Need
+from megatron_burst.schedule.layout import Layout
+
+
+class Sample(NamedTuple):
+    """Where documents begin, as `burst_attention` is told."""
+
+    cu_seqlens: Tensor
+    padded: Tensor | None
+    longest: int | None
+    parents: Tensor | Sequence[int] | None = None
+
+
+def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
+    """What must hold of tensors that kernels on a device are to read."""
+    for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
+        if x is None:
+            continue
+        yield (
+            isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1,
+            f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
+            f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+            "pass such a tensor",
+        )
+        yield (
+            len(x) >= 2 and len(x) == len(sample.cu_seqlens),
+            f"{name} must tell where each document begins and where the last one ends, with and "
+            "without padding of equally many",
+            f"{len(x)} boundaries",
+            "pass one more than there are documents",
+        )
+        yield (
+            x.device in (device, torch.device("cpu")),
+            f"{name} must be on the CPU or beside q, because kernels there read it",
+            f"{x.device}",
+            f"move it to {device}",
+        )
+
+
+def of_values(
+    starts: Tensor, padded: Tensor | None, layout: Layout, sizes: tuple[int, int, int | None]
+) -> Iterator[Need]:
+    """What must hold of boundaries, on the CPU.
+
+    Args:
+        starts: where documents begin, and the last one ends.
+        padded: where they lie with their padding, if they have any.
+        layout: how tokens are sharded.
+        sizes: tokens of the sample, ranks, and the longest document as it was given.
+    """
+    (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
+    lengths, room = starts.diff(), lies.diff()
+    yield (
+        starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
+        "cu_seqlens must begin with 0 and not decrease, because each document begins where the one "
+        "before it ends",
+        _some(starts if lengths.min() < 0 or starts[0] else lies),
+        "pass the running sum of lengths",
+    )
+    yield (
+        int(lies[-1]) <= tokens,
+        f"documents must end within the sample of {tokens} tokens (all ranks' together), because "
+        "there is no more",
+        f"an end at {int(lies[-1])}",
+        "pass boundaries of the whole sample, not of a rank's shard",
+    )
+    yield (
+        bool((lengths <= room).all()),
+        "a document must not be longer than with its padding",
+        f"{_some(lengths - room)} tokens more",
+        "pass cu_seqlens without padding and cu_seqlens_padded with it",
+    )
+    yield (
+        longest is None or int(room.max()) <= longest,
+        "max_seqlen must be the longest document's tokens, or more, because kernels are launched "
+        "for so many",
+        f"{longest} and a document of {int(room.max())}",
+        "pass the longest of the sample, padding included",
+    )
+    yield (
+        layout is not Layout.DOCUMENTS
+        or cp_size == 1
+        or (int(lies[-1]) == tokens and not bool((room % (2 * cp_size)).any())),
+        f"in the layout zigzag-documents each document must be padded to a multiple of "
+        f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each rank "
+        "has two chunks of each",
+        f"lengths {_some(room)} and an end at {int(lies[-1])}",
+        "pad them (cu_seqlens_padded), or pass another layout",
+    )
+
+
+def _some(x: Tensor) -> str:
+    values = x[:8].tolist()
+    return ", ".join(map(str, values)) + (", ..." if len(x) > 8 else "")
+
+
+def of_parents(sample: Sample) -> Iterator[Need]:
+    """What must hold of the parents of segments, if there are any."""
+    if sample.parents is None:
+        return
+    parents, segments = sample.parents, len(sample.cu_seqlens) - 1
+    what = "prefix_tree must be a list or tensor of integers on the CPU with one axis"
+    yield (
+        isinstance(parents, Sequence | Tensor),
+        f"{what}, because it names each segment's parent",
+        type(parents).__name__,
+        "pass one",
+    )
+    if isinstance(parents, Tensor):
+        yield (
+            parents.dtype in (torch.int32, torch.int64) and parents.dim() == 1,
+            f"{what}, because it names each segment's parent",
+            f"{parents.dtype} of shape {tuple(parents.shape)}",
+            "pass one",
+        )
+        yield (
+            parents.device.type == "cpu",
+            f"{what}, because how deep it is decides how many kernel calls there are",
+            f"{parents.device}",
+            "pass prefix_tree.cpu(), made once a sample",
+        )
+    listed = listed_of(parents)
+    yield (
+        all(isinstance(parent, int) and not isinstance(parent, bool) for parent in listed),
+        f"{what}, because it names each segment's parent",
+        ", ".join(sorted({type(parent).__name__ for parent in listed})),
+        "pass one",
+    )
+    yield (
+        len(listed) == segments,
+        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens tells "
+        "where segments begin",
+        f"{len(listed)} parents of {segments} segments",
+        "pass one fewer than cu_seqlens has boundaries",
+    )
+    yield (
+        sample.padded is None,
+        "a prefix tree must lie without padding, because the rows that descend from a segment are "
+        "one run of queries",
+        "cu_seqlens_padded",
+        "pass cu_seqlens alone, and no padding but behind the last segment",
+    )
+    yield from _of_order(listed)
+
+
+def _of_order(parents: Sequence[int]) -> Iterator[Need]:
+    wrong = [s for s, parent in enumerate(parents) if not -1 <= parent < s]
+    yield (
+        not wrong,
+        "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query sees "
+        "keys before it alone",
+        "".join(f"parent {parents[s]} of segment {s}" for s in wrong[:1]),
+        "number segments from 0 in the order of cu_seqlens, parents before children",
+    )
+    wrong = _misplaced(parents)
+    yield (
+        not wrong,
+        "segments of a prefix tree must lie depth first, because all that descend from one must be "
+        "the rows right behind it",
+        "".join(f"segment {s} not right behind segment {parents[s]} and its descendants"
+                for s in wrong[:1]),
+        "put each segment behind its parent, or behind the last descendant of the sibling before",
+    )  # fmt: skip
+
+
+def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
+    """Parents as a list."""
+    return parents.tolist() if isinstance(parents, Tensor) else list(parents or ())
+
+
+def _misplaced(parents: Sequence[int]) -> list[int]:
+    """Segments that do not lie right behind their parent and its descendants."""
+    path: list[int] = []  # from a root to the segment before
+    found = []
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            found.append(segment)
+        path.append(segment)
+    return found
