@@ -100,7 +100,7 @@ def on_four_ranks(rank: int) -> dict:
 
 
 def test_log_probabilities_of_sharded_documents_are_those_of_the_whole_sample():
-    for found in run_ranks(on_four_ranks, 4):
+    for found in run_ranks(on_four_ranks, 4, timeout_s=300):
         assert len(found) == 24
         assert max(found.values()) < 1e-12, found
 
