@@ -45,7 +45,7 @@ def cases(draw):
     return pretend_nodes(nodes * ranks, nodes), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_any_case_is_exact(case):
     assert_exact(*case)
@@ -89,7 +89,7 @@ def gather_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=80)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
     """Catches keys read before they arrive, shares sent to the wrong owner or summed too early."""
@@ -112,7 +112,7 @@ def a2a_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=80)
 @given(a2a_cases())
 def test_any_all_to_all_is_exact(case):
     """Catches heads or rows sent to the wrong rank, results that come home too early or late."""
