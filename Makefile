@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu-test lint format clean
+.PHONY: help demo test test-fast gpu-test test-matrix lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -32,6 +32,9 @@ test-fast: ## run a part of the tests, under 3 minutes
 # Four tests at a time: most of their time is starting processes and compiling kernels.
 gpu-test: ## run only the tests that need CUDA GPUs
 	@$(RUN) -m pytest tests/gpu -m gpu -n 4 --dist worksteal $(ARGS)
+
+test-matrix: ## run mcore tests with each release of Megatron-Core, and with MEGATRON_LM=clone main
+	@scripts/test_matrix.sh $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

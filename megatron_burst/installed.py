@@ -1,6 +1,7 @@
 """What is installed: Megatron's release, found without importing it, and if it is supported."""
 
 import importlib.util
+import re
 import runpy
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from megatron_burst.errors import require
 
-SUPPORTED = "0.19"  # releases that the tests run with
+FIRST, LAST = (0, 16), (0, 20)  # releases that tests run with; see docs/versions.md
 _INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release on PYTHONPATH"
 
 
@@ -31,9 +32,10 @@ class Megatron:
         return f"Megatron-Core {self.version} in {self.folder}"
 
 
-def supported(release: str) -> bool:
-    """Whether burst runs with this release of Megatron-Core."""
-    return release.startswith(f"{SUPPORTED}.")
+def minor(release: str) -> tuple[int, int]:
+    """(0, 19) of "0.19.2"; of what is no number the last release that tests run with."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return (int(found[1]), int(found[2])) if found else LAST
 
 
 def find_megatron() -> Megatron | None:
@@ -47,8 +49,10 @@ def find_megatron() -> Megatron | None:
 def require_megatron(who: str) -> Megatron:
     """The Megatron on sys.path, where burst supports it.
 
+    One newer than the tests' is taken: `patching.Patch` compares functions that burst relies on.
+
     Raises:
-        BurstError: if there is none, one of another release, or parts of two.
+        BurstError: if there is none, one that is too old, or parts of two.
     """
     found = find_megatron()
     require(who, _needs(found))
@@ -74,9 +78,9 @@ def _needs(found: Megatron | None):
         _INSTALL,
     )
     yield (
-        supported(found.version),
-        f"Megatron-Core must be {SUPPORTED}, because burst attaches itself to that release's "
-        "functions",
+        minor(found.version) >= FIRST,
+        f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack functions "
+        "that burst attaches itself to",
         str(found),
         _INSTALL,
     )

@@ -35,6 +35,8 @@ class Patch:
             itself, there only; "" if burst only relies on it.
         parameters: names that the original must have, in order; written out, as they were in the
             release that the patch was written for.
+        others: the same in other releases that it works with.
+        releases: the first and the last that have the place, as (major, minor).
         why: what it is for and why no public seam does.
         package: the distribution that it comes with.
         with_te: whether it is there only where Megatron finds TransformerEngine.
@@ -47,6 +49,8 @@ class Patch:
     why: str
     package: str = "megatron-core"
     with_te: bool = False
+    others: tuple[tuple[str, ...], ...] = ()
+    releases: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (99, 0))
 
     @property
     def target(self) -> str:
@@ -76,13 +80,13 @@ class Patch:
             return f"megatron_burst: {self.target} cannot be imported: {error}"
         original = getattr(owner, name, None)
         found = tuple(inspect.signature(original).parameters) if callable(original) else None
-        if found == self.parameters:
+        if found in (self.parameters, *self.others):
             return None
         return (
             f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
             f"because {'a patch replaces it' if self.becomes else 'burst is called by it'}; got "
-            f"{found} in {self.package} {version_of(self.package)}; install the one that "
-            "megatron_burst names in its pyproject.toml"
+            f"{found} in {self.package} {version_of(self.package)}; install a release that "
+            "megatron_burst's docs/versions.md names"
         )
 
     def apply(self, *given: Any) -> None:

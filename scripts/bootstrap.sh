@@ -3,6 +3,8 @@
 #
 #     scripts/bootstrap.sh [command [argument...]]
 #
+# BURST_MEGATRON=0.18.2 makes .venvs/megatron-0.18.2 instead, with that release of megatron-core.
+#
 # All that it needs (uv, Python, packages, caches) goes below .venv and .cache of the checkout,
 # unless a variable set below has a value already. When nothing has changed since the last time it
 # installs nothing and needs no network. The Python is the first of these that runs and is fit:
@@ -12,7 +14,10 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 cache=$root/.cache
-stamp=.venv/.bootstrap-stamp
+megatron=${BURST_MEGATRON:-}
+venv=${megatron:+.venvs/megatron-$megatron}
+venv=${venv:-.venv}
+stamp=$venv/.bootstrap-stamp
 uv_version=0.13.8
 # megatron-core has wheels for these two only; the first is preferred.
 fit_pythons=(3.12 3.13)
@@ -95,14 +100,14 @@ use_given_python() {
     python=$path
 }
 
-# Sets python to that of .venv; what is there is never thrown away.
+# Sets python to that of the environment; what is there is never thrown away.
 use_existing_venv() {
     local version="" path=""
-    read -r version path < <(describe .venv/bin/python) || true
-    is_fit "${version:-none}" || fail ".venv must hold one of Python ${fit_pythons[*]} that runs;" \
-        "got ${version:-one that does not run}. Delete .venv and run this again."
+    read -r version path < <(describe "$venv/bin/python") || true
+    is_fit "${version:-none}" || fail "$venv must hold one of Python ${fit_pythons[*]} that runs;" \
+        "got ${version:-one that does not run}. Delete it and run this again."
     if [ -n "${PYTHON:-}" ]; then
-        say "PYTHON=$PYTHON is not used, because .venv exists already; delete .venv to change it."
+        say "PYTHON=$PYTHON is not used, because $venv exists already; delete it to change it."
     fi
     python=$path
 }
@@ -183,11 +188,11 @@ hand_pip_settings_to_uv() {
 
 # What the installed state depends on, as one line.
 fingerprint() {
-    { echo "$root"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
+    { echo "$root $megatron"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
 }
 
 is_current() {
-    [ -x .venv/bin/python ] && [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(fingerprint)" ]
+    [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(fingerprint)" ]
 }
 
 # One at a time: two makes may start together.
@@ -195,7 +200,7 @@ take_turns() {
     command -v flock >/dev/null || return 0
     exec 9>"$cache/bootstrap.lock"
     if ! flock --nonblock 9; then
-        say "another one is installing into .venv; waiting for it"
+        say "another one is installing; waiting for it"
         flock 9
     fi
 }
@@ -204,10 +209,15 @@ install_packages() {
     local quiet=--quiet
     [ ! -t 2 ] || quiet= # a terminal gets uv's progress bars
     hand_pip_settings_to_uv
-    say "uv installs what pyproject.toml asks for into .venv (several GB the first time)"
-    "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/python --constraints constraints.txt \
-        --build-constraints constraints.txt -e '.[dev]' >&2 ||
-        fail "the packages that pyproject.toml and constraints.txt name must install into .venv;" \
+    local constraints=constraints.txt more=()
+    if [ -n "$megatron" ]; then
+        constraints=$venv/constraints.txt more=("megatron-core==$megatron" pyyaml)
+        sed '/^megatron-core==/d' constraints.txt >"$constraints"
+    fi
+    say "uv installs what pyproject.toml asks for into $venv (several GB the first time)"
+    "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --constraints "$constraints" \
+        --build-constraints "$constraints" -e '.[dev]' "${more[@]}" >&2 ||
+        fail "the packages that pyproject.toml and constraints.txt name must install into $venv;" \
             "uv could not install them, for the reason above. Fix that (the network, a full disk," \
             "pip's or uv's settings) and run this again."
     fingerprint >"$stamp"
@@ -220,15 +230,16 @@ bootstrap() {
     export TMPDIR=$cache/tmp PYTHONDONTWRITEBYTECODE=1
     mkdir -p "$TMPDIR"
     python="" uv="" pip_python=""
-    if [ -x .venv/bin/python ] || [ -L .venv/bin/python ]; then
+    if [ -x "$venv/bin/python" ] || [ -L "$venv/bin/python" ]; then
         use_existing_venv
         find_uv
     else
         if [ -n "${PYTHON:-}" ]; then use_given_python; else find_python; fi
         find_uv
         [ -n "$python" ] || download_python
-        say "making .venv with $python"
-        "$python" -m venv --without-pip .venv >&2 ||
+        say "making $venv with $python"
+        mkdir -p "$(dirname "$venv")"
+        "$python" -m venv --without-pip "$venv" >&2 ||
             fail "Python's venv module must work; that of $python does not. $python_to_set"
     fi
     install_packages

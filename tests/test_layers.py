@@ -16,7 +16,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"schedule"},
     {"plan"},
     {"config", "environment", "transforms"},
-    {"mcore.patches"},  # a table of names, which loads neither Megatron nor torch
+    {"mcore.patches", "mcore.releases"},  # tables of names, which load neither Megatron nor torch
     {"kernels"},
     {"comm"},
     {"engine"},

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.inference.utils import InferenceMode
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +15,11 @@ from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
 from megatron_burst.mcore.refusals import check
 from megatron_burst.say import say
+
+try:
+    from megatron.core.inference.utils import InferenceMode
+except ImportError:  # before 0.18 no engine tells that it runs
+    InferenceMode = None
 
 WHO = "burst core attention"
 
@@ -102,7 +106,7 @@ def check_tokens(query: Tensor, key: Tensor) -> None:
     Args:
         query, key: [tokens, b, h, d], or [tokens, h, d].
     """
-    engine = InferenceMode.is_active()
+    engine = InferenceMode is not None and InferenceMode.is_active()
     place = "an inference engine" if engine else "one call"
     tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
     check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

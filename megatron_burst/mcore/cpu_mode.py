@@ -7,6 +7,7 @@ on GPUs never touches this module.
 """
 
 import copy
+import inspect
 import logging
 from argparse import Namespace
 from typing import Any
@@ -165,9 +166,11 @@ def mesh_on_the_cpu(from_group, /, group, device_type: str, *rest, **options):
     return from_group(group, "cpu", *rest, **options)
 
 
-def initialize_without_cuda(initialize, /, allow_no_cuda: bool = True, *rest, **options):
+def initialize_without_cuda(initialize, /, *args, **options):
     """`initialize_megatron` that asserts no CUDA."""
-    return initialize(True, *rest, **options)
+    bound = inspect.signature(initialize).bind(*args, **options)
+    bound.arguments["allow_no_cuda"] = True
+    return initialize(*bound.args, **bound.kwargs)
 
 
 def newest_architecture() -> int:

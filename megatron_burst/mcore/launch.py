@@ -52,7 +52,12 @@ def prepare(argv: list[str], door: str = "megatron_burst") -> None:
         BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
             parsed the arguments without burst's flags.
     """
-    require_megatron(door)
+    megatron = require_megatron(door)
+    if megatron.training is None:
+        raise BurstError(
+            f"{door}: megatron.training must be importable, because burst's flags are added to its "
+            f"parser; got {megatron} alone; use megatron_burst.auto, or a checkout of Megatron-LM"
+        )
     asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
     parsed = global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):

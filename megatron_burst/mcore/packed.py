@@ -191,19 +191,18 @@ def shard_without_te(shard, /, batch, cp_group):
 
 
 def rotate_anywhere(
-    rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None,
-    mla_rotary_interleaved=False,
-):  # fmt: skip
+    rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, *more, **options
+):
     """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too, and over the group
     of a micro-batch's own."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     group = _OWN_GROUP.get() or group
-    options = mscale, group, mla_rotary_interleaved
     if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
-        return rotate(t, freqs, config, cu_seqlens, *options)
+        return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
     rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
-    return rotate(t.unsqueeze(1), freqs[rows], config, None, *options).squeeze(1)
+    rotated = rotate(t.unsqueeze(1), freqs[rows], config, None, mscale, group, *more, **options)
+    return rotated.squeeze(1)
 
 
 def run_over_own_group(forward, /, self, *args, packed_seq_params=None, **options):

@@ -1,7 +1,8 @@
 """Every name of Megatron's and torch's that burst binds anew: one table, which loads neither.
 
-A row says what is replaced, by what, with which signature it was known, and why. Lines in `why` are
-of the 0.19.2 wheel, below megatron/. `megatron_burst.undo_all()` gives all of it back.
+A row says what is replaced, by what, with which signature it is known in 0.19.2, and why.
+`releases.py` has what is otherwise in other releases. Lines in `why` are of the 0.19.2 wheel, below
+megatron/. `megatron_burst.undo_all()` gives all of it back.
 """
 
 import functools
@@ -12,6 +13,26 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.installed import find_megatron, minor
+from megatron_burst.mcore.releases import (
+    ATTENTION,
+    DOCUMENTS,
+    GPT,
+    GPT_HEAD,
+    GPT_TAIL,
+    HYBRID,
+    HYBRID_TAIL,
+    INITIALIZE,
+    LATENT,
+    LAYER,
+    LAYER_SPEC,
+    MAMBA,
+    OTHER_FORMS,
+    RELEASES,
+    ROTARY,
+    TE_RECOMPUTE,
+    WARM_UP,
+)  # fmt: skip
 from megatron_burst.patching import Patch, when_imported
 from megatron_burst.say import say
 
@@ -64,7 +85,18 @@ _NO_CUDA = (
 def rows(*groups: str) -> tuple[Patch, ...]:
     """The patches of some groups, or of all but CPU mode's, that this Megatron has a place for."""
     wanted = [p for p in TABLE if p.group in groups or (not groups and p.group[:3] != "cpu")]
-    return tuple(patch for patch in wanted if not patch.with_te or _has_te())
+    there = [patch for patch in wanted if _is_there(patch)]
+    return tuple(patch for patch in there if not patch.with_te or _has_te())
+
+
+def _is_there(patch: Patch) -> bool:
+    """Whether this release has the place; a wheel without megatron.training has none of its."""
+    megatron = find_megatron()
+    if megatron is None:
+        return True  # applying it tells
+    first, last = patch.releases
+    trains = megatron.training is not None or not patch.module.startswith("megatron.training")
+    return first <= minor(megatron.version) <= last and trains
 
 
 def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
@@ -114,8 +146,13 @@ def _has_te() -> bool:
 def _of(group: str, *rows: tuple[str, str, str, str], with_te: bool = False) -> Iterator[Patch]:
     """Patches of a group: what is replaced, what it becomes, its parameters, why."""
     for place, becomes, parameters, why in rows:
-        package = place.partition(".")[0].replace("megatron", "megatron-core")
-        yield Patch(group, place, becomes, tuple(parameters.split()), why, package, with_te)
+        yield Patch(
+            group, place, becomes, tuple(parameters.split()), why,
+            package=place.partition(".")[0].replace("megatron", "megatron-core"),
+            with_te=with_te,
+            others=tuple(tuple(form.split()) for form in OTHER_FORMS.get(place, {}).values()),
+            releases=RELEASES.get(place, ((0, 0), (99, 0))),
+        )  # fmt: skip
 
 
 TABLE: tuple[Patch, ...] = (
@@ -144,33 +181,29 @@ TABLE: tuple[Patch, ...] = (
     # what --context-parallel-impl burst applies, and megatron_burst.auto
     *_of(
         "attention",
-        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:build_burst",
-         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
-         "pg_collection pp_layer_offset name",
+        (ATTENTION, f"{_SPECS}:build_burst",
+         f"{LAYER} pg_collection pp_layer_offset name",
          _CORES),
-        (f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__",
-         f"{_SPECS}:build_burst",
-         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
-         "pg_collection pp_layer_offset name",
+        (LATENT, f"{_SPECS}:build_burst",
+         f"{LAYER} pg_collection pp_layer_offset name",
          "builds its core attention itself, after Attention has built one"),
     ),
     # what the flag applies besides
     *_of(
         "asked",
-        (f"{_ATTENTION}:Attention.__init__", f"{_SPECS}:refuse_unset",
-         "self config submodules layer_number attn_mask_type attention_type cp_comm_type "
-         "pg_collection pp_layer_offset name",
+        (ATTENTION, f"{_SPECS}:refuse_unset",
+         f"{LAYER} pg_collection pp_layer_offset name",
          "a script may go past the validate_args that sets cp_comm_type, and the flag would be "
          "off"),
     ),
     # what packed samples need, with burst in a model or asked for
     *_of(
         "packed",
-        (f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing",
+        (DOCUMENTS,
          f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
-        (f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+        (ROTARY,
          f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "takes each document to be sharded for itself (rope_utils.py:184), also with "
@@ -194,7 +227,10 @@ TABLE: tuple[Patch, ...] = (
          "self config layer_number attn_mask_type attention_type cp_comm_type softmax_scale "
          "pg_collection",
          "Megatron builds burst's core attention with these"),
-        ("megatron.training.models.gpt:default_layer_spec", "", "config vp_stage",
+    ),
+    *_of(
+        "spec",
+        (LAYER_SPEC, "", "config vp_stage",
          "--spec megatron_burst.spec layer_spec"),
     ),
     # what megatron_burst.keep applies, with --burst-keep or without Megatron
@@ -231,7 +267,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     *_of(
         "inputs",
-        (f"{_CORE}.recompute:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
+        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
          _INPUTS),
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         with_te=True,
@@ -239,19 +275,18 @@ TABLE: tuple[Patch, ...] = (
     # what --burst-fused-loss applies; given its configuration
     *_of(
         "loss",
-        (f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__", f"{_LOSS}:build_with_loss",
-         "self config transformer_layer_spec vocab_size max_sequence_length pre_process "
-         "post_process fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights "
-         "position_embedding_type rotary_percent rotary_base rope_scaling rope_scaling_factor "
-         "scatter_embedding_sequence_parallel seq_len_interpolation_factor mtp_block_spec "
-         "pg_collection vp_stage",
+        (GPT, f"{_LOSS}:build_with_loss",
+         f"{GPT_HEAD} {GPT_TAIL}",
          _BUILT),
-        (f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__", f"{_LOSS}:build_with_loss",
+        (HYBRID, f"{_LOSS}:build_with_loss",
          "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
          "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process "
-         "post_process fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights "
-         "position_embedding_type rotary_percent rotary_base scatter_embedding_sequence_parallel "
-         "seq_len_interpolation_factor pg_collection vp_stage",
+         f"post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage",
+         _BUILT),
+        (MAMBA, f"{_LOSS}:build_with_loss",
+         "self config mamba_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
+         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process "
+         f"post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage",
          _BUILT),
     ),
     # from its zeroing to its reduction a fused loss may add to main_grad in forward
@@ -306,7 +341,7 @@ TABLE: tuple[Patch, ...] = (
          "torch_fully_sharded_data_parallel.py:81, fsdp/mcore_fsdp_adapter.py:418"),
         ("torch.cuda:device_count", "=torch.cpu:device_count", "", _NO_CUDA),
         ("torch.cuda:set_device", "=torch.cpu:set_device", "device", _NO_CUDA),
-        ("megatron.training.initialize:initialize_megatron", f"{_CPU}:initialize_without_cuda",
+        (INITIALIZE, f"{_CPU}:initialize_without_cuda",
          "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks "
          "store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group seed_ep_group "
          "seed_etp_group skip_random_seed",
@@ -316,7 +351,7 @@ TABLE: tuple[Patch, ...] = (
          "before Blackwell (10)"),
         (f"{_ARGUMENTS}:validate_args", f"{_CPU}:validate_adjusted", "args defaults",
          "defaults are TransformerEngine, NCCL and CUDA extensions"),
-        ("megatron.training.training:set_jit_fusion_options", f"={_CPU}:warm_nothing_up", "tp_size",
+        (WARM_UP, f"={_CPU}:warm_nothing_up", "tp_size",
          "training/initialize.py:497 feeds random tensors to fused functions to compile them: "
          "nothing is compiled here, and the draws, whose number depends on the context parallel "
          "size, would move the generator that the weights are drawn from next"),

@@ -9,6 +9,7 @@ from typing import Any, cast
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.errors import BurstError
+from megatron_burst.installed import find_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
 from megatron_burst.mcore.core_attention import (
@@ -30,6 +31,13 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         BurstError: if there are such layers, and the flag is not given; for what burst does not
             support.
     """
+    if not patches.rows("spec"):
+        raise BurstError(
+            "--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or newer, because "
+            "older ones do not call it with a model's configuration; got "
+            f"{find_megatron()}; pass --context-parallel-impl burst instead"
+        )
+    patches.apply("spec")
     from megatron.training.models.gpt import default_layer_spec
 
     if config.transformer.context_parallel_size > 1:  # before Megatron builds the model

@@ -4,16 +4,25 @@ Import it where a test module is imported, for its processes to start with Megat
 call `start` first: nothing here changes the process that runs pytest.
 """
 
+import inspect
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_burst.installed import find_megatron, minor
 from tests.ranks import preload
 
 preload("megatron.core.models.gpt", "megatron.training.arguments", "megatron_burst.mcore.launch")
 
+needs_training = pytest.mark.skipif(
+    find_megatron().training is None, reason="this Megatron-Core comes without megatron.training"
+)
+needs_0_19 = pytest.mark.skipif(
+    minor(find_megatron().version) < (0, 19), reason="--spec takes a function from 0.19 on"
+)
 SEQ, VOCAB, HEADS = 64, 96, 4
 FULL_RECOMPUTE = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -118,15 +127,13 @@ def build(config, spec, tied: bool = False):
 def loss_and_grads(gpt) -> Run:
     """Loss and gradients of one fixed batch; torch's cross entropy, as Megatron's is float32."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
     positions = torch.arange(SEQ).expand_as(tokens)
-    batch = get_batch_on_this_cp_rank(
+    batch = sharded(
         {"tokens": tokens, "labels": labels, "position_ids": positions},
-        is_hybrid_cp=False,
-        cp_group=parallel_state.get_context_parallel_group(),
+        parallel_state.get_context_parallel_group(),
     )
     calls = []
     for layer in gpt.decoder.layers:
@@ -136,6 +143,15 @@ def loss_and_grads(gpt) -> Run:
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     loss.backward()
     return Run(_sum_over_cp(loss.detach()), _complete_grads(gpt), len(calls))
+
+
+def sharded(batch: dict, group, **options) -> dict:
+    """A rank's part of a batch, by Megatron; from 0.18 on it has to be told that groups stay."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        options["is_hybrid_cp"] = False
+    return get_batch_on_this_cp_rank(batch, cp_group=group, **options)
 
 
 def _sum_over_cp(x: torch.Tensor) -> torch.Tensor:

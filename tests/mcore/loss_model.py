@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_burst.config import FusedLossConfig
-from tests.mcore.gpt import SEQ, VOCAB, Model, Parallel, config_of
+from tests.mcore.gpt import SEQ, VOCAB, Model, Parallel, config_of, sharded
 from tests.ranks import preload
 
 preload("megatron_burst.mcore.fused_loss")
@@ -90,7 +90,6 @@ def model_of(case: Case):
 def batch_of(case: Case) -> dict:
     """This rank's part of one batch."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
@@ -100,7 +99,7 @@ def batch_of(case: Case) -> dict:
         mask[:, : SEQ // 4] = 0
         labels[mask == 0] = -1  # padding of some tokenizers: out of range where nobody looks
     positions = torch.arange(SEQ).expand_as(tokens).contiguous()
-    return get_batch_on_this_cp_rank(
+    return sharded(
         {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask},
-        is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group(),
-    )  # fmt: skip
+        parallel_state.get_context_parallel_group(),
+    )

@@ -1,4 +1,4 @@
-"""Megatron with the diff of patches/, beside the installed one."""
+"""Megatron with the diff of patches/ for its release, beside the installed one."""
 
 import importlib.util
 import os
@@ -6,7 +6,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-DIFF = Path(__file__).parents[2] / "patches" / "core_v0.19.0.patch"
+from megatron_burst.installed import find_megatron, minor
+
+_FOR = {
+    (0, 16): "core_v0.16.1",
+    (0, 17): "core_v0.17.1",
+    (0, 18): "core_v0.18.2",
+    (0, 19): "core_v0.19.0",
+    (0, 20): "main",
+}
+DIFF = Path(__file__).parents[2] / "patches" / f"{_FOR[minor(find_megatron().version)]}.patch"
 
 
 def patch_megatron(folder: Path) -> Path:

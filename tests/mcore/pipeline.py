@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from tests.mcore.gpt import SEQ, VOCAB, config_of
+from tests.mcore.gpt import SEQ, VOCAB, config_of, sharded
 from tests.ranks import preload
 
 preload("megatron.core.models.gpt", "megatron.core.pipeline_parallel.schedules")
@@ -112,7 +112,6 @@ def build(setting: Setting, config, burst: bool = False) -> list:
 def batches(setting: Setting, seed: int = 7):
     """The micro-batches of a step, as this rank holds them."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(seed)
     for _ in range(setting.micro_batches):
@@ -121,7 +120,7 @@ def batches(setting: Setting, seed: int = 7):
         batch = {"tokens": tokens, "labels": labels, "position_ids": positions}
         batch["loss_mask"] = torch.ones_like(tokens, dtype=torch.float64)
         group = parallel_state.get_context_parallel_group()
-        yield get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        yield sharded(batch, group)
 
 
 def forward_step(iterator, model):

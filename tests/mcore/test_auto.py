@@ -16,6 +16,7 @@ import pytest
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.installed import find_megatron, minor
 from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of, environment_args
 from tests.mcore.gpt import (
@@ -25,6 +26,7 @@ from tests.mcore.gpt import (
     config_of,
     loss_and_grads,
     megatrons_own,
+    needs_training,
     relative_errors,
     start,
 )
@@ -76,6 +78,13 @@ def test_what_the_environment_cannot_mean_is_refused_and_said(text, got):
     assert said == [str(refused.value)]
 
 
+@needs_training
+def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
+    assert run_ranks(flags_count, 1, environment={"MEGATRON_BURST": "keep=all"}) == [
+        ["all", "half"]
+    ]
+
+
 def flags_count(rank):
     """Options under a command line of Megatron's with burst's flags, and without."""
     from megatron.training import global_vars
@@ -92,19 +101,13 @@ def flags_count(rank):
     return found
 
 
-def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
-    assert run_ranks(flags_count, 1, environment={"MEGATRON_BURST": "keep=all"}) == [
-        ["all", "half"]
-    ]
-
-
 IN_A_FRAMEWORK = """
 import sys
 import megatron_burst.auto
-print("megatron" in sys.modules, "megatron.core" in sys.modules)
+print([name for name in sys.modules if name.startswith("megatron.")])
 from megatron.core.transformer.attention import Attention
 from megatron_burst.mcore import patches
-print([patch.live for patch in patches.rows("attention", "asked", "flags")])
+print([patch.live for patch in patches.rows("attention", "asked")])
 """
 
 
@@ -114,7 +117,7 @@ def test_nothing_is_imported_until_the_framework_imports_megatron():
         env=os.environ | {"MEGATRON_BURST": "keep=all", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.stdout.split("\n")[:2] == [
-        "False False", str([*[False] * 4, True, True, False]),
+        "[]", str([True, True, False]),
     ], done.stderr  # fmt: skip
     line = "burst attention: layers with cp_comm_type=burst run it (MEGATRON_BURST: keep=all)"
     assert done.stderr.count(line) == 1
@@ -129,12 +132,14 @@ def by_configuration(rank):
     with hearing() as said:
         importlib.import_module("megatron_burst.auto")
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
     alone = build(config_of(attention_dropout=0.1), spec)
     start(Parallel(cp=2))
     gpt = build(config_of(Parallel(cp=2), Model(recompute=True)), spec)
     cores = [alone.decoder.layers[0], gpt.decoder.layers[0]]
-    cores.append(build(config_of(Parallel(cp=2), Model(latent=True)), latent).decoder.layers[1])
+    if minor(find_megatron().version) >= (0, 17):  # before, MLA fails without TransformerEngine
+        latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+        model = build(config_of(Parallel(cp=2), Model(latent=True)), latent)
+        cores.append(model.decoder.layers[1])
     cores = [type(layer.self_attention.core_attention).__name__ for layer in cores]
     fused = hasattr(alone, "fused_head"), hasattr(gpt, "fused_head")
     keep = gpt.decoder.layers[0].self_attention.core_attention.burst.config.keep
@@ -151,7 +156,7 @@ def test_models_that_ask_for_burst_run_it_and_others_are_megatrons_own():
         by_configuration, 2, environment=options
     ):
         assert max(errors.values()) <= 1e-9, errors
-        assert cores == ["DotProductAttention", "BurstCoreAttention", "BurstCoreAttention"]
+        assert cores[0] == "DotProductAttention" and set(cores[1:]) == {"BurstCoreAttention"}
         assert fused == (False, True) and keep == "all" and megatrons
         assert len(said) == 1 and said[0].endswith("(MEGATRON_BURST: keep=all,fused_loss=true)")
 

@@ -1,4 +1,4 @@
-"""The diff for people who keep a Megatron-LM of their own. It trains in test_pretrain.py.
+"""The diff for people who keep a Megatron-LM of their own, of the release that is here.
 
 Catches a diff that no longer applies, that touches more than Megatron's parser, and doors that
 collide: a patched Megatron may be started by `python -m megatron_burst` too.
@@ -6,16 +6,19 @@ collide: a patched Megatron may be started by `python -m megatron_burst` too.
 
 import difflib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.errors import BurstError
-from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore.gpt import Parallel, build, loss_and_grads, needs_training, start
 from tests.mcore.patched import DIFF, git_apply, patch_megatron
+from tests.mcore.pretraining import FLAGS as MODEL
 from tests.ranks import run_ranks
 
+pytestmark = needs_training
 MODULE = "megatron.training.arguments"
 FLAGS = "--context-parallel-impl burst --burst-tune circulate=q --burst-keep all --burst-fused-loss"
 
@@ -104,3 +107,34 @@ def test_without_the_package_burst_is_refused_and_nothing_else(module):
     kind, what = outcome(module, "", **alone, validate=True)
     assert kind == "AssertionError" and "megatron_burst" not in what  # it wants the model's sizes
     assert outcome(module, "--burst-keep all", **alone) == ("SystemExit", "2")
+
+
+def trained(rank, path, flags):
+    """Losses of a patched Megatron's model before and after a step, and its core attention."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    arguments = replaced_by(path)
+    os.environ |= {"WORLD_SIZE": str(torch.distributed.get_world_size()), "RANK": str(rank)}
+    sys.argv = ["pretrain_gpt.py", *MODEL.split(), *flags.split()]
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    start(Parallel(cp=args.context_parallel_size))
+    config = arguments.core_transformer_config_from_args(args)
+    model = build(config, get_gpt_layer_local_spec(normalization="RMSNorm"))
+    before = loss_and_grads(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter -= 1e-3 * before.grads[name]
+    after = loss_and_grads(model)
+    core = model.decoder.layers[0].self_attention.core_attention
+    return type(core).__name__, float(before.loss), float(after.loss)
+
+
+def test_a_patched_megatron_trains_a_step_with_burst(module):
+    """As Megatron's own does without context parallelism, to the rounding of float32 in RoPE."""
+    ((own, *truth),) = run_ranks(trained, 1, module, "")
+    assert own == "DotProductAttention" and truth[1] < 0.99 * truth[0]
+    flags = "--context-parallel-size 2 --context-parallel-impl burst"
+    for core, *losses in run_ranks(trained, 2, module, flags):
+        assert core == "BurstCoreAttention" and losses == pytest.approx(truth, rel=1e-6)

@@ -177,7 +177,8 @@ def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
 
 def places():
     """What stands where Megatron and torch can be patched, as it lies there."""
-    places = [_owner_of(patch.place) for patch in TABLE if patch.becomes and not patch.with_te]
+    rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
+    places = [_owner_of(patch.place) for patch in rows if patch.becomes and not patch.with_te]
     return [vars(owner)[name] for owner, name in places]
 
 

@@ -1,0 +1,76 @@
+"""Places of Megatron that are not the same in all releases: which have them, with what parameters.
+
+Read off the wheels 0.16.1, 0.17.1 and 0.18.2 and off main (0.20); `patches.py` has 0.19.2. A row
+there fits a release if any form of its place does, so that a newer one needs a row here only if it
+moved something. Megatron is not loaded.
+"""
+
+_CORE = "megatron.core"
+
+ATTENTION = f"{_CORE}.transformer.attention:Attention.__init__"
+LATENT = f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__"
+ROTARY = f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
+DOCUMENTS = f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing"
+GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__"
+HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__"
+MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
+TE_RECOMPUTE = f"{_CORE}.recompute:te_checkpoint"
+LAYER_SPEC = "megatron.training.models.gpt:default_layer_spec"
+INITIALIZE = "megatron.training.initialize:initialize_megatron"
+WARM_UP = "megatron.training.training:set_jit_fusion_options"
+
+# parameters that several have
+LAYER = "self config submodules layer_number attn_mask_type attention_type cp_comm_type"
+GPT_HEAD = (
+    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+    "fp16_lm_cross_entropy"
+)
+GPT_TAIL = (
+    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
+    "rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
+    "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
+)
+HYBRID_TAIL = (
+    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
+    "rotary_base scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection"
+)
+_NO_CUDA_ARGUMENT = (
+    "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks"
+)
+
+RELEASES = {  # the first and the last that have a place
+    DOCUMENTS: ((0, 19), (99, 0)),
+    HYBRID: ((0, 18), (99, 0)),
+    MAMBA: ((0, 16), (0, 17)),
+    TE_RECOMPUTE: ((0, 18), (99, 0)),
+    LAYER_SPEC: ((0, 19), (99, 0)),
+}
+OTHER_FORMS = {  # a place's parameters in releases in which they are not those of 0.19.2
+    ATTENTION: {
+        "0.16": f"{LAYER} pg_collection",
+        "0.17": f"{LAYER} pg_collection pp_layer_offset",
+    },
+    LATENT: {"0.16, 0.17": f"{LAYER} pg_collection"},
+    ROTARY: {
+        "0.16 to 0.18": "t freqs config cu_seqlens mscale cp_group",
+        "0.20": "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved inverse "
+        "mla_output_remove_interleaving max_seqlen",
+    },
+    GPT: {"0.20": f"{GPT_HEAD} logit_dtype {GPT_TAIL}"},
+    HYBRID: {
+        "0.20": "self config hybrid_stack_spec vocab_size max_sequence_length "
+        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern "
+        f"pre_process post_process fp16_lm_cross_entropy logit_dtype {HYBRID_TAIL} vp_stage"
+    },
+    MAMBA: {
+        "0.16": "self config mamba_stack_spec vocab_size max_sequence_length pre_process "
+        "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern post_process "
+        f"fp16_lm_cross_entropy {HYBRID_TAIL}"
+    },
+    INITIALIZE: {
+        "0.17": f"extra_args_provider args_defaults ignore_unknown_args {_NO_CUDA_ARGUMENT} "
+        "parsed_args store",
+        "0.18": f"{_NO_CUDA_ARGUMENT} store",
+    },
+    WARM_UP: {"0.17, 0.18": ""},
+}
