@@ -112,7 +112,7 @@ class _AllToAll(Emitter):
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * tokens
         if self.reorders:
             self.met = [_meeting(spec, row, step.distance) for step in self.order]
-            self.tiles = [(met.tile,) for met in self.met]
+            self.tiles: list[tuple[Tile, ...]] = [(met.tile,) for met in self.met]
         else:
             alike = {visit: _tiles(visits[0], visit, spec) for visit in set(visits)}
             self.tiles = [alike[visits[step.distance]] for step in self.order]
@@ -274,7 +274,7 @@ class Wholes:
         self._emitter, spec = emitter, emitter.spec
         self._recalls = spec.left and spec.backward
         self._arrived: set[int] = set()
-        self._sources = ("q", "kv")
+        self._sources: tuple[str, ...] = ("q", "kv")
         if spec.backward:
             delta = emitter.delta().buffer
             self._sources = ("side", delta) if self._recalls else ("side", "kv", delta)
