@@ -1,0 +1,35 @@
+"""Windows between nodes on processes: halos of unequal size, hops that only give or only take.
+
+Catches rows of a halo that come to another place, and a rank that waits for a hop without rows.
+"""
+
+import pytest
+import torch
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from tests.attention.engine import problem, truth
+from tests.oracle import rows_of
+from tests.ranks import run_ranks
+
+
+def errors_of_halos(rank, world, layout):
+    """By what is sent again in backward, over out, dq, dk and dv; a node a rank."""
+    tensors, errors = problem(world, 6, (4, 2), (6, 4), 1), {}
+    expected, rows = truth(*tensors, Mask(2, 0), 6**-0.5), rows_of(Layout(layout), rank, world, 6)
+    for resend in ("auto", "always"):
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
+        config = BurstConfig.of(nodes=world, intra="gather", heads_per_round=1, resend=resend)
+        out = burst_attention(q, k, v, window=(2, 0), layout=layout, config=config)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
+        both = zip(found, expected, strict=True)
+        errors[resend] = max(float((x - y[:, rows]).abs().max()) for x, y in both)
+    return errors
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_halos_come_and_go_between_nodes(layout):
+    for errors in run_ranks(errors_of_halos, 3, 3, layout):
+        assert len(errors) == 2 and max(errors.values()) <= 1e-12, errors
