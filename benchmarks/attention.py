@@ -4,10 +4,10 @@ torchrun --nproc-per-node 4 -m benchmarks.attention --preset quick --out quick.c
 python -m benchmarks.attention --help
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Option
@@ -15,8 +15,8 @@ from typer import Option
 from benchmarks.bench import Bench
 from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
 from benchmarks.impls import Impl, impls_of
-from benchmarks.peers import Burst, Ceiling, OneGpu, draw_shard
-from benchmarks.rows import Row
+from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, draw_shard
+from benchmarks.rows import ATTENTION_CSV, Sheet
 from benchmarks.sweep import (
     Budget,
     Dtype,
@@ -33,8 +33,29 @@ from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
 from megatron_burst.cli.world import World, started
 
 _WHO = "benchmarks.attention"
-_PEERS = {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu}
 app = new_app()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of problems: attention of sequences, or of packed samples.
+
+    Attributes:
+        peers: by name, what implementations are called with.
+        draw: makes a rank's tensors of a problem.
+        sheet: the kind of CSV.
+    """
+
+    peers: Mapping[str, Callable[[Impl, World], Peer]]
+    draw: Callable[[Any, World], Any]
+    sheet: Sheet
+
+
+ATTENTION = Kind(
+    {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu},
+    draw_shard,
+    ATTENTION_CSV,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +64,26 @@ class Plan:
 
     Attributes:
         cases: problems, in order.
-        impls: what each is measured with.
+        impls: what each is measured with; of all alike, or of each.
         reps: repetitions; None: 10, or 3 of what takes over 0.5 s.
         budget_s: seconds after which no problem and no repetition is started; None: no end.
         out: CSV that rank 0 appends to; None: nowhere.
+        kind: of the problems.
     """
 
     cases: Sequence[Case]
-    impls: Sequence[Impl]
+    impls: Sequence[Impl] | Mapping[Case, Sequence[Impl]]
     reps: int | None = None
     budget_s: float | None = None
     out: Path | None = None
+    kind: Kind = ATTENTION
+
+    def of(self, case: Case) -> Sequence[Impl]:
+        """What a problem is measured with."""
+        return self.impls[case] if isinstance(self.impls, Mapping) else self.impls
 
 
-def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Row]:
+def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Any]:
     """Run a plan on all ranks together.
 
     Args:
@@ -70,12 +97,18 @@ def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) 
     Raises:
         BurstError: if a problem cannot be sharded, or `plan.out` has other columns.
     """
+    kind = plan.kind
     for case in plan.cases:
         case.check(world.size)
-    check_out(plan.out, world)
-    bench = Bench(world, draw_shard, clock(plan.budget_s), plan.reps, plan.out)
-    peers = [_PEERS[impl.name](impl, world) for impl in plan.impls]
-    return sweep(plan.cases, lambda case: bench.run(case, peers), world, bench.out_of_time, say)
+    check_out(plan.out, world, kind.sheet)
+    bench = Bench(world, kind.draw, clock(plan.budget_s), plan.reps, plan.out, kind.sheet)
+    every = dict.fromkeys(impl for case in plan.cases for impl in plan.of(case))
+    peers = {impl: kind.peers[impl.name](impl, world) for impl in every}
+
+    def rows_of(case: Case) -> list[Any]:
+        return bench.run(case, [peers[impl] for impl in plan.of(case)])
+
+    return sweep(plan.cases, rows_of, world, bench.out_of_time, say)
 
 
 @app.command()

@@ -4,22 +4,22 @@ torchrun --nproc-per-node 2 -m benchmarks.packed --preset one-node --out packed.
 python -m benchmarks.packed --help
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Option
 
-from benchmarks.bench import Bench
+from benchmarks.attention import Kind, Plan, measure
 from benchmarks.cases import head_counts
 from benchmarks.documents import KINDS, SEED
 from benchmarks.impls import Impl, impls_of
 from benchmarks.packed_cases import PRESETS, PackedGrid, Problem, packed_problems
 from benchmarks.packed_peers import PEERS, Sample
-from benchmarks.rows import PACKED_CSV, PackedRow
-from benchmarks.sweep import Budget, Dtype, Out, check_out, clock, new_app, sweep, usual_dtype
+from benchmarks.rows import PACKED_CSV
+from benchmarks.sweep import Budget, Dtype, Out, new_app, usual_dtype
 from benchmarks.tables import reasons, terminal_table
 from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
 from megatron_burst.cli.world import World, started
@@ -32,48 +32,13 @@ _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)
 app = new_app()
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run measures.
-
-    Attributes:
-        problems: in order, each with its implementations.
-        reps: repetitions; None: 10, or 3 of what takes over 0.5 s.
-        budget_s: seconds after which no problem and no repetition is started; None: no end.
-        out: CSV that rank 0 appends to; None: nowhere.
-    """
-
-    problems: Sequence[Problem]
-    reps: int | None = None
-    budget_s: float | None = None
-    out: Path | None = None
+PACKED = Kind(PEERS, Sample, PACKED_CSV)
 
 
-def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[PackedRow]:
-    """Run a plan on all ranks together.
-
-    Args:
-        plan: the same on all ranks.
-        world: all ranks.
-        say: see `sweep`.
-
-    Returns:
-        the rows, on every rank.
-
-    Raises:
-        BurstError: if a problem cannot be sharded, or `plan.out` has other columns.
-    """
-    every = [impl for problem in plan.problems for impl in packed_impls(problem.impls)]
-    for problem in plan.problems:
-        problem.case.check(world.size)
-    check_out(plan.out, world, PACKED_CSV)
-    peers = {str(impl): PEERS[impl.name](impl, world) for impl in every}
-    bench = Bench(world, Sample, clock(plan.budget_s), plan.reps, plan.out, PACKED_CSV)
-
-    def rows_of(problem: Problem) -> list[PackedRow]:
-        return bench.run(problem.case, [peers[str(i)] for i in packed_impls(problem.impls)])
-
-    return sweep(plan.problems, rows_of, world, bench.out_of_time, say)
+def plan_of(problems: Sequence[Problem], **limits: Any) -> Plan:
+    """What a run measures; `limits` as of `Plan`."""
+    impls = {problem.case: packed_impls(problem.impls) for problem in problems}
+    return Plan(tuple(impls), impls, kind=PACKED, **limits)
 
 
 def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
@@ -121,9 +86,9 @@ def main(
     with in_one_sentence():
         problems = packed_problems(preset, _grid(seq, heads, documents, window), impl or ())
         sizes = {"head_dim_qk": head_dim, "head_dim_v": head_dim, "seed": seed, "dtype": dtype}
-        plan = Plan(problems, reps, budget_s, out)
+        limits = {"reps": reps, "budget_s": budget_s, "out": out}
         with started(_WHO, device, nodes) as world:
-            _run(plan, sizes, world)
+            _run(problems, sizes, limits, world)
 
 
 def _grid(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
@@ -136,11 +101,11 @@ def _grid(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
     )
 
 
-def _run(plan: Plan, sizes: dict, world: World) -> None:
+def _run(problems: Sequence[Problem], sizes: dict, limits: dict, world: World) -> None:
     """Measure, then show what was measured."""
     sizes |= {"dtype": sizes["dtype"] or usual_dtype(world), "multiple": max(4, 2 * world.size)}
-    problems = [Problem(replace(each.case, **sizes), each.impls) for each in plan.problems]
-    rows = measure(replace(plan, problems=problems), world)
+    problems = [Problem(replace(each.case, **sizes), each.impls) for each in problems]
+    rows = measure(plan_of(problems, **limits), world)
     if world.rank == 0 and rows:
         width = None if Console().is_terminal else 200
         console = Console(width=width, markup=False, highlight=False)
@@ -148,7 +113,7 @@ def _run(plan: Plan, sizes: dict, world: World) -> None:
         of_documents = [row for row in rows if row not in of_windows]
         tables = [terminal_table(some) for some in (of_documents, of_windows) if some]
         console.print(*tables, *reasons(rows), sep="\n")
-        console.print(f"rows were appended to {plan.out}")
+        console.print(f"rows were appended to {limits['out']}")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def bench(rank, folder):
 
     few = "burst:auto", "burst:a2a", "ceiling"
     problems = [Problem(DOCUMENTS, IMPLS), Problem(WINDOW, few), Problem(TREE, few)]
-    plan = packed.Plan(problems, reps=2, out=folder / "packed.csv")
+    plan = packed.plan_of(problems, reps=2, out=folder / "packed.csv")
     said = Said()
     return packed.measure(plan, replace(world_of("cpu"), progress=said)), said.lines
 
@@ -152,8 +152,8 @@ def test_a_run_measures_documents_and_windows(results):
         ("burst", "auto"), ("burst", "ring@zigzag"), ("burst", "ring@zigzag-documents"),
         ("te", "p2p"), ("ceiling", "auto"),
     ]  # fmt: skip
-    assert [row.status for row in rows[:5]] == ["ok", "ok", "failed", "failed", "ok"]
-    assert "in one kernel call" in rows[2].note and "TransformerEngine" in rows[3].note
+    assert [row.status for row in rows[:5]] == ["ok", "ok", "ok", "failed", "ok"]
+    assert "TransformerEngine" in rows[3].note
     assert {row.status for row in rows[10:]} == {"ok"} and len(rows) == 2 * (5 + 3 + 3)
     cases = {"half": DOCUMENTS, "window-100": WINDOW, "tree-3": TREE}
     assert list(dict.fromkeys(row.mask for row in rows)) == list(cases)
@@ -170,7 +170,7 @@ def test_results_agree_in_every_layout_and_mode_before_times_are_told(results):
     ((_, said), (_, other)), _ = results
     told = [line for line in said if "differs by" in line]
     assert [line.split(": differs")[0] for line in told] == [
-        "burst:ring@zigzag", "burst:a2a", "burst:a2a",
+        "burst:ring@zigzag", "burst:ring@zigzag-documents", "burst:a2a", "burst:a2a",
     ]  # fmt: skip
     for line in told:
         errors = [float(number) for number in re.findall(r"(?:out|dq|dk|dv) ([\d.e+-]+)", line)]
