@@ -211,7 +211,9 @@ install_packages() {
     hand_pip_settings_to_uv
     local constraints=constraints.txt more=()
     if [ -n "$megatron" ]; then
-        constraints=$venv/constraints.txt more=("megatron-core==$megatron" pyyaml)
+        # with what megatron.training of older releases imports
+        constraints=$venv/constraints.txt
+        more=("megatron-core==$megatron" pyyaml regex six)
         sed '/^megatron-core==/d' constraints.txt >"$constraints"
     fi
     say "uv installs what pyproject.toml asks for into $venv (several GB the first time)"

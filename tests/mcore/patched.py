@@ -1,6 +1,5 @@
 """Megatron with the diff of patches/ for its release, beside the installed one."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,10 +20,10 @@ DIFF = Path(__file__).parents[2] / "patches" / f"{_FOR[minor(find_megatron().ver
 def patch_megatron(folder: Path) -> Path:
     """A folder for the front of PYTHONPATH: `megatron.training` as the diff makes it, and the
     installed `megatron.core` beside it."""
-    (root,) = importlib.util.find_spec("megatron").submodule_search_locations
     tree = folder / "patched"
-    shutil.copytree(Path(root) / "training", tree / "megatron" / "training")  # bytecode too
-    (tree / "megatron" / "core").symlink_to(Path(root) / "core")
+    training = find_megatron().training / "training"
+    shutil.copytree(training, tree / "megatron" / "training")  # bytecode too
+    (tree / "megatron" / "core").symlink_to(find_megatron().folder / "core")
     done = git_apply(tree, "--verbose")
     assert done.returncode == 0, done.stderr
     return tree
