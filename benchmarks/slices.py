@@ -130,6 +130,7 @@ def measure(
     """Train each, and append its row."""
     with in_one_sentence(), TemporaryDirectory() as folder:
         check_appendable(out, SLICES_CSV, "OUT")
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
         started, rows = monotonic(), []
         for what, impl in _wanted(only, tiny):
             if budget_s is not None and monotonic() - started > budget_s:
