@@ -15,7 +15,7 @@ from typer import Option
 
 from megatron_burst.errors import BurstError
 
-Nodes = Annotated[int | None, Option(min=1, help="pretend that this machine is N nodes")]
+Nodes = Annotated[int | None, Option(min=1, help="treat this machine as N nodes")]
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
 
 

@@ -285,10 +285,10 @@ class Queues:
         self.stream = stream
         torch.cuda.set_stream(stream)
 
-    def mark(self, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+    def mark(self, again: UnderWay | None = None) -> torch.cuda.Event:
         """What the current stream has been given so far; `again`: a mark that nobody will wait for
-        any more."""
-        event = torch.cuda.Event() if again is None else again
+        any more, of a call that may have had one queue."""
+        event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event()
         event.record(self.stream)
         return event
 

@@ -93,7 +93,7 @@ class Communicator:
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology says
             ranks = [self._ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
-            board = state_of(together, None).board
+            board = state_of(together).board
             pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
         return pools[name]
 

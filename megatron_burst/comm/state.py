@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CALLS = 128  # whose programs are kept
 _SAMPLES = 8  # micro-batches whose layers are under way
+_SAME = -1.0  # no time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
 # Up to which number groups have names, as long as the default group lives.
@@ -139,17 +140,19 @@ class GroupState:
             ) from error
 
 
-def state_of(group: dist.ProcessGroup, timeout_s: float | None) -> GroupState:
+def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> GroupState:
     """What belongs to a group; made at first use.
 
-    `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do.
+    `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
+    left out: as before.
     """
     if group not in _STATES:
         _drop_destroyed()
-        board = Board(group, timeout_s)
+        board = Board(group, None if timeout_s == _SAME else timeout_s)
         _STATES[group] = GroupState(board, SubGroups(group, board))
     state = _STATES[group]
-    state.board.given_timeout_s = timeout_s
+    if timeout_s != _SAME:
+        state.board.given_timeout_s = timeout_s
     state.sub_groups.follow()
     return state
 

@@ -232,7 +232,7 @@ class Documents:
 
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of rows of `count` chunks of every document: rows of one chunk of each document before
-        theirs, the how manieth of its chunks it is, how long that is, and which row of it."""
+        theirs, the index of its chunk, how long that is, and which row of it."""
         starts = self._chunk_starts
         row = torch.arange(self._chunk_rows * count, device=starts.device)
         document = torch.searchsorted(starts * count, row, right=True).sub_(1)
@@ -267,7 +267,7 @@ class Documents:
 
     def _table(self, values: Sequence) -> Tensor:
         """On the device; nothing waits for it."""
-        found = torch.tensor(values)
+        found = torch.tensor(values, device="cpu")
         if self._starts.is_cuda:
             found = found.pin_memory().to(self._starts.device, non_blocking=True)
         return found
@@ -283,7 +283,7 @@ def _to_host(x: Tensor) -> Tensor:
     """A copy that is there later; the device is not waited for."""
     if x.device.type == "cpu":
         return x
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(x, non_blocking=True)
 
 

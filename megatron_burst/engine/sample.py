@@ -32,10 +32,10 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
         )
         yield (
             len(x) >= 2 and len(x) == len(sample.cu_seqlens),
-            f"{name} must tell where each document begins and where the last one ends, with and "
-            "without padding of equally many",
-            f"{len(x)} boundaries",
-            "pass one more than there are documents",
+            f"{name} must tell where each document begins and where the last one ends, so there is "
+            "one more than there are documents, with and without padding",
+            f"{len(x)} boundaries of {len(sample.cu_seqlens) - 1} documents",
+            "pass as many of both",
         )
         yield (
             x.device in (device, torch.device("cpu")),
@@ -132,7 +132,7 @@ def of_parents(sample: Sample) -> Iterator[Need]:
         all(isinstance(parent, int) and not isinstance(parent, bool) for parent in listed),
         f"{what}, because it names each segment's parent",
         ", ".join(sorted({type(parent).__name__ for parent in listed})),
-        "pass one",
+        "pass a list of int",
     )
     yield (
         len(listed) == segments,

@@ -63,8 +63,9 @@ class Tree:
             if starts[first] < starts[after] < starts[behind[first]]:
                 levels += [[] for _ in range(depth + 1 - len(levels))]
                 levels[depth].append((starts[first], starts[after], starts[behind[first]]))
-        self.starts = torch.tensor([*(starts[first] for first in firsts), starts[-1]])
-        self._levels = [torch.tensor(level) for level in levels if level]
+        starts_of = [*(starts[first] for first in firsts), starts[-1]]
+        self.starts = torch.tensor(starts_of, device="cpu")
+        self._levels = [torch.tensor(level, device="cpu") for level in levels if level]
 
     def branches(self, q: Places, keys: Places, device: torch.device) -> tuple[Branch, ...]:
         """Of a tile whose queries and keys are at these positions, apart from its documents."""

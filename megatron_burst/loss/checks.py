@@ -101,7 +101,7 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
 
 def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
     """Make sure that all ranks of a group have the same terms."""
-    text, board = json.dumps(terms), state_of(group, None).board
+    text, board = json.dumps(terms), state_of(group).board
     if board.knows(text):
         return
     everyones = [json.loads(other) for other in board.share(text, WHO)]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.pass_log import Kind, Marks
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import refuse_differences
 from megatron_burst.engine.documents import Documents
@@ -147,9 +148,18 @@ class _Shards:
 
 
 def _agree(group: dist.ProcessGroup, words: dict[str, str], tokens: Tensor) -> None:
-    """Make sure that all ranks call alike; on a GPU they tell each other once a configuration."""
+    """Make sure that all ranks call alike; on a GPU they tell each other once a configuration.
+
+    A rank that refuses a call there, after others that fitted, waits for nobody: the others hear of
+    it when their next pass begins.
+    """
     if tokens.device.type != "cpu":
-        state_of(group, None).board.agree(words, WHO)
+        state = state_of(group)
+        if words["problem"] and state.board.knows(WHO):
+            Marks.of(state.log, {}).begin(Kind.REFUSAL)
+            return
+        state.board.agree(words, WHO)
+        state.board.note(WHO)
         return
     everyones: list[dict[str, str]] = [{}] * group.size()
     dist.all_gather_object(everyones, words, group)

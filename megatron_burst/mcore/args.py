@@ -46,7 +46,7 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
     )  # fmt: skip
     group.add_argument(
         "--context-parallel-impl", action=on_impl, choices=["megatron", "burst"],
-        default="megatron", help="burst: BurstAttention over nested rings, not Megatron's own",
+        default="megatron", help="burst: BurstAttention in place of Megatron's ring",
     )  # fmt: skip
     group.add_argument(
         "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"

@@ -60,7 +60,7 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
 
 def alone() -> dist.ProcessGroup:
     """A group of this rank only; ranks that make one count more groups than others, which burst's
-    later ones level out (comm/subgroups.py)."""
+    later ones level out (comm/state.py)."""
     default = dist.group.WORLD
     if default not in _ALONE:
         _ALONE[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -172,7 +172,7 @@ def node_visits(
 def _pieces(
     holders: Sequence[int], numbers: Sequence[int], starts: Sequence[int], size: int
 ) -> tuple[Piece, ...]:
-    """Pieces one behind the other; `numbers`: the how manieth of its holder's rows each is."""
+    """Pieces one behind the other; `numbers`: the index of each among its holder's rows."""
     every = enumerate(zip(holders, numbers, starts, strict=True))
     return tuple(
         Piece(holder, Span(n * size, (n + 1) * size), Span(i * size, (i + 1) * size), place)

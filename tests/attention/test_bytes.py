@@ -2,6 +2,7 @@
 formulas are in tests/schedule/test_programs.py."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -64,16 +65,20 @@ def count_sends(topology, rank):
     return sent
 
 
-def count_stamps():
+@contextmanager
+def counted_stamps():
     """Wrap what stamps go by; the bytes that each rank gets of a pass."""
-    stamps, send = [], dist.all_to_all_single
+    stamps, send = [], dist.ProcessGroup.alltoall_base
 
-    def counted(stamps_of_all, mine, **options):
-        stamps.append(mine.nbytes / dist.get_world_size())
-        return send(stamps_of_all, mine, **options)
+    def counted(group, stamps_of_all, mine, *options):
+        stamps.append(mine.nbytes / group.size())
+        return send(group, stamps_of_all, mine, *options)
 
-    dist.all_to_all_single = counted
-    return stamps
+    dist.ProcessGroup.alltoall_base = counted
+    try:
+        yield stamps
+    finally:
+        dist.ProcessGroup.alltoall_base = send
 
 
 def counted_and_planned(rank, world):
@@ -85,8 +90,9 @@ def counted_and_planned(rank, world):
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         burst_attention(q, k, v, config=config).sum().backward()
-        sent, stamps = count_sends(topology, rank), count_stamps()
-        burst_attention(q, k, v, config=config).sum().backward()
+        sent = count_sends(topology, rank)
+        with counted_stamps() as stamps:
+            burst_attention(q, k, v, config=config).sum().backward()
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = attention_shape(q, k, v, grad_dtype)

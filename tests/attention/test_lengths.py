@@ -157,7 +157,7 @@ def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     assert odd.configuration() == odd and flat.configuration() == flat
 
 
-@pytest.mark.parametrize("given, seconds", [(None, 60.0), (5.0, 5.0)])
+@pytest.mark.parametrize("given, seconds", [(None, 180.0), (5.0, 5.0)])
 def test_calls_wait_as_long_as_their_group_unless_told(given, seconds):
     assert run_ranks(waits, 1, given) == [seconds]
 

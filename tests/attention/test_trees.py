@@ -183,7 +183,7 @@ REFUSED = {  # parents, and words of the sentence
     ),
     "too few": ([-1, 0], "a parent for each segment.*got 2 parents of 3 segments"),
     "none": ([], "a parent for each segment.*got 0 parents of 3 segments"),
-    "no integers": ([-1, 0.0, 0], "integers on the CPU with one axis.*got float, int; pass one"),
+    "no integers": ([-1, 0.0, 0], "integers on the CPU.*got float, int; pass a list of int"),
     "booleans": ([-1, True, 0], "integers on the CPU.*got bool, int"),
     "nested": ([[-1], [0], [0]], "integers on the CPU.*got list"),
     "dtype": (torch.tensor([-1.0, 0, 0]), "got torch.float32 of shape"),

@@ -237,7 +237,7 @@ def test_connections_are_demanded_before_blackwell_only():
 
 def test_versions_and_seams():
     good = check_versions({"torch": "2.11.0", "megatron-core": "0.19.2"})
-    old = check_versions({"torch": "2.11.0", "megatron-core": "0.16.1"})
+    old = check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"})
     none = check_versions({"torch": "2.11.0"})
     assert [c.status for c in (good, old, none)] == [Status.OK, Status.FAIL, Status.WARN]
     installed = rows()

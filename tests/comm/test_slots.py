@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.carrier import OneQueue, PulledSlots, Take, Where
+from megatron_burst.comm.carrier import OVER, OneQueue, PulledSlots, Queues, Take, Where
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.slots import pulled_count
 
@@ -57,3 +57,18 @@ def test_one_slot_with_one_barrier_would_not_do(monkeypatch):
     """The test above can fail: a slot that is filled at once again is read too late."""
     monkeypatch.setattr(PulledSlots, "__len__", lambda slots: 2)
     assert run_two_ranks(1, 4, 1)[0] != [100 * call + 1 for call in range(4)]
+
+
+def test_a_mark_of_a_call_with_one_queue_is_not_recorded_again(monkeypatch):
+    """Calls with and without overlap share slots, and so the marks in them."""
+
+    class Event:
+        def record(self, stream):
+            self.stream = stream
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    queues = object.__new__(Queues)
+    queues.stream = "caller's"
+    first = queues.mark(OVER)
+    assert isinstance(first, Event) and first.stream == "caller's"
+    assert queues.mark(first) is first and queues.mark() is not first

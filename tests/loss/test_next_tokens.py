@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
+from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.state import state_of
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
@@ -195,3 +197,24 @@ def test_a_digest_tells_boundaries_apart():
     samples = (Sample(torch.tensor((0, *found)), None, None) for found in many)
     digests = {int(module._digest(sample, IDS)) for sample in samples}
     assert len(digests) == len(many) > 500
+
+
+def refused_beside_a_gpu(rank: int) -> str:
+    """What the next passes say; rank 0 has refused a call."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    words = {"problem": "", "layout": "zigzag"}
+    state_of(dist.group.WORLD).open_log(dist.group.WORLD)  # as attention's first call does
+    module._agree(dist.group.WORLD, words, on_gpu)
+    refused = words | {"problem": "no" if rank == 0 else ""}
+    try:  # over gloo passes wait for each other, on GPUs the next one tells
+        module._agree(dist.group.WORLD, refused, on_gpu)
+        for _ in range(3):
+            Marks.of(state_of(dist.group.WORLD).log, {}).begin(Kind.FORWARD)
+    except BurstError as error:
+        return str(error)
+    return ""
+
+
+def test_beside_a_gpu_a_rank_that_refuses_waits_for_nobody_and_the_others_hear_of_it():
+    for said in run_ranks(refused_beside_a_gpu, 2):
+        assert "a call that it refuses" in said
