@@ -17,6 +17,8 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import version_of
 
+NEWEST = 99, 0  # the last release of what is still there
+EVERY_RELEASE = (0, 0), NEWEST
 _MARK = "__megatron_burst_patch__"  # what a replacement has: the patch's `becomes`, the original
 
 # Of this process, in the order in which it was done: what gives back.
@@ -50,7 +52,7 @@ class Patch:
     package: str = "megatron-core"
     with_te: bool = False
     others: tuple[tuple[str, ...], ...] = ()
-    releases: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (99, 0))
+    releases: tuple[tuple[int, int], tuple[int, int]] = EVERY_RELEASE
 
     @property
     def target(self) -> str:

@@ -33,7 +33,7 @@ from megatron_burst.mcore.releases import (
     TE_RECOMPUTE,
     WARM_UP,
 )  # fmt: skip
-from megatron_burst.patching import Patch, when_imported
+from megatron_burst.patching import EVERY_RELEASE, Patch, when_imported
 from megatron_burst.say import say
 
 _CORE = "megatron.core"
@@ -151,7 +151,7 @@ def _of(group: str, *rows: tuple[str, str, str, str], with_te: bool = False) -> 
             package=place.partition(".")[0].replace("megatron", "megatron-core"),
             with_te=with_te,
             others=tuple(tuple(form.split()) for form in OTHER_FORMS.get(place, {}).values()),
-            releases=RELEASES.get(place, ((0, 0), (99, 0))),
+            releases=RELEASES.get(place, EVERY_RELEASE),
         )  # fmt: skip
 
 

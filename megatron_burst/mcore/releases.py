@@ -5,6 +5,8 @@ there fits a release if any form of its place does, so that a newer one needs a 
 moved something. Megatron is not loaded.
 """
 
+from megatron_burst.patching import NEWEST
+
 _CORE = "megatron.core"
 
 ATTENTION = f"{_CORE}.transformer.attention:Attention.__init__"
@@ -39,11 +41,11 @@ _NO_CUDA_ARGUMENT = (
 )
 
 RELEASES = {  # the first and the last that have a place
-    DOCUMENTS: ((0, 19), (99, 0)),
-    HYBRID: ((0, 18), (99, 0)),
+    DOCUMENTS: ((0, 19), NEWEST),
+    HYBRID: ((0, 18), NEWEST),
     MAMBA: ((0, 16), (0, 17)),
-    TE_RECOMPUTE: ((0, 18), (99, 0)),
-    LAYER_SPEC: ((0, 19), (99, 0)),
+    TE_RECOMPUTE: ((0, 18), NEWEST),
+    LAYER_SPEC: ((0, 19), NEWEST),
 }
 OTHER_FORMS = {  # a place's parameters in releases in which they are not those of 0.19.2
     ATTENTION: {

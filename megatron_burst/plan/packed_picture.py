@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megatron_burst.errors import BurstError
 from megatron_burst.plan.packed import Way, rows_of_rank
+from megatron_burst.plan.picture import new_figure
 
 _COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
 _PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
@@ -28,14 +28,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BurstError(
-            "plan: --picture needs matplotlib, because it draws; got none installed; pip install "
-            "matplotlib, or leave --picture out"
-        ) from None
-    figure = Figure(figsize=(4.1 * len(ways) + 0.4, 6.3), layout="constrained")
+    figure = new_figure(4.1 * len(ways) + 0.4, 6.3)
     axes = figure.subplots(2, len(ways), squeeze=False, height_ratios=(2.6, 1), sharey="row")
     most = max(1.25, *(1.2 * way.imbalance for way in ways.values()))
     for column, (name, way) in enumerate(ways.items()):

@@ -25,26 +25,34 @@ _KINDS = {  # what it is, and its colours in even and odd rounds
 }
 
 
-def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
-    """Draw both passes side by side (many ranks) or above each other; the suffix is the format.
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
 
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError:
         raise BurstError(
             "plan: --picture needs matplotlib, because it draws; got none installed; pip install "
             "matplotlib, or leave --picture out"
         ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
+    """Draw both passes side by side (many ranks) or above each other; the suffix is the format.
+
+    Raises:
+        BurstError: if matplotlib (the extra `plots`) is not installed.
+    """
     call = attention_call(job, strategy)
     ranks = range(min(call.topology.cp_size, _MOST_RANKS))
     many = len(ranks) > 12
     shape = (1, 2) if many else (2, 1)
     height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
-    figure = Figure(figsize=(12 * shape[1], height), layout="constrained")
+    figure = new_figure(12 * shape[1], height)
     axes = figure.subplots(*shape, squeeze=False).ravel()
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
     kinds = set()
@@ -57,6 +65,8 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
         )
         kinds |= {_kind(span) for span in timeline.spans}
     shown = {name: colour for kind, (name, colour, _) in _KINDS.items() if kind in kinds}
+    from matplotlib.patches import Patch
+
     figure.legend(
         handles=[Patch(color=colour, label=name) for name, colour in shown.items()],
         loc="outside lower center", ncols=6, fontsize=9, frameon=False,

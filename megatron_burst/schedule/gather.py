@@ -14,19 +14,17 @@ gathered once a round.
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import (
-    Emitter,
     Gradients,
     Outputs,
     Spec,
     Sum,
     dkv_fields,
-    dq_fields,
     kv_fields,
     sums_of,
 )
 from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_steps import gather_steps
-from megatron_burst.schedule.inter_node import Circulating, Sides, sums
+from megatron_burst.schedule.inter_node import Circulating, InRounds, Sides, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.pieces import Halo, halo
@@ -54,11 +52,12 @@ def gather(spec: Spec) -> Program:
     return emitter.program()
 
 
-class _Gather(Emitter):
+class _Gather(InRounds):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.plan = gather_steps(spec)
         self.rounds, self.order = self.plan.rounds, self.plan.order
+        self.others = spec.topology.others(spec.cp_rank)
         self.halos = self._halos()
         self.keys = Keys(self)
 
@@ -124,12 +123,6 @@ class _Gather(Emitter):
             of_queries.come_home(index)
         of_queries.come_home(len(self.order))
         of_keys.finish()
-
-    def dq_of(self, round_: int) -> Ref:
-        return Ref("dq", heads=self.queries(self.rounds[round_]))
-
-    def dq_fields_of(self, round_: int, dtype) -> tuple[Field, ...]:
-        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
 
 
 class Keys:
@@ -210,7 +203,7 @@ class Keys:
             for rows, packed in emitter.halos[away].parts(piece.rows):
                 there = rows.moved(piece.whole.start - piece.rows.start)
                 emitter.emit(Copy((source.at(packed),), slot.at(there), stream))
-        reads, others = self._plan.reads[step.gather], self._plan.others
+        reads, others = self._plan.reads[step.gather], self._emitter.others
         gives = [Give(peer, slot.at(p.whole)) for peer in others for p in reads[peer]]
         takes = [
             Take(peer, slot.at(piece.whole), slot.at(piece.whole))
@@ -281,7 +274,7 @@ class Shares:
         total = self._plan.steps[index].arriving_rows
         fields = self._fields(self._emitter.order[index].round)
         staged = self._emitter.buffer(f"came {index}", Home.STAGING, total, fields, "shares")
-        for rank in self._plan.others:
+        for rank in self._emitter.others:
             for leaf in leaves[rank]:
                 stop = start + len(leaf.rows)
                 found.append((rank, leaf, staged.at(Span(start, stop))))

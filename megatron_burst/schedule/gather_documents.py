@@ -12,16 +12,15 @@ On several nodes the shards of the others come by (`inter_node`), as in `gather`
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
 from megatron_burst.schedule.emitter import (
-    Emitter,
     Gradients,
     Outputs,
     Spec,
     dkv_fields,
-    dq_fields,
     kv_fields,
 )
 from megatron_burst.schedule.inter_node import (
     Circulating,
+    InRounds,
     Sides,
     heads_in_rounds,
     steps,
@@ -44,14 +43,14 @@ from megatron_burst.schedule.program import (
 )
 
 
-class Documents(Emitter):
+class Documents(InRounds):
     """Emits one pass."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, self.tokens = spec.topology, spec.shape.tokens
         self.row, self.column = topology.coord(spec.cp_rank)
-        self.ranks = topology.grid[self.row]
+        self.ranks, self.others = topology.grid[self.row], topology.others(spec.cp_rank)
         self.alone = topology.inter_size == 1
         self.rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, spec.left)
@@ -108,21 +107,10 @@ class Documents(Emitter):
         of_queries.come_home(len(self.order))
         shares.finish()
 
-    def dq_of(self, round_: int) -> Ref:
-        return Ref("dq", heads=self.queries(self.rounds[round_]))
-
-    def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
-
     def block(self, slot: Ref, rank: int) -> Ref:
         """A rank's rows of a slot that has those of all."""
         first = self.ranks.index(rank) * self.tokens
         return slot.at(Span(first, first + self.tokens))
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Beginning after this rank: not all turn to the same one."""
-        return (*self.ranks[self.column + 1 :], *self.ranks[: self.column])
 
     @staticmethod
     def beside(index: int) -> Stream:

@@ -49,7 +49,6 @@ class GatherSteps:
     """The steps of one rank in one pass that gathers.
 
     Attributes:
-        ranks: of the node.
         cp_rank: whose steps.
         rounds: groups of KV heads.
         order: rounds and distances of the steps.
@@ -60,7 +59,6 @@ class GatherSteps:
         share_rows: key rows of a step's tiles together, at most on any rank of the node.
     """
 
-    ranks: tuple[int, ...]
     cp_rank: int
     rounds: tuple[Span, ...]
     order: tuple[Step, ...]
@@ -68,12 +66,6 @@ class GatherSteps:
     reads: tuple[Mapping[int, tuple[Piece, ...]], ...]
     num_rows: int
     share_rows: int
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The other ranks of the node, beginning after this one: not all turn to the same one."""
-        column = self.ranks.index(self.cp_rank)
-        return (*self.ranks[column + 1 :], *self.ranks[:column])
 
     def tiles_of_round(self, round_: int) -> tuple[Tile, ...]:
         """All tiles of a round."""
@@ -106,7 +98,7 @@ def gather_steps(spec: Spec) -> GatherSteps:
         for at, gather, met in zip(order, gathers, meetings, strict=True)
     )
     return GatherSteps(
-        ranks, cp_rank, rounds, order, tuple(found),
+        cp_rank, rounds, order, tuple(found),
         reads=_reads(ranks, gathers, meetings),
         num_rows=visits[0].pieces[-1].whole.stop,
         share_rows=max(met.share_rows for met in meetings),

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.schedule.call import Cargo, Circulate
-from megatron_burst.schedule.emitter import Emitter, Sum, add_up, travelling_side_fields
+from megatron_burst.schedule.emitter import (
+    Emitter,
+    Sum,
+    add_up,
+    dq_fields,
+    travelling_side_fields,
+)
 from megatron_burst.schedule.mask import Span, cut
 from megatron_burst.schedule.pieces import Halo
 from megatron_burst.schedule.program import (
@@ -63,6 +69,24 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     """KV heads in groups; the last may have fewer."""
     starts = range(0, heads_kv, heads_per_round)
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
+
+
+class InRounds(Emitter):
+    """Emits a pass that computes a few heads at a time.
+
+    Attributes:
+        rounds: KV heads of each.
+    """
+
+    rounds: tuple[Span, ...]
+
+    def dq_of(self, round_: int) -> Ref:
+        """Gradients of a round's queries."""
+        return Ref("dq", heads=self.queries(self.rounds[round_]))
+
+    def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
+        """What they are made of."""
+        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
 
 
 class Circulating:

@@ -34,6 +34,11 @@ class Topology:
     def cp_size(self) -> int:
         return len(self.node_of)
 
+    def others(self, cp_rank: int) -> tuple[int, ...]:
+        """The other ranks of a rank's row, beginning after it: not all turn to the same one."""
+        row, column = self.coord(cp_rank)
+        return (*self.grid[row][column + 1 :], *self.grid[row][:column])
+
     @property
     def inter_size(self) -> int:
         """Number of rows: the length of an inter ring."""

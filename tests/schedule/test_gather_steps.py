@@ -100,7 +100,7 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
     every = steps_of(spec)
     for gathers in every:
         ranks = topology.grid[topology.coord(gathers.cp_rank)[0]]
-        assert {*gathers.others, gathers.cp_rank} == set(ranks)
+        assert {*topology.others(gathers.cp_rank), gathers.cp_rank} == set(ranks)
         seen = {(gather, rank): set() for gather in range(len(gathers.reads)) for rank in ranks}
         for index, step in enumerate(gathers.steps):
             for rank in ranks:
