@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu-test test-matrix lint format clean
+.PHONY: help demo test test-fast gpu-test test-matrix test-integrations lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -17,7 +17,7 @@ FAST := tests/plan tests/kernels tests/attention tests/recompute tests/loss test
 
 help: ## print this list
 	@echo "make TARGET [ARGS='...' for the program that it runs] [PYTHON=/path/to/python]"
-	@sed -n 's/^\([a-z-]*\):.* ## /  \1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.* ## /  \1\t/p' Makefile | expand -t 20
 
 demo: ## train a small GPT without and with burst, and compare
 	@$(RUN) examples/demo.py $(ARGS)
@@ -35,6 +35,9 @@ gpu-test: ## run only the tests that need CUDA GPUs
 
 test-matrix: ## run mcore tests with each release of Megatron-Core, and with MEGATRON_LM=clone main
 	@scripts/test_matrix.sh $(ARGS)
+
+test-integrations: ## run burst in the frameworks that build on Megatron, e.g. FRAMEWORKS=bridge
+	@scripts/test_integrations.sh $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

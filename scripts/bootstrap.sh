@@ -3,7 +3,8 @@
 #
 #     scripts/bootstrap.sh [command [argument...]]
 #
-# BURST_MEGATRON=0.18.2 makes .venvs/megatron-0.18.2 instead, with that release of megatron-core.
+# BURST_ENVIRONMENT=name makes .venvs/name instead: with the packages of BURST_PACKAGES, whose versions
+# then count before those of constraints.txt, and those of BURST_ALONE, without what they ask for.
 #
 # All that it needs (uv, Python, packages, caches) goes below .venv and .cache of the checkout,
 # unless a variable set below has a value already. When nothing has changed since the last time it
@@ -14,8 +15,9 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 cache=$root/.cache
-megatron=${BURST_MEGATRON:-}
-venv=${megatron:+.venvs/megatron-$megatron}
+read -ra packages <<<"${BURST_PACKAGES:-}"
+read -ra alone <<<"${BURST_ALONE:-}"
+venv=${BURST_ENVIRONMENT:+.venvs/$BURST_ENVIRONMENT}
 venv=${venv:-.venv}
 stamp=$venv/.bootstrap-stamp
 uv_version=0.13.8
@@ -188,7 +190,7 @@ hand_pip_settings_to_uv() {
 
 # What the installed state depends on, as one line.
 fingerprint() {
-    { echo "$root $megatron"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
+    { echo "$root ${packages[*]} / ${alone[*]}"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
 }
 
 is_current() {
@@ -205,23 +207,28 @@ take_turns() {
     fi
 }
 
+fail_to_install() {
+    fail "the packages that pyproject.toml, constraints.txt, BURST_PACKAGES and BURST_ALONE name must" \
+        "install into $venv; uv could not install them, for the reason above. Fix that (the network," \
+        "a full disk, pip's or uv's settings) and run this again."
+}
+
 install_packages() {
     local quiet=--quiet
     [ ! -t 2 ] || quiet= # a terminal gets uv's progress bars
     hand_pip_settings_to_uv
-    local constraints=constraints.txt more=()
-    if [ -n "$megatron" ]; then
-        # with what megatron.training of older releases imports
-        constraints=$venv/constraints.txt
-        more=("megatron-core==$megatron" pyyaml regex six)
-        sed '/^megatron-core==/d' constraints.txt >"$constraints"
-    fi
+    local constraints=$venv/constraints.txt package
+    cp constraints.txt "$constraints"
+    for package in "${packages[@]}"; do
+        sed -i "/^${package%%[<>=[]*}==/d" "$constraints"
+    done
     say "uv installs what pyproject.toml asks for into $venv (several GB the first time)"
     "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --constraints "$constraints" \
-        --build-constraints "$constraints" -e '.[dev]' "${more[@]}" >&2 ||
-        fail "the packages that pyproject.toml and constraints.txt name must install into $venv;" \
-            "uv could not install them, for the reason above. Fix that (the network, a full disk," \
-            "pip's or uv's settings) and run this again."
+        --build-constraints "$constraints" -e '.[dev]' "${packages[@]}" >&2 || fail_to_install
+    if [ "${#alone[@]}" -gt 0 ]; then
+        "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --no-deps "${alone[@]}" >&2 ||
+            fail_to_install
+    fi
     fingerprint >"$stamp"
     say "done in $SECONDS s"
 }

@@ -30,15 +30,20 @@ checkout() { # a commit of MEGATRON_LM; prints the folder with its files
     echo "$folder"
 }
 
+with() { # a release, variables: sets the environment, with what its megatron.training imports
+    venv=.venvs/megatron-$1
+    environment=(env BURST_ENVIRONMENT="megatron-$1"
+        BURST_PACKAGES="megatron-core==$1 pyyaml regex six" "${@:2}")
+}
+
 for release in ${RELEASES:-0.16.1 0.17.1 0.18.2 0.19.2}; do
-    venv=.venvs/megatron-$release environment=(env BURST_MEGATRON="$release")
+    with "$release"
     run "$release" "${all[@]}" "$@"
 done
 if [ -n "${MEGATRON_LM:-}" ]; then
     venv=.venv environment=(env PYTHONPATH="$(checkout HEAD)")
     run main "${all[@]}" "$@"
-    venv=.venvs/megatron-0.16.1
-    environment=(env BURST_MEGATRON=0.16.1 PYTHONPATH="$(checkout core_v0.16.1)")
+    with 0.16.1 PYTHONPATH="$(checkout core_v0.16.1)"
     run 0.16.1-source tests/mcore/test_patches.py "$@"
 else
     table+="main           not run: set MEGATRON_LM to a clone of Megatron-LM"$'\n'

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs tests/integrations with the frameworks that build on Megatron, on the CPU:
+#
+#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] scripts/test_integrations.sh [pytest's arguments]
+#
+# Each gets an environment below .venvs/. Megatron-Bridge imports TransformerEngine, whose PyTorch part
+# is built from source where a CUDA toolkit is, or taken from WHEELS.
+# Prints a table at the end; fails if any row of it does.
+set -uo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+# name | packages, with what they ask for | packages alone: what they ask for needs GPUs
+environments='
+bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+'
+[ -z "${WHEELS:-}" ] || export UV_FIND_LINKS=$WHEELS
+table=""
+failed=0
+
+while IFS='|' read -r name packages alone; do
+    name=${name// /}
+    [[ " ${FRAMEWORKS:-$name} " == *" $name "* ]] && [ -n "$name" ] || continue
+    mkdir -p .cache
+    output=.cache/integrations-$name.txt
+    BURST_ENVIRONMENT=$name BURST_PACKAGES=$packages BURST_ALONE=$alone scripts/bootstrap.sh \
+        ".venvs/$name/bin/python" -m pytest -q -p no:cacheprovider \
+        "tests/integrations/test_${name//-/_}.py" "$@" 2>&1 </dev/null | tee "$output"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
+    table+=$(printf '%-10s %s' "$name" "$(tail -1 "$output")")$'\n'
+done <<<"$environments"
+printf '\n%s' "$table"
+exit "$failed"
