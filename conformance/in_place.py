@@ -1,0 +1,178 @@
+"""Burst in the place of others' context parallelism, in the process that imports this.
+
+`install` replaces TransformerEngine's function and turns Megatron's cp_comm_type "p2p", or none,
+into "burst", as soon as somebody imports them.
+"""
+
+import functools
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_burst.errors import Need, require
+from megatron_burst.patching import Patch, when_imported
+
+_WHO = "burst in place of TransformerEngine's context parallelism"
+_CP = "transformer_engine.pytorch.attention.dot_product_attention"
+_CONFIG = "megatron.core.transformer.transformer_config"
+# What has the place of each of TransformerEngine's ways.
+MODES = {"p2p": "ring", "all_gather": "gather", "a2a": "a2a"}
+_DEFAULT_DROPOUT = 0.1  # of TransformerConfig.attention_dropout, and of Megatron's command line
+
+TE_FUNCTION = Patch(
+    "conformance",
+    f"{_CP}.context_parallel:attn_forward_func_with_cp",
+    "conformance.in_place:attend",
+    tuple(
+        "is_training q k v cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv "
+        "cu_seqlens_q_padded cu_seqlens_kv_padded dropout_p cp_group cp_global_ranks cp_stream "
+        "cp_comm_type softmax_scale qkv_format attn_mask_type attn_bias_type attn_bias "
+        "deterministic use_fused_attention window_size softcap fp8 fp8_meta quantizers "
+        "pad_between_seqs use_flash_attn_3 use_flash_attn_4 softmax_type softmax_offset fp8_output "
+        "layer_number return_max_logit load_balancing_strategy".split()
+    ),
+    "TransformerEngine's tests call it through DotProductAttention",
+    package="transformer-engine",
+)
+
+
+def install() -> None:
+    """Have burst take their places; loads neither of them."""
+    when_imported(f"{_CP}.backends", TE_FUNCTION.apply)
+    when_imported(_CONFIG, _turn_configurations)
+    when_imported("megatron.training.global_vars", _turn_arguments)
+    when_imported("megatron_burst.mcore.core_attention", _drop_known_masks)
+
+
+# ---- TransformerEngine ------------------------------------------------------------------------
+
+
+def attend(attn_forward_func_with_cp, /, *args, **options):
+    """TransformerEngine's function by `burst_attention`; out as q, [..., h, d_v].
+
+    Raises:
+        BurstError: for what burst has no counterpart of.
+    """
+    from megatron_burst.attention import burst_attention
+    from megatron_burst.config import BurstConfig
+
+    bound = inspect.signature(attn_forward_func_with_cp).bind(*args, **options)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    require(_WHO, _needs(call))
+    return burst_attention(
+        call.q, call.k, call.v, group=call.cp_group, causal="causal" in call.attn_mask_type,
+        window=_window(call), softmax_scale=call.softmax_scale, qkv_format=call.qkv_format,
+        config=BurstConfig(intra=mode_of(call), deterministic=call.deterministic),
+        **_sample(call),
+    )  # fmt: skip
+
+
+def mode_of(call: Any) -> str:
+    """Burst's mode for TransformerEngine's way; where that one has no windows in documents, burst
+    chooses."""
+    if call.cp_comm_type == "p2p" and call.qkv_format == "thd" and _window(call):
+        return "auto"
+    return MODES[call.cp_comm_type]
+
+
+def _needs(call: Any):
+    """What must hold of a call, as `require` takes it."""
+    kinds: tuple[Need, ...] = (
+        (call.cp_comm_type in MODES, f"cp_comm_type must be one of {', '.join(MODES)}",
+         call.cp_comm_type, "leave the case out"),
+        (not call.fp8, "attention must not be fp8, which burst lacks", "fp8", "leave the case out"),
+        (call.attn_bias_type == "no_bias", "there must be no bias, which burst does not add",
+         call.attn_bias_type, "leave the case out"),
+        (call.softmax_type == "vanilla", "there must be no attention sinks, which burst lacks",
+         call.softmax_type, "leave the case out"),
+        (not call.softcap, "there must be no softcap, which burst lacks", call.softcap,
+         "leave the case out"),
+        (not call.return_max_logit, "the largest logit must not be asked for, as burst does not "
+         "track it", "return_max_logit", "leave the case out"),
+        (not call.dropout_p, "there must be no dropout, which burst lacks", call.dropout_p,
+         "leave the case out"),
+        (call.load_balancing_strategy.name == "DUAL_CHUNK_SWAP",
+         "rows must lie in zigzag", call.load_balancing_strategy, "leave the case out"),
+    )  # fmt: skip
+    yield from kinds
+
+
+def _window(call: Any) -> tuple[int, int] | None:
+    """None where it is the mask's own, as TransformerEngine writes that."""
+    return None if call.window_size in (None, (-1, -1), (-1, 0)) else call.window_size
+
+
+def _sample(call: Any) -> dict[str, Any]:
+    """How rows lie, for `burst_attention`."""
+    if call.qkv_format != "thd":
+        return {}
+    padded = call.cu_seqlens_q_padded
+    return {
+        "layout": "zigzag-documents",
+        "cu_seqlens": call.cu_seqlens_q,
+        "cu_seqlens_padded": None if padded is call.cu_seqlens_q else padded,
+    }
+
+
+# ---- Megatron -----------------------------------------------------------------------------------
+
+
+def _turn_configurations() -> None:
+    """Have each TransformerConfig ask for burst, without the dropout that is Megatron's default."""
+    import megatron_burst.auto  # noqa: F401  the door of whoever builds models himself
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    original = TransformerConfig.__post_init__
+
+    @functools.wraps(original)
+    def ask_for_burst(self) -> None:
+        self.cp_comm_type = turned(self.cp_comm_type)
+        if self.attention_dropout == _DEFAULT_DROPOUT:
+            self.attention_dropout = 0.0
+        original(self)
+
+    TransformerConfig.__post_init__ = ask_for_burst
+
+
+def turned(kinds: str | list[str] | None) -> str | list[str]:
+    """A `cp_comm_type` with burst in the place of none and "p2p"."""
+    if isinstance(kinds, list):
+        return ["burst" if kind == "p2p" else kind for kind in kinds]
+    return "burst" if kinds in (None, "p2p") else kinds
+
+
+def _turn_arguments() -> None:
+    """The same for Megatron's arguments, once a test sets them."""
+    from megatron.training import global_vars
+
+    original = global_vars.set_args
+
+    @functools.wraps(original)
+    def set_turned(args) -> None:
+        from megatron_burst.mcore.args import force_args
+
+        if args.attention_dropout == _DEFAULT_DROPOUT:
+            args.attention_dropout = 0.0
+        force_args(args)
+        original(args)
+
+    global_vars.set_args = set_turned
+
+
+def _drop_known_masks() -> None:
+    """Calls with a dense mask beside a causal mask type, which TransformerEngine ignores and burst
+    refuses, come without it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_burst.mcore.core_attention import BurstForward
+
+    original = BurstForward.__call__
+    causal = AttnMaskType.causal, AttnMaskType.padding_causal
+
+    @functools.wraps(original)
+    def without_mask(self, query, key, value, attention_mask, attn_mask_type, *rest):
+        mask = None if attn_mask_type in causal else attention_mask
+        return original(self, query, key, value, mask, attn_mask_type, *rest)
+
+    BurstForward.__call__ = without_mask

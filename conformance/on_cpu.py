@@ -1,0 +1,23 @@
+"""Megatron's test programs on CPU processes over gloo: what they take for granted of GPUs."""
+
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def install() -> None:
+    """Megatron's CUDA calls go to the CPU, its "nccl" groups to gloo; one device a process."""
+    from megatron_burst.mcore import cpu_mode
+
+    cpu_mode.install()
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def over_gloo(backend=None, *args, **options):
+        return init("gloo", *args, **options)
+
+    dist.init_process_group = over_gloo

@@ -1,0 +1,135 @@
+"""The pytest plugin: leaves out what the table leaves out, and writes each outcome as it comes.
+
+Asked for by `-p conformance.plugin`; CONFORMANCE_SUITE and CONFORMANCE_RESULTS name the suite and
+the CSV, which all ranks and runs share.
+"""
+
+import os
+import sys
+from math import prod
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from conformance.results import Outcome, read, write
+from conformance.suites import MEGATRON, SUITES, Suite
+
+_DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+_RANK = int(os.environ.get("RANK", "0"))
+_RANKS = int(os.environ.get("WORLD_SIZE", "0"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before Megatron's conftest is imported; without a GPU Megatron runs on the CPU."""
+    sys.modules[_DOWNLOADS] = _without_downloads()
+    if os.environ.get("CONFORMANCE_ON_CPU") and _suite().checkout == MEGATRON:
+        from conformance import on_cpu
+
+        on_cpu.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin."""
+    results = Path(os.environ["CONFORMANCE_RESULTS"])
+    config.pluginmanager.register(Selection(_suite(), results))
+
+
+def _suite() -> Suite:
+    name = os.environ["CONFORMANCE_SUITE"]
+    return next(suite for suite in SUITES if suite.name == name)
+
+
+def _without_downloads() -> ModuleType:
+    """In the place of what fetches data that none of these programs reads."""
+
+    def download_and_extract_asset(assets_dir: Path) -> None:
+        raise ImportError("conformance needs no data")  # Megatron's conftest goes on then
+
+    module = ModuleType(_DOWNLOADS)
+    module.download_and_extract_asset = download_and_extract_asset
+    return module
+
+
+class Selection:
+    """Which cases of one suite run, and what became of them."""
+
+    def __init__(self, suite: Suite, results: Path) -> None:
+        self.suite, self.results = suite, results
+        self.before = [row for row in read(results) if row.suite == suite.name]
+        self.left_out: dict[str, int] = {}
+        self.ranks = _RANKS or suite.ranks
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Leave out values of parameters before cases are made of all their combinations."""
+        marks = metafunc.definition.own_markers
+        names = {_name_of(m): i for i, m in enumerate(marks) if m.name == "parametrize"}
+        if not {axis.argument for axis in self.suite.axes} <= names.keys():
+            return
+        for axis in self.suite.axes:
+            before = prod(len(marks[i].args[1]) for i in names.values())
+            i = names[axis.argument]
+            kept = [value for value in marks[i].args[1] if value not in axis.values]
+            marks[i] = pytest.mark.parametrize(axis.argument, kept, **marks[i].kwargs).mark
+            after = prod(len(marks[i].args[1]) for i in names.values())
+            self._leave_out(axis.reason, before - after)
+
+    def _leave_out(self, reason: str, count: int) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list) -> None:
+        """Leave out cases by the table, and those that an earlier run is through with."""
+        done = {row.case for row in self.before if row.is_final}
+        kept, dropped = [], []
+        for item in items:
+            reason = self.suite.why_left_out(case_of(item.nodeid), self.ranks)
+            if reason:
+                self._leave_out(reason, 1)
+            is_out = reason or case_of(item.nodeid) in done
+            (dropped if is_out else kept).append(item)
+        kept.sort(key=lambda item: self.suite.is_last(case_of(item.nodeid)))
+        items[:] = kept
+        config.hook.pytest_deselected(items=dropped)
+        if _RANK == 0 and not any(row.outcome == "selected" for row in self.before):
+            self._write("selected", "", count=len(kept))
+            for reason, count in self.left_out.items():
+                self._write("left out", "", count=count, detail=reason)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Whoever starts this program knows by it what was running when it hung."""
+        if _RANK == 0:
+            self._write("started", case_of(nodeid))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One row a case; a rank that fails says so itself."""
+        case = case_of(report.nodeid)
+        if report.failed:
+            detail = f"rank {_RANK}, {report.when}: {report.longreprtext[-1500:]}"
+            self._write("failed", case, report.duration, detail=detail)
+        elif _RANK == 0 and report.skipped:
+            reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "xfail"
+            self._write("skipped", case, report.duration, detail=str(reason))
+        elif _RANK == 0 and report.when == "call":
+            self._write("passed", case, report.duration)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Nothing left to run is no failure."""
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def _write(self, outcome: str, case: str, seconds=0.0, count=1, detail="") -> None:
+        write(self.results, Outcome(self.suite.name, case, outcome, count, seconds, detail))
+
+
+def case_of(nodeid: str) -> str:
+    """`Class::test[parameters]` of a pytest node."""
+    return nodeid.partition("::")[2]
+
+
+def _name_of(mark: pytest.Mark) -> str:
+    """The argument, or the arguments, that a mark gives values."""
+    names = mark.args[0] if mark.args else ""
+    return names if isinstance(names, str) else ",".join(names)

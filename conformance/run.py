@@ -1,0 +1,216 @@
+"""Runs peers' programs: `python -m conformance.run --te CHECKOUT --megatron-lm CHECKOUT`.
+
+Each program has processes of its own. One that ends early or hangs is started again with the cases
+that are left; what was running then has failed.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from conformance.results import Outcome, read, running, table, verdicts, write
+from conformance.suites import MEGATRON, PINNED, TE, Suite, named
+
+ROOT = Path(__file__).parent.parent
+_SWITCHES = ("-q", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-o", "addopts=")
+_MEGATRON_CONFTEST = "tests.unit_tests.conftest"  # cells of ours that are not below it need it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where programs run: checkouts by variable, the folder of results, GPUs or none."""
+
+    checkouts: dict[str, Path]
+    out: Path
+    gpus: int
+
+    @property
+    def results(self) -> Path:
+        """The CSV."""
+        return self.out / "results.csv"
+
+    def file_of(self, suite: Suite) -> Path:
+        """The program."""
+        return (ROOT if suite.is_own else self.checkouts[suite.checkout]) / suite.path
+
+    def missing(self, suite: Suite) -> str:
+        """Why a suite cannot run here; empty if it can."""
+        if suite.checkout not in self.checkouts:
+            return f"no checkout: {PINNED[suite.checkout]}, then {suite.checkout}=its folder"
+        if not self.file_of(suite).is_file():
+            return f"{suite.path} is not in {self.checkouts[suite.checkout]}"
+        if suite.checkout == TE and not find_spec("transformer_engine"):
+            return "TransformerEngine is not installed"
+        return "needs 2 GPUs" if suite.needs_gpu and self.gpus < 2 else ""
+
+
+def main() -> int:
+    """Run what was asked for and print the table; 1 if anything failed or did not run."""
+    options = _options()
+    place = _place(options)
+    place.out.mkdir(parents=True, exist_ok=True)
+    place.results.unlink(missing_ok=True)
+    suites = list(named(tuple(options.only)))
+    lacking = {suite: place.missing(suite) for suite in suites}
+    for suite, why in lacking.items():
+        if why:
+            print(f"conformance: {suite.name} is not run: {why}", flush=True)
+    ready = [suite for suite in suites if not lacking[suite]]
+    with ThreadPoolExecutor(options.lanes) as lanes:
+        list(lanes.map(lambda suite: run(suite, place), ready))
+    rows = read(place.results)
+    (place.out / "table.md").write_text(table(rows) + "\n")
+    print(table(rows))
+    failed = {(row.suite, row.case) for row in rows if row.outcome == "failed"}
+    for suite, case in sorted(failed):
+        print(f"failed: {suite}: {case}")
+    return 1 if failed or not ready else 0
+
+
+def run(suite: Suite, place: Place) -> None:
+    """Run one suite until all its cases are through or its time is up."""
+    end = time.monotonic() + suite.limit_s
+    while True:
+        before = len(_through(suite, place))
+        code = _run_once(suite, place, end)
+        rows = [row for row in read(place.results) if row.suite == suite.name]
+        case = running(rows)
+        if suite.launch == "script":
+            outcome = "passed" if code == 0 else "failed"
+            write(place.results, Outcome(suite.name, suite.path, outcome))
+            return
+        if case:
+            detail = f"ended or hung while it ran (exit status {code})"
+            write(place.results, Outcome(suite.name, case, "failed", detail=detail))
+        ran_all = suite.launch == "pytest" and code == 1  # with failures
+        if code == 0 or ran_all or time.monotonic() > end:
+            return
+        if len(_through(suite, place)) == before:  # nothing that could be started again
+            detail = f"exit status {code} without any case; see its log"
+            write(place.results, Outcome(suite.name, "all", "failed", detail=detail))
+            return
+
+
+def _through(suite: Suite, place: Place) -> dict[str, Outcome]:
+    return verdicts(row for row in read(place.results) if row.suite == suite.name)
+
+
+def _run_once(suite: Suite, place: Place, end: float) -> int:
+    """The exit status; of a program that was ended for its time that of the signal."""
+    log = place.out / f"{suite.name.replace(' ', '_').replace(',', '')}.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command_of(suite, place), cwd=place.checkouts[suite.checkout],
+            env=environment_of(suite, place), stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return _wait(process, suite, place, end)
+        finally:
+            _end(process)
+
+
+def _wait(process: subprocess.Popen, suite: Suite, place: Place, end: float) -> int:
+    """Wait for it, as long as the suite has time and outcomes keep coming."""
+    known, since = 0, time.monotonic()
+    while True:
+        try:
+            return process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            rows = sum(row.suite == suite.name for row in read(place.results))
+            now = time.monotonic()
+            if rows != known:
+                known, since = rows, now
+            if now > end or now - since > suite.case_s:
+                return -signal.SIGKILL
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End what is left of it, and of the processes that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def command_of(suite: Suite, place: Place) -> list[str]:
+    """The command line of a suite."""
+    file = str(place.file_of(suite))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
+                str(suite.ranks), "--master-port", str(_free_port())]  # fmt: skip
+    if suite.launch == "script":
+        return [*torchrun, file]
+    conftest = ["-p", _MEGATRON_CONFTEST] if suite.is_own and suite.checkout == MEGATRON else []
+    pytest = ["-m", "pytest", *_SWITCHES, *conftest, f"--rootdir={place.checkouts[suite.checkout]}",
+              file]  # fmt: skip
+    # after a failure ranks may be in different cases: the others run again from the next one on
+    return [*torchrun, *pytest, "-x"] if suite.launch == "torchrun" else [sys.executable, *pytest]
+
+
+def environment_of(suite: Suite, place: Place) -> dict[str, str]:
+    """Its environment: processes that it starts find burst in place too (sitecustomize)."""
+    checkout = place.checkouts[suite.checkout]
+    folders = [ROOT / "conformance" / "site", ROOT]
+    if suite.checkout == TE:
+        folders += [checkout / "tests/pytorch/attention", checkout / "tests/pytorch"]
+    else:
+        folders.insert(1, checkout)  # both have a package `tests`
+    path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {
+        "PYTHONPATH": ":".join(path),
+        "CONFORMANCE_SUITE": suite.name,
+        "CONFORMANCE_RESULTS": str(place.results),
+        "TE_PATH": str(checkout),
+        "PYTHONUNBUFFERED": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    if not place.gpus:
+        own["CONFORMANCE_ON_CPU"] = "1"
+    return {**os.environ, **own, **dict(suite.environment)}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make conformance", description=__doc__)
+    for variable in (TE, MEGATRON):
+        flag = f"--{variable.lower().replace('_', '-')}"
+        default = os.environ.get(variable)
+        parser.add_argument(flag, type=Path, default=default, help=PINNED[variable])
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "conformance")
+    parser.add_argument("--lanes", type=int, default=1, help="programs at a time")
+    parser.add_argument("--only", nargs="*", default=[], help="words of programs' names")
+    return parser.parse_args()
+
+
+def _place(options: argparse.Namespace) -> Place:
+    given = {TE: options.te, MEGATRON: options.megatron_lm}
+    checkouts = {name: Path(path).resolve() for name, path in given.items() if path}
+    return Place(checkouts, options.out.resolve(), _gpus())
+
+
+def _gpus() -> int:
+    """How many there are, without torch."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
