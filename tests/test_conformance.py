@@ -1,0 +1,199 @@
+"""What `make conformance` puts in the place of others' functions, and its table."""
+
+import enum
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from conformance import results
+from conformance.in_place import MODES, TE_FUNCTION, attend, turned
+from conformance.results import Outcome
+from conformance.suites import SUITES, Suite, named
+from megatron_burst.errors import BurstError
+from tests.ranks import preload, run_ranks
+
+preload("conformance.in_place")
+REAL, PADDED = (698, 30), (704, 32)  # lengths of documents, without and with padding: 8 | PADDED
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+class Strategy(enum.Enum):
+    DUAL_CHUNK_SWAP = 1
+
+
+DEFAULTS = {
+    "softmax_scale": DIM**-0.5, "attn_bias_type": "no_bias", "softmax_type": "vanilla",
+    "load_balancing_strategy": Strategy.DUAL_CHUNK_SWAP, "window_size": (-1, 0), "dropout_p": 0.0,
+}  # fmt: skip
+
+
+def te_function():
+    """Something with the signature of TransformerEngine's function."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = TE_FUNCTION.parameters
+    signature = [inspect.Parameter(n, kind, default=DEFAULTS.get(n)) for n in names]
+
+    def function(*args, **options):
+        raise AssertionError("burst has its place")
+
+    function.__signature__ = inspect.Signature(signature)
+    return function
+
+
+def sample() -> list[torch.Tensor]:
+    """q, k, v and dout of the whole sample, [tokens, heads, dim]."""
+    torch.manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(sum(PADDED), h, DIM, dtype=torch.float64) for h in heads]
+
+
+def oracle(lengths, padded, window: int) -> list[torch.Tensor]:
+    """out, dq, dk, dv of causal documents; rows of padding get and give nothing."""
+    q, k, v, dout = sample()
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, start = torch.zeros_like(q), 0
+    for real, length in zip(lengths, padded, strict=True):
+        rows = slice(start, start + real)
+        grown = [x[rows].transpose(0, 1) for x in (q, k, v)]
+        near = torch.ones(real, real, dtype=torch.bool).tril()
+        near = near.triu(-window) if window > 0 else near
+        part = scaled_dot_product_attention(*grown, attn_mask=near, enable_gqa=True)
+        out[rows] = part.transpose(0, 1)
+        start += length
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def rows_of(padded, rank: int, ranks: int) -> torch.Tensor:
+    """Chunks r and 2P-1-r of every document."""
+    start, rows = 0, []
+    for length in padded:
+        chunks = torch.arange(start, start + length).chunk(2 * ranks)
+        rows += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+        start += length
+    return torch.cat(rows)
+
+
+def attended(rank: int, way: str, form: str, window: int) -> list[torch.Tensor]:
+    """out, dq, dk, dv of this rank's rows, through TransformerEngine's arguments."""
+    packed = form == "thd"
+    mine = rows_of(PADDED if packed else (sum(PADDED),), rank, 2)
+    q, k, v, dout = (x[mine] for x in sample())
+    edges = [torch.tensor([0, x[0], sum(x)], dtype=torch.int32) for x in (REAL, PADDED)]
+    if not packed:
+        q, k, v, dout = (x.unsqueeze(form.index("b")) for x in (q, k, v, dout))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = attend(
+        te_function(), True, q, k, v, edges[0], edges[0], max(PADDED), max(PADDED), edges[1],
+        edges[1], cp_group=dist.group.WORLD, cp_comm_type=way, qkv_format=form,
+        attn_mask_type="padding_causal" if packed else "causal", window_size=(window, 0),
+        deterministic=False,
+    )  # fmt: skip
+    out.backward(dout)
+    results = out.detach(), q.grad, k.grad, v.grad
+    return [x if packed else x.squeeze(form.index("b")) for x in results]
+
+
+def all_attended(rank: int, way: str) -> list:
+    return [attended(rank, way, form, w) for form in ("sbhd", "bshd", "thd") for w in (-1, 100)]
+
+
+@pytest.mark.parametrize("way", list(MODES))
+def test_burst_in_the_place_of_each_of_transformer_engines_ways(way):
+    found = run_ranks(all_attended, 2, way)
+    forms = [(form, window) for form in ("sbhd", "bshd", "thd") for window in (-1, 100)]
+    for i, (form, window) in enumerate(forms):
+        whole = (sum(PADDED),)
+        lengths, padded = (REAL, PADDED) if form == "thd" else (whole, whole)
+        expected = oracle(lengths, padded, window)
+        for rank in range(2):
+            mine = rows_of(padded, rank, 2)
+            for got, truth in zip(found[rank][i], expected, strict=True):
+                torch.testing.assert_close(got, truth[mine], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(fp8=True), dict(attn_bias_type="post_scale_bias"), dict(softmax_type="learnable"),
+     dict(cp_comm_type="a2a+p2p"), dict(dropout_p=0.1), dict(return_max_logit=True),
+     dict(softcap=20.0)],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_what_burst_lacks_is_refused_and_never_ignored(given):
+    call = dict(cp_comm_type="p2p", qkv_format="sbhd", attn_mask_type="causal") | given
+    with pytest.raises(BurstError, match="in place of"):
+        attend(te_function(), **call)
+
+
+def test_none_and_p2p_become_burst_and_nothing_else_does():
+    assert [turned(kind) for kind in (None, "p2p", "a2a")] == ["burst", "burst", "a2a"]
+    assert turned(["p2p", "all_gather"]) == ["burst", "all_gather"]
+
+
+PEER = """
+import pytest
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_one(tp, dtype): assert tp < 4
+def test_two(): assert False, "two is wrong"
+def test_three(): pytest.skip("by itself")
+"""
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """Rows after a peer's program ran by the plugin with a suite of its own."""
+    (tmp_path / "test_peer.py").write_text(PEER)
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import sys, pytest\n"
+        "from conformance import plugin, suites\n"
+        "axes = (suites.Axis('dtype', ('fp8',), 'no fp8'),)\n"
+        "exclusions = (suites.Exclusion(r'\\[4', 'needs 4 ranks', 4),)\n"
+        "plugin.SUITES = (suites.Suite('peer', 'TE', 'x', 'pytest', axes=axes,\n"
+        "                              exclusions=exclusions),)\n"
+        "sys.exit(pytest.main(['-q', '-p', 'conformance.plugin', '-p', 'no:cacheprovider',\n"
+        f"                      '-c', '/dev/null', r'{tmp_path / 'test_peer.py'}']))\n"
+    )
+    environment = {
+        "CONFORMANCE_SUITE": "peer", "CONFORMANCE_RESULTS": str(tmp_path / "results.csv"),
+        "PYTHONPATH": str(Path(__file__).parent.parent), "PATH": "/usr/bin:/bin",
+    }  # fmt: skip
+    codes = [subprocess.run([sys.executable, starter], env=environment).returncode for _ in "12"]
+    return codes, results.read(tmp_path / "results.csv")
+
+
+def test_each_case_is_counted_once_and_what_is_left_out_has_its_reason(ran):
+    codes, rows = ran
+    assert codes == [1, 0]  # the second time nothing is left to run
+    found = {case: row.outcome for case, row in results.verdicts(rows).items()}
+    assert found == {"test_one[1-bf16]": "passed", "test_two": "failed", "test_three": "skipped"}
+    assert {(row.count, row.detail) for row in rows if row.outcome == "left out"} == {
+        (2, "no fp8"), (1, "needs 4 ranks"),
+    }  # fmt: skip
+    assert "two is wrong" in results.verdicts(rows)["test_two"].detail
+    assert "| peer | 1 | 1 | 1 | 3 | 0 |" in results.table(rows)
+
+
+def test_a_case_that_fails_on_any_rank_has_failed():
+    rows = [Outcome("s", "c", "started"), Outcome("s", "c", "failed"), Outcome("s", "c", "passed")]
+    assert results.verdicts(rows)["c"].outcome == "failed"
+    assert results.running(rows) is None
+    assert results.running([*rows, Outcome("s", "d", "started")]) == "d"
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_expressions_of_the_table_compile_and_reasons_are_given(suite: Suite):
+    for row in suite.exclusions:
+        re.compile(row.case)
+        assert row.reason
+    assert all(axis.reason and axis.values for axis in suite.axes)
+    assert suite in list(named((suite.name,)))
