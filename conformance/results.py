@@ -35,7 +35,7 @@ def write(path: Path, row: Outcome) -> None:
     text = io.StringIO()
     suite, case, outcome, count, seconds, detail = astuple(row)
     csv.writer(text).writerow((suite, case, outcome, count, f"{seconds:.2f}", detail))
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(handle, text.getvalue().encode())
     finally:

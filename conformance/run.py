@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,7 @@ class Place:
     checkouts: dict[str, Path]
     out: Path
     gpus: int
+    end: float
 
     @property
     def results(self) -> Path:
@@ -78,26 +80,40 @@ def main() -> int:
 
 def run(suite: Suite, place: Place) -> None:
     """Run one suite until all its cases are through or its time is up."""
-    end = time.monotonic() + suite.limit_s
-    while True:
-        before = len(_through(suite, place))
-        code = _run_once(suite, place, end)
-        rows = [row for row in read(place.results) if row.suite == suite.name]
-        case = running(rows)
-        if suite.launch == "script":
-            outcome = "passed" if code == 0 else "failed"
-            write(place.results, Outcome(suite.name, suite.path, outcome))
-            return
-        if case:
-            detail = f"ended or hung while it ran (exit status {code})"
-            write(place.results, Outcome(suite.name, case, "failed", detail=detail))
-        ran_all = suite.launch == "pytest" and code == 1  # with failures
-        if code == 0 or ran_all or time.monotonic() > end:
-            return
-        if len(_through(suite, place)) == before:  # nothing that could be started again
-            detail = f"exit status {code} without any case; see its log"
-            write(place.results, Outcome(suite.name, "all", "failed", detail=detail))
-            return
+    end = min(time.monotonic() + suite.limit_s, place.end)
+    if suite.launch == "script":
+        write(place.results, Outcome(suite.name, "", "selected"))
+    while time.monotonic() < end and not _run_on(suite, place, end):
+        pass
+    rows = [row for row in read(place.results) if row.suite == suite.name]
+    passed = any(row.outcome == "passed" for row in rows)
+    if suite.attends and passed and not any(row.outcome == "attended" for row in rows):
+        _fail(suite, place, "all", "burst never attended: it was not in place")
+
+
+def _run_on(suite: Suite, place: Place, end: float) -> bool:
+    """Run what is left of it; whether that was the last time."""
+    before = len(_through(suite, place))
+    code = _run_once(suite, place, end)
+    if time.monotonic() >= end:
+        return True  # what was running counts as not run
+    if suite.launch == "script":
+        outcome = "failed" if code else "passed"
+        write(place.results, Outcome(suite.name, suite.path, outcome))
+        return True
+    case = running(row for row in read(place.results) if row.suite == suite.name)
+    if case:
+        _fail(suite, place, case, f"ended or hung while it ran (exit status {code})")
+    if code == 0 or (suite.launch == "pytest" and code == 1):  # all ran, some may have failed
+        return True
+    if len(_through(suite, place)) > before:
+        return False
+    _fail(suite, place, "all", f"exit status {code} without any case; see its log")
+    return True
+
+
+def _fail(suite: Suite, place: Place, case: str, why: str) -> None:
+    write(place.results, Outcome(suite.name, case, "failed", detail=why))
 
 
 def _through(suite: Suite, place: Place) -> dict[str, Outcome]:
@@ -135,12 +151,25 @@ def _wait(process: subprocess.Popen, suite: Suite, place: Place, end: float) -> 
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End what is left of it, and of the processes that it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """End what is left of it, and all that it has started: torchrun's ranks, and the torchrun of
+    a peer's test, have sessions of their own."""
+    for pid in [process.pid, *_descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that these have."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = status.read_text().rpartition(")")[2].split()[1]
+            parents.setdefault(int(parent), []).append(int(status.parent.name))
+    found = []
+    for child in parents.get(pid, []):
+        found += [child, *_descendants(child)]
+    return found
 
 
 def command_of(suite: Suite, place: Place) -> list[str]:
@@ -173,8 +202,9 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         "TE_PATH": str(checkout),
         "PYTHONUNBUFFERED": "1",
         "NCCL_NVLS_ENABLE": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    if suite.checkout == MEGATRON:
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not place.gpus:
         own["CONFORMANCE_ON_CPU"] = "1"
     return {**os.environ, **own, **dict(suite.environment)}
@@ -194,6 +224,7 @@ def _options() -> argparse.Namespace:
         parser.add_argument(flag, type=Path, default=default, help=PINNED[variable])
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "conformance")
     parser.add_argument("--lanes", type=int, default=1, help="programs at a time")
+    parser.add_argument("--limit-s", type=int, default=3600, help="seconds for all programs")
     parser.add_argument("--only", nargs="*", default=[], help="words of programs' names")
     return parser.parse_args()
 
@@ -201,7 +232,7 @@ def _options() -> argparse.Namespace:
 def _place(options: argparse.Namespace) -> Place:
     given = {TE: options.te, MEGATRON: options.megatron_lm}
     checkouts = {name: Path(path).resolve() for name, path in given.items() if path}
-    return Place(checkouts, options.out.resolve(), _gpus())
+    return Place(checkouts, options.out.resolve(), _gpus(), time.monotonic() + options.limit_s)
 
 
 def _gpus() -> int:

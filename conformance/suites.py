@@ -53,6 +53,7 @@ class Suite:
         case_s: seconds without an outcome after which it counts as hung.
         ranks: processes of torchrun.
         needs_gpu: whether nothing of it runs on a CPU.
+        attends: whether it runs attention, which then must have been burst's.
         last: regular expressions of cases that come after the others, being slow or like them.
         environment: variables.
     """
@@ -62,9 +63,10 @@ class Suite:
     path: str
     launch: Literal["pytest", "torchrun", "script"]
     limit_s: int = 600
-    case_s: int = 120
+    case_s: int = 180
     ranks: int = 2
     needs_gpu: bool = True
+    attends: bool = True
     axes: tuple[Axis, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
     last: tuple[str, ...] = ()
@@ -114,12 +116,12 @@ SUITES = (
         "TE run_attention_with_cp", TE, "tests/pytorch/attention/test_attention_with_cp.py",
         "pytest", axes=_FUSED_AXES, exclusions=(_FLASH,),
         last=("bshd", "fp16", "cp_3_1"),
-        environment=(("NVTE_TEST_ESSENTIAL", "0"), ("NVTE_CP_POOL_TIMEOUT_SEC", "60")),
+        environment=(("NVTE_TEST_ESSENTIAL", "0"),),
     ),
     Suite(
         "TE, windows in place of p2p", TE, "conformance/cells/test_te_windows.py", "pytest",
         last=("bshd", "fp16"),
-        environment=(("NVTE_TEST_ESSENTIAL", "0"), ("NVTE_CP_POOL_TIMEOUT_SEC", "60")),
+        environment=(("NVTE_TEST_ESSENTIAL", "0"),),
     ),
     Suite(
         "TE test_cp_thd_tail_padding", TE, "tests/pytorch/attention/test_cp_thd_tail_padding.py",
@@ -168,16 +170,17 @@ SUITES = (
     ),
     Suite(
         "Megatron test_get_batch", MEGATRON, "tests/unit_tests/data/test_get_batch.py", "torchrun",
-        needs_gpu=False,
+        needs_gpu=False, attends=False,
     ),
     Suite(
         "Megatron test_cross_entropy", MEGATRON,
-        "tests/unit_tests/tensor_parallel/test_cross_entropy.py", "torchrun", needs_gpu=False,
+        "tests/unit_tests/tensor_parallel/test_cross_entropy.py", "torchrun",
+        needs_gpu=False, attends=False,
         exclusions=(Exclusion("test_vocab_parallel_cross_entropy$", _EIGHT, 8),),
     ),
     Suite(
         "TE test_cp_utils", TE, "tests/pytorch/attention/test_cp_utils.py", "pytest",
-        needs_gpu=False,
+        needs_gpu=False, attends=False,
     ),
 )  # fmt: skip
 
