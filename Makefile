@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu-test test-matrix test-integrations lint format clean
+.PHONY: help demo test test-fast gpu-test test-matrix test-integrations conformance lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -38,6 +38,10 @@ test-matrix: ## run mcore tests with each release of Megatron-Core, and with MEG
 
 test-integrations: ## run burst in the frameworks that build on Megatron, e.g. FRAMEWORKS=bridge
 	@scripts/test_integrations.sh $(ARGS)
+
+# TE=clone and MEGATRON_LM=clone name what to run; without them it says what to clone.
+conformance: ## run tests of TransformerEngine and Megatron-LM with burst in place (TE=, MEGATRON_LM=)
+	@$(RUN) -m conformance.run $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

@@ -16,18 +16,24 @@ from conformance.results import Outcome, read, write
 from conformance.suites import MEGATRON, SUITES, Suite
 
 _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+_CONFTEST = "tests.unit_tests.conftest"
 _RANK = int(os.environ.get("RANK", "0"))
 _RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
-    """Before Megatron's conftest is imported; without a GPU Megatron runs on the CPU."""
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before Megatron's conftest is imported, which cells of ours need too; without a GPU Megatron
+    runs on the CPU."""
+    if _suite().checkout != MEGATRON:
+        return
     sys.modules[_DOWNLOADS] = _without_downloads()
-    if os.environ.get("CONFORMANCE_ON_CPU") and _suite().checkout == MEGATRON:
+    if os.environ.get("CONFORMANCE_ON_CPU"):
         from conformance import on_cpu
 
         on_cpu.install()
+    if _suite().is_own:
+        early_config.pluginmanager.import_plugin(_CONFTEST)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,7 +23,6 @@ from conformance.suites import MEGATRON, PINNED, TE, Suite, named
 
 ROOT = Path(__file__).parent.parent
 _SWITCHES = ("-q", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-o", "addopts=")
-_MEGATRON_CONFTEST = "tests.unit_tests.conftest"  # cells of ours that are not below it need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +178,7 @@ def command_of(suite: Suite, place: Place) -> list[str]:
                 str(suite.ranks), "--master-port", str(_free_port())]  # fmt: skip
     if suite.launch == "script":
         return [*torchrun, file]
-    conftest = ["-p", _MEGATRON_CONFTEST] if suite.is_own and suite.checkout == MEGATRON else []
-    pytest = ["-m", "pytest", *_SWITCHES, *conftest, f"--rootdir={place.checkouts[suite.checkout]}",
+    pytest = ["-m", "pytest", *_SWITCHES, f"--rootdir={place.checkouts[suite.checkout]}",
               file]  # fmt: skip
     # after a failure ranks may be in different cases: the others run again from the next one on
     return [*torchrun, *pytest, "-x"] if suite.launch == "torchrun" else [sys.executable, *pytest]
@@ -220,7 +218,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make conformance", description=__doc__)
     for variable in (TE, MEGATRON):
         flag = f"--{variable.lower().replace('_', '-')}"
-        default = os.environ.get(variable)
+        default = os.environ.get(variable) or None
         parser.add_argument(flag, type=Path, default=default, help=PINNED[variable])
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "conformance")
     parser.add_argument("--lanes", type=int, default=1, help="programs at a time")
