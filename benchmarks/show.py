@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from benchmarks import loss_table, recompute_table
+from benchmarks import curves_table, loss_table, recompute_table
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, read
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
@@ -98,6 +98,12 @@ def recompute(csvs: Csvs) -> None:
 def loss(csvs: Csvs) -> None:
     """The LM head and loss, beside its peers."""
     _show(csvs, loss_table.LOSS_CSV, loss_table.loss_table, loss_table.draw_if_possible)
+
+
+@app.command()
+def curves(csvs: Csvs) -> None:
+    """Loss curves: how far runs are apart at the end."""
+    _show(csvs, curves_table.CURVES_CSV, curves_table.curves_table, curves_table.draw_if_possible)
 
 
 def _show(csvs: list[Path], sheet: Sheet, table, draw) -> None:

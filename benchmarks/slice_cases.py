@@ -10,6 +10,7 @@ from benchmarks.rows import Sheet
 from megatron_burst.plan.model import Model
 
 WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Slice:
         return lengths_of(self.documents, self.seq, SEED, max(4, 2 * gpus))
 
     @property
-    def flags(self) -> list[str]:
-        """Megatron's, of the model and its training."""
+    def shape(self) -> list[str]:
+        """Megatron's flags of the model and its sample."""
         return f"""
         --num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
         --num-attention-heads {self.heads_q} --group-query-attention
@@ -50,11 +51,18 @@ class Slice:
         --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
         --micro-batch-size 1 --global-batch-size 1 --calculate-per-token-loss
-        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --eval-iters 0
-        --eval-interval 1000 --log-interval 1 --num-workers 1 --mock-data
+        --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 1
         --tokenizer-type NullTokenizer --split 98,1,1 --use-distributed-optimizer
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
         """.split()
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's, of the model and its training."""
+        more = f"""
+        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --mock-data
+        {RECOMPUTE}
+        """
+        return [*self.shape, *more.split()]
 
 
 _8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)

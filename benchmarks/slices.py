@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -59,12 +60,31 @@ def device_flags() -> list[str]:
     return ["--bf16", "--transformer-impl", "transformer_engine", *plain.split()]
 
 
-def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
-    """What trains; steps go to `log`, lengths of documents to a file beside it."""
+def training(gpus: int, flags: Sequence[str], log: Path) -> list[str]:
+    """The command that trains with these flags; steps go to `log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), "-m", "megatron_burst"]
-    command += [str(ROOT / "examples" / "pretrain_gpt.py"), *what.flags, *device_flags()]
-    command += ["--context-parallel-size", str(gpus), *IMPLS[impl].split(), "--step-log", str(log)]
+    command += [str(ROOT / "examples" / "pretrain_gpt.py"), *flags, *device_flags()]
+    return [*command, "--context-parallel-size", str(gpus), "--step-log", str(log)]
+
+
+def start(command: Sequence[str], output: Path) -> subprocess.Popen:
+    """Run it, with all that it tells in a file."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with output.open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+
+
+def steps_in(log: Path) -> list[dict]:
+    """What each step so far has logged."""
+    text = log.read_text().rpartition("\n")[0] if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
+    """What trains; lengths of documents go to a file beside `log`."""
+    command = training(gpus, [*what.flags, *IMPLS[impl].split()], log)
     if what.documents:
         lengths = log.with_suffix(".txt")
         lengths.write_text(" ".join(map(str, what.lengths(gpus))))
@@ -75,23 +95,18 @@ def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
 def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
     """Train; the row, also of a run that failed."""
     log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
-    command = command_of(what, impl, gpus, log)
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    with output.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        try:
-            code = process.wait(LONGEST_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its workers
-            process.wait()
-            code = None
-    text = log.read_text().rpartition("\n")[0] if log.exists() else ""
-    steps = [json.loads(line) for line in text.splitlines()][WARM_UP:]
+    process = start(command_of(what, impl, gpus, log), output)
+    try:
+        code = process.wait(LONGEST_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        process.wait()
+        code = None
+    steps = steps_in(log)[WARM_UP:]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     facts = {"versions": versions(), "gpu": gpu_state(device)}
     if not steps:
-        reason = f"took over {LONGEST_S} s" if code is None else _reason(output)
+        reason = f"took over {LONGEST_S} s" if code is None else reason_in(output)
         return row_of(what, impl, gpus, [], status="failed", note=reason, **facts)
     return row_of(
         what, impl, gpus, [1e3 * step["seconds"] for step in steps],
@@ -100,7 +115,7 @@ def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
     )  # fmt: skip
 
 
-def _reason(output: Path) -> str:
+def reason_in(output: Path) -> str:
     """The line that says why a run failed: the first error, else the last line."""
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]
     told = [line for line in lines if "Error: " in line or line.startswith("error: ")]

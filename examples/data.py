@@ -3,7 +3,8 @@
     python examples/data.py data/python_docs            # text that comes with every Python
     python examples/data.py data/mine notes.txt *.md    # your own text files, a document each
 
-A token is a byte of UTF-8, and 256 ends a document. Megatron reads that with
+A token is a byte of UTF-8, and 256 ends a document, or several do where --multiple pads it, so
+that each rank has two chunks of each (pretrain_gpt.py --pack-documents). Megatron reads that with
 --tokenizer-type NullTokenizer --vocab-size 257.
 """
 
@@ -41,10 +42,14 @@ def docstrings(path: Path) -> str:
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
-def token_documents(texts: Iterable[str]) -> list[np.ndarray]:
-    """Return the tokens of each text that is not empty: its bytes and END_OF_DOCUMENT."""
+def token_documents(texts: Iterable[str], multiple: int = 1) -> list[np.ndarray]:
+    """Return the tokens of each text that is not empty: its bytes, and END_OF_DOCUMENT at least
+    once, up to a multiple of so many tokens."""
     encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts if text.strip())
-    return [np.append(text, END_OF_DOCUMENT).astype(TOKEN_DTYPE) for text in encoded]
+    return [
+        np.append(text, [END_OF_DOCUMENT] * (multiple - len(text) % multiple)).astype(TOKEN_DTYPE)
+        for text in encoded
+    ]
 
 
 def holds(prefix: Path, documents: list[np.ndarray]) -> bool:
@@ -75,9 +80,11 @@ def main(
         list[Path] | None,
         typer.Argument(help="text files (UTF-8); none: Python's own documentation"),
     ] = None,
+    multiple: Annotated[int, typer.Option(min=1, help="tokens of documents, padded")] = 1,
 ) -> None:
     """Make a Megatron data set of bytes from text; does nothing if it is there already."""
-    documents = token_documents(map(Path.read_text, files) if files else python_documents())
+    texts = (path.read_text(encoding="utf-8") for path in files) if files else python_documents()
+    documents = token_documents(texts, multiple)
     if not documents:
         raise typer.BadParameter("no text in the files given")
     if made := not holds(prefix, documents):

@@ -1,4 +1,4 @@
-"""Mock samples that hold several documents, and what Megatron's attention is told of them (THD)."""
+"""Samples that hold several documents, and what Megatron's attention is told of them (THD)."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import torch
-from megatron.core.datasets.gpt_dataset import MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -36,6 +36,28 @@ class PackedMockDataset(MockGPTDataset):
             "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
             "max_seqlen": max(lengths),
         }
+
+
+class PackedDataset(GPTDataset):
+    """Samples of --data-path, of documents each for itself.
+
+    Megatron's own data set tells where they end. Each must be a multiple of 2 * CP tokens (data.py
+    --multiple), because TransformerEngine shards them so and does not look.
+    """
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        """With boundaries, int32 [documents + 1], and positions that begin anew at each."""
+        sample = super().__getitem__(idx)
+        boundaries = sample["cu_seqlens"].unique_consecutive()  # the last one is repeated
+        pieces = 2 * self.config.context_parallel_size
+        if (boundaries % pieces).any():
+            raise ValueError(
+                f"--pack-documents needs documents of multiples of {pieces} tokens, because each "
+                f"rank holds two chunks of each; got boundaries {boundaries[:8].tolist()}; write "
+                f"the data with data.py --multiple {pieces}"
+            )
+        # the same bound in every step: some kernels are built for it
+        return sample | {"cu_seqlens": boundaries, "max_seqlen": self.config.sequence_length}
 
 
 def params_of(cu_seqlens: torch.Tensor, max_seqlen: torch.Tensor) -> PackedSeqParams:

@@ -5,7 +5,8 @@
         --context-parallel-size 8 --context-parallel-impl burst ...
 
 Nothing here knows of burst attention: the second line is what turns it on. The flags are
-Megatron's, --step-log FILE, and --document-lengths FILE, which packs the samples of --mock-data.
+Megatron's, --step-log FILE, --data-seed N, and what packs samples: --document-lengths FILE those of
+--mock-data, --pack-documents those of --data-path.
 Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
 """
 
@@ -32,7 +33,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
-from packed_data import PackedMockDataset, params_of
+from packed_data import PackedDataset, PackedMockDataset, params_of
 from step_log import StepLog
 
 from megatron_burst.mcore import patches
@@ -44,8 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this script's own flags to Megatron's."""
     parser.add_argument("--step-log", type=Path, metavar="FILE", help="a JSON object per step")
     parser.add_argument(
+        "--data-seed", type=int, metavar="N", help="of the order of samples; default: --seed"
+    )
+    parser.add_argument(
         "--document-lengths", type=Path, metavar="FILE",
         help="tokens of each document of a sample: those of --mock-data are packed so",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pack-documents", action="store_true",
+        help="documents of --data-path see only themselves; each a multiple of 2 * CP tokens",
     )  # fmt: skip
     return parser
 
@@ -59,7 +67,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
-        random_seed=args.seed,
+        random_seed=args.seed if args.data_seed is None else args.data_seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
@@ -73,8 +81,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         create_attention_mask=False,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         context_parallel_size=args.context_parallel_size,
+        **({"inter_document_masking": True} if args.pack_documents else {}),  # 0.19's
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
+    if args.pack_documents:
+        dataset = PackedDataset
     if args.document_lengths:
         dataset = PackedMockDataset.of(args.document_lengths)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build()

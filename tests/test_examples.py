@@ -167,6 +167,16 @@ def test_megatron_and_burst_take_the_flags_of_slices():
         assert args.seq_length == what.seq and args.burst_fused_loss == (impl[-4:] != "loss")
 
 
+def test_megatron_and_burst_take_the_flags_of_loss_curves():
+    from benchmarks.loss_curves import FULL, flags_of, runs
+
+    for run in runs("megatron"):
+        args, ours = megatrons_parser().parse_known_args(flags_of(run, FULL, 300, Path("text")))
+        assert args.train_iters == 300 and args.burst_fused_loss == (run.impl == "burst")
+        packs = ["--pack-documents"] if run.sample == "packed" else []
+        assert ours == ["--data-seed", "4321" if run.order == "other" else "1234", *packs]
+
+
 def test_the_script_of_all_benchmarks_has_options_that_exist():
     from benchmarks import attention, loss, recompute
     from benchmarks.slices import app as slices
@@ -180,7 +190,7 @@ def test_the_script_of_all_benchmarks_has_options_that_exist():
     assert len(found) > 10 and found <= known | options(get_args_parser())
 
 
-@pytest.mark.parametrize("name", ["accuracy", "slices", "kernels", "kernels_table"])
+@pytest.mark.parametrize("name", ["accuracy", "slices", "loss_curves", "kernels", "kernels_table"])
 def test_benchmarks_start_as_scripts_from_anywhere(name, tmp_path):
     """Catches a script that finds its neighbours only where PYTHONPATH names the checkout."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]

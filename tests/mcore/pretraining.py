@@ -50,7 +50,8 @@ def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
     log.unlink(missing_ok=True)
     environment = {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1 is refused with FSDP
-    flags = f"{FLAGS} {flags}"
+    usual = FLAGS.replace("--mock-data", "") if "--data-path" in flags else FLAGS
+    flags = f"{usual} {flags}"
     (_, said), *_ = ends = run_ranks(_main, ranks, str(folder), flags, environment=environment)
     lines = log.read_text().splitlines() if log.exists() else []
     return Pretrained([json.loads(line) for line in lines], ends[-1][0], said)

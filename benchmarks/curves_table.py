@@ -1,0 +1,155 @@
+"""Loss curves of runs that see the same samples, and of one that sees them in another order: as a
+table, and as a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.rows import Sheet
+
+_END = 10  # the end of a run is its last tenth
+# What burst is compared with; the second, without keeping and fused loss, where no GPU is: Megatron
+# has no context parallelism there.
+PEERS = "megatron", "burst-plain"
+_COLOURS = {"burst": "C3", "other order": "C7"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRow:
+    """One training step; fields are columns.
+
+    Attributes:
+        date, versions, gpu: on a run's first row; later ones have the date alone.
+        sample: "whole", one sequence, or "packed", of documents each for itself.
+        order: of the text: "same" or "other".
+        step: from 1 on; 0 in the row that says why a run failed or was cut short.
+        loss: of the step's batch, before its update.
+        ms: of the step.
+    """
+
+    date: str
+    versions: str = ""
+    gpu: str = ""
+    gpus: int
+    sample: str
+    impl: str
+    order: str
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    ms: float | None = None
+    note: str = ""
+
+
+CURVES_CSV = Sheet("loss_curves", CurveRow)
+type Curve = Mapping[int, float]  # losses by step
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """Curves of one kind of sample.
+
+    Attributes:
+        peer: Megatron's curve; its name.
+        burst: burst's, of the same batches.
+        other: the peer's, of batches in another order.
+    """
+
+    sample: str
+    name: str
+    peer: Curve
+    burst: Curve
+    other: Curve
+
+    def apart(self, curve: Curve) -> dict[int, float]:
+        """How far another curve is from the peer's, by step."""
+        return {step: abs(curve[step] - loss) for step, loss in self.peer.items() if step in curve}
+
+    def at_the_end(self, curve: Curve) -> tuple[float, float]:
+        """Over the last tenth of the steps: the mean of |difference|, and |difference| of the
+        means."""
+        common = sorted(self.apart(curve))
+        last = common[-max(1, len(common) // _END) :]
+        mean = abs(fmean(curve[step] for step in last) - fmean(self.peer[step] for step in last))
+        return fmean(self.apart(curve)[step] for step in last), mean
+
+
+def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
+    """Of each kind of sample of which all three runs have steps; of equal steps the newest row
+    counts."""
+    curves: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in rows:
+        if row.loss is not None:
+            curves.setdefault((row.sample, row.impl, row.order), {})[row.step] = row.loss
+    found = []
+    for sample in dict.fromkeys(row.sample for row in rows):
+        for peer in PEERS:
+            names = (peer, "same"), ("burst", "same"), (peer, "other")
+            three = [curves.get((sample, *name)) for name in names]
+            if all(three):
+                found.append(Overlay(sample, peer, *three))
+                break
+    return found
+
+
+def curves_table(rows: Sequence[CurveRow]) -> str:
+    """Markdown: how far burst and another order of the text are from Megatron at the end."""
+    head = ("sample", "steps", "loss at the end", "apart", "burst", "other order", "ratio")
+    lines = [head, ["---"] * len(head)]
+    for overlay in overlays(rows):
+        last = max(overlay.apart(overlay.burst))
+        loss = f"{overlay.peer[last]:.4f}"
+        ends = map(overlay.at_the_end, (overlay.burst, overlay.other))
+        for how, burst, other in zip(("each step", "means"), *ends, strict=True):
+            ratio = f"{burst / other:.2g}" if other else "-"
+            one = (overlay.sample, str(last), loss, how, f"{burst:.2g}", f"{other:.2g}", ratio)
+            lines.append(one)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
+    """Write `STEM.png`: curves one over the other, and how far they are apart below, one column a
+    kind of sample.
+
+    Returns:
+        the file, or nothing where Matplotlib is missing or nothing has three runs.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return []
+    found = overlays(rows)
+    if not found:
+        return []
+    figure = Figure(figsize=(6 * len(found), 6.5), layout="constrained")
+    panels = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
+    for upper, lower, overlay in zip(*panels, found, strict=True):
+        _losses(upper, overlay)
+        _differences(lower, overlay)
+    path = stem.with_name(f"{stem.name}.png")
+    figure.savefig(path, dpi=130)
+    return [path]
+
+
+def _losses(axis, overlay: Overlay) -> None:
+    curves = ("other order", overlay.other), (overlay.name, overlay.peer), ("burst", overlay.burst)
+    for name, curve in curves:
+        width = 3 if curve is overlay.peer else 1  # burst's lies over it
+        axis.plot(*_points(curve), label=name, linewidth=width, color=_COLOURS.get(name, "C0"))
+    axis.set(title=f"{overlay.sample} samples", ylabel="loss of the step's batch")
+    axis.legend()
+    axis.grid(alpha=0.3)
+
+
+def _differences(axis, overlay: Overlay) -> None:
+    for name, curve in (("other order", overlay.other), ("burst", overlay.burst)):
+        points, label = _points(overlay.apart(curve)), f"{name} - {overlay.name}"
+        axis.semilogy(*points, label=label, linewidth=1, color=_COLOURS[name])
+    axis.set(xlabel="step", ylabel="|difference|")
+    axis.legend()
+    axis.grid(alpha=0.3)
+
+
+def _points(curve: Curve) -> tuple[list[int], list[float]]:
+    return list(curve), list(curve.values())

@@ -1,0 +1,189 @@
+"""Loss curves of training on real text: Megatron with TransformerEngine's ring beside burst.
+
+python benchmarks/loss_curves.py OUT.csv --gpus 2     on GPUs; --tiny: anywhere
+
+Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths, from the
+same weights, 300 steps of 32K tokens of text, whole or packed of documents. Megatron runs twice:
+the second time the text is in another order, which is the yardstick for a difference. Burst keeps
+all of attention and has the fused loss; Megatron recomputes nothing and has its own.
+
+The text is the source code of Python's library and of PyTorch in bytes (examples/data.py). A row is
+written when its step is over. `python -m benchmarks.show curves OUT.csv` shows them.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic, sleep
+from typing import Annotated
+
+import torch
+import typer
+from typer import Argument, Option
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.curves_table import CURVES_CSV, PEERS, CurveRow
+from benchmarks.facts import gpu_state, versions
+from benchmarks.impls import pick
+from benchmarks.rows import append, check_appendable
+from benchmarks.slice_cases import IMPLS, RECOMPUTE, Slice
+from benchmarks.slices import ROOT, Gpus, reason_in, start, steps_in, training
+from benchmarks.sweep import Budget
+from megatron_burst.cli.terminal import in_one_sentence
+from megatron_burst.errors import BurstError
+
+CLASSES = 258  # bytes and the end of a document
+FULL = Slice("8b", 32 << 10, 2, 4096, 14336, 32, 8, CLASSES)
+TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, CLASSES)
+FLAGS = {
+    "burst": f"{IMPLS['burst']} {RECOMPUTE}",
+    "megatron": IMPLS["megatron-own-loss"],
+    "burst-plain": "--context-parallel-impl burst",
+}
+_DATA_SEEDS = {"same": 1234, "other": 4321}
+_NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training: of which samples ("whole", "packed"), by what, in which order of documents
+    ("same", "other")."""
+
+    sample: str
+    impl: str
+    order: str
+
+    def __str__(self) -> str:
+        return f"{self.sample}:{self.impl}{'-other' if self.order == 'other' else ''}"
+
+
+def runs(peer: str) -> tuple[Run, ...]:
+    """All of them; each kind of sample can be shown when its three are over."""
+    three = (peer, "same"), ("burst", "same"), (peer, "other")
+    return tuple(Run(sample, *one) for sample in ("whole", "packed") for one in three)
+
+
+def peer() -> str:
+    """What burst is compared with."""
+    return PEERS[0] if torch.cuda.is_available() else PEERS[1]
+
+
+def text_files() -> list[Path]:
+    """Source code of Python's library, without its tests, and of PyTorch: some 50 MB that every
+    machine has, of which 300 steps see 10."""
+    library = Path(sysconfig.get_path("stdlib"))
+    ours = (
+        path
+        for path in sorted(library.rglob("*.py"))
+        if _NOT_READ.isdisjoint(path.relative_to(library).parts)
+    )
+    return [*ours, *sorted(Path(torch.__file__).parent.rglob("*.py"))]
+
+
+def make_text(prefix: Path, files: Sequence[Path], gpus: int) -> None:
+    """Write Megatron's data set of documents that packing can shard.
+
+    Raises:
+        BurstError: if there is none afterwards.
+    """
+    command = [sys.executable, str(ROOT / "examples" / "data.py"), "--multiple", str(2 * gpus)]
+    command += [str(prefix), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BurstError(
+            "loss_curves: text must become a data set, because runs train on it; got "
+            f"{[*done.stderr.splitlines(), 'no reason'][-1]}; run examples/data.py by itself"
+        )
+
+
+def flags_of(run: Run, what: Slice, steps: int, text: Path) -> list[str]:
+    """Megatron's, and those of examples/pretrain_gpt.py."""
+    shared = f"""
+    --train-iters {steps} --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
+    --lr-warmup-iters {steps // 10} --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+    --rotary-base 500000 --seed 1234 --data-seed {_DATA_SEEDS[run.order]} --data-path {text}
+    """.split()
+    packing = ["--pack-documents"] if run.sample == "packed" else []
+    return [*what.shape, *shared, *packing, *FLAGS[run.impl].split()]
+
+
+def train(
+    run: Run, what: Slice, gpus: int, steps: int, text: Path, out: Path, longest_s: float
+) -> str:
+    """Train, appending rows as steps end; what became of it, in words."""
+    log, output = text.with_name("steps.jsonl"), text.with_name("output.txt")
+    log.unlink(missing_ok=True)
+    process = start(training(gpus, flags_of(run, what, steps, text), log), output)
+    begun, done, is_over = monotonic(), 0, False
+    while not is_over:
+        sleep(0.5)
+        is_over = process.poll() is not None
+        if not is_over and monotonic() - begun > longest_s:
+            process.terminate()  # torchrun ends its workers
+            process.wait()
+            is_over = True
+        logged = steps_in(log)
+        rows = [_row(run, gpus, n, step) for n, step in enumerate(logged[done:], done)]
+        append(out, rows, CURVES_CSV)
+        done = len(logged)
+    if done < steps:
+        note = f"{done} steps of {steps}: {reason_in(output)}"
+        append(out, [_row(run, gpus, 0, None, note)], CURVES_CSV)
+        return f"{run}: {note}"
+    return f"{run}: {steps} steps, loss {logged[-1]['lm loss']:.4f}, {monotonic() - begun:.0f} s"
+
+
+def _row(run: Run, gpus: int, number: int, step: dict | None, note: str = "") -> CurveRow:
+    """Of a step, or of a run that was cut short; the first has what the run depends on."""
+    facts = {"versions": versions(), "gpu": _gpu()} if number == 0 else {}
+    found = {
+        "step": step["iteration"], "loss": step["lm loss"], "grad_norm": step["grad norm"],
+        "ms": 1e3 * step["seconds"],
+    } if step else {"step": 0}  # fmt: skip
+    return CurveRow(
+        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, sample=run.sample,
+        impl=run.impl, order=run.order, note=note, **facts, **found,
+    )  # fmt: skip
+
+
+def _gpu() -> str:
+    on_gpu = torch.cuda.is_available()
+    return gpu_state(torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+
+
+def main(
+    out: Annotated[Path, Argument(help="CSV to append to")],
+    gpus: Gpus = 2,
+    steps: Annotated[int, Option(min=10, help="of each run")] = 300,
+    only: Annotated[
+        list[str] | None, Option(help="repeatable, e.g. packed:burst; default: all")
+    ] = None,
+    tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
+    run_s: Annotated[float, Option(min=1, help="a run that takes longer is ended")] = 120,
+    budget_s: Budget = None,
+) -> None:
+    """Train all, and append rows as steps end."""
+    with in_one_sentence(), TemporaryDirectory() as folder:
+        check_appendable(out, CURVES_CSV, "OUT")
+        every = {str(run): run for run in runs(peer())}
+        must = "loss_curves: --only must name a run that there is, because each is its own command"
+        wanted = pick(only or (), every, must)
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
+        begun, text = monotonic(), Path(folder) / "text"
+        make_text(text, text_files()[: 200 if tiny else None], gpus)
+        for run in wanted:
+            if budget_s is not None and monotonic() - begun > budget_s:
+                typer.echo(f"time is up: {run} was not started")
+                continue
+            typer.echo(train(run, TINY if tiny else FULL, gpus, steps, text, out, run_s))
+
+
+if __name__ == "__main__":
+    typer.run(main)
