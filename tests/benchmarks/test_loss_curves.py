@@ -50,8 +50,8 @@ def test_runs_see_the_same_batches_and_another_order_sees_others(tmp_path, text)
     plain, burst, other, whole = (losses(tmp_path / f"{n}", n, text) for n in names)
     assert len(plain) == STEPS and plain[-1] < plain[0] - 0.1
     assert burst == pytest.approx(plain, rel=TOLERANCE)
-    assert other[0] != pytest.approx(plain[0], rel=10 * TOLERANCE)
-    assert whole[0] != pytest.approx(plain[0], rel=10 * TOLERANCE)
+    for different in (other, whole):  # the first sample may be of one document only
+        assert different != pytest.approx(plain, rel=100 * TOLERANCE)
 
 
 WRITER = """
