@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ def install() -> None:
     """Megatron's CUDA calls go to the CPU, its "nccl" groups to gloo; one device a process."""
     from megatron_burst.mcore import cpu_mode
 
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        sys.modules[name] = None  # it has no kernels for CPUs, and Megatron runs without
     cpu_mode.install()
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))

@@ -153,6 +153,7 @@ class Communicator:
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, WHO, name))
 
 
+@torch.inference_mode(False)  # it stays, and training after an evaluation writes to it
 def _bytes(count: int, where: Where) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=where.device)
 

@@ -78,6 +78,7 @@ class SymmetricPool:
         self._slots[key] = self._meet(own)
         return self._slots[key].begin()
 
+    @torch.inference_mode(False)  # they stay, and training after an evaluation writes to them
     def _allocate(
         self, count: int, num_bytes: int, device: torch.device
     ) -> tuple[list[Tensor], str]:
@@ -94,6 +95,7 @@ class SymmetricPool:
             torch.cuda.empty_cache()  # what torch's own allocator has and does not use
         return [], reason
 
+    @torch.inference_mode(False)
     def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
         """Slots out of the buffers of all ranks; each must have its own by now."""
         handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
