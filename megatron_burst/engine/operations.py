@@ -17,6 +17,7 @@ from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
+    copy_rows,
     delta_stand_in,
     merge_parts,
     row_delta,
@@ -144,7 +145,7 @@ def copy(executor: Executor, op: p.Copy) -> Bound:
         target = targets(run)
         for name, x in sources(run).items():
             if name in target:
-                target[name].copy_(x)
+                copy_rows(target[name], x)
 
     return bound
 

@@ -74,6 +74,16 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
     target.copy_(total)
 
 
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """target <- source, [b, n, h, d] or statistics, both alike.
+
+    Of views torch's own copy reads and writes 1.5 TB/s on an H200, a sum of one part 4.
+    """
+    if source.ndim == 4 and not source.is_contiguous() and (fused := _fused(target, source)):
+        return fused.sum_parts(target, [source])
+    target.copy_(source)
+
+
 def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
     """target row <- sum of some rows of the source, in the accumulation dtype, rounded once.
 

@@ -191,9 +191,11 @@ class AttentionCall:
     @cached_property
     def heads(self) -> int:
         """KV heads of a round: gathered, or of a rank in an all-to-all."""
-        choose = choose_heads_a2a if self.mode == "a2a" else choose_heads_gather
         asked = self.multiprocessors, self.heads_per_round, self.pieces
-        return choose(self.shape, self.arranged, *asked)
+        if self.mode == "a2a":
+            return choose_heads_a2a(self.shape, self.arranged, *asked)
+        exposed = self.layout is Layout.DOCUMENTS  # a round is one kernel call over all its keys
+        return choose_heads_gather(self.shape, self.arranged, *asked, exposed=exposed)
 
     def resolved(self, direction: Direction) -> "AttentionCall":
         """The same call as far as a pass depends on it: calls whose pass is alike become equal.

@@ -8,6 +8,7 @@ from megatron_burst.schedule.topology import Topology
 
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
+_ROUNDS = 4  # on one node where nothing hides the first round's keys and the last gradients
 _PIECES = 8  # rounds on several nodes: an eighth of a transfer is all that nothing may hide
 _WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
 _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
@@ -24,6 +25,7 @@ def choose_heads_gather(
     multiprocessors: int,
     asked: int | None = None,
     pieces: bool = True,
+    exposed: bool = False,
 ) -> int:
     """KV heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
 
@@ -41,6 +43,8 @@ def choose_heads_gather(
         multiprocessors: of a GPU.
         asked: by the user, at most as many as there are; None lets the rule decide.
         pieces: whether there may be several rounds.
+        exposed: whether nothing hides the first round's keys and the last gradients: on one node
+            there are four rounds then, not one of all that fits.
     """
     if asked is not None or not pieces:
         return asked or shape.heads_kv
@@ -49,6 +53,8 @@ def choose_heads_gather(
     in_bytes = _ROUND_BYTES // head_bytes
     if topology.inter_size > 1:
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
+    elif exposed:
+        in_bytes = min(in_bytes, -(-shape.heads_kv // _ROUNDS))
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
     chunk = -(-shape.tokens // 2)  # of zigzag: the queries of a tile

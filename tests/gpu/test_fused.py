@@ -108,3 +108,14 @@ def test_other_lengths_do_not_compile_again():
     for length in (32, 33, 100, 4000, 4001, 100_000):
         run(length)
     assert compiled() == before
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_views_are_copied_bit_by_bit(shape, dtype):
+    batch, tokens, heads, dim = shape
+    fused = torch.randn(batch, tokens, heads, 3 * dim, device="cuda", dtype=dtype)
+    source = fused[..., dim : 2 * dim]
+    target = torch.empty(batch, heads, tokens, dim, device="cuda", dtype=dtype).transpose(1, 2)
+    partial.copy_rows(target, source)
+    assert not source.is_contiguous() and torch.equal(target, source)
