@@ -12,6 +12,7 @@ from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_cost import attention_time, buffer_bytes
 from megatron_burst.plan.choose import a2a_widths
+from megatron_burst.plan.choose_heads import most_heads
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.plan.hardware_file import preset_of
 from megatron_burst.plan.kernel_time import Timer
@@ -111,8 +112,7 @@ def _is_outdated(row: Row, call: AttentionCall) -> bool:
         return False
     if call.mode == "gather" and not call.heads_per_round and row.date < _HEADS_BEFORE:
         return True
-    ranks = call.arranged.intra_size if call.mode == "a2a" else 1
-    few = -(-call.shape.heads_kv // (call.heads * ranks)) <= 2
+    few = -(-most_heads(call.shape, call.arranged, call.mode) // call.heads) <= 2
     return few and call.by_copy_engine and row.date < _SLOTS_BEFORE
 
 
@@ -120,7 +120,8 @@ def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
     if call.mode != "a2a" or call.again:
         return call.left_bytes
-    there, _ = a2a_widths(call.shape)[Direction.FORWARD]
+    shape = call.shape.replicated(call.arranged.intra_size)
+    there, _ = a2a_widths(shape)[Direction.FORWARD]
     return call.shape.batch * call.shape.tokens * there
 
 

@@ -210,7 +210,7 @@ def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
     def bound(run: Run) -> None:
         source = sources(run)
         for name, target in targets(run).items():
-            _by_rank(target, op.ranks).copy_(_by_heads(source[name], op.ranks))
+            _by_rank(target, op).copy_(_by_heads(source[name], op))
 
     return bound
 
@@ -221,23 +221,30 @@ def from_ranks(executor: Executor, op: p.FromRanks) -> Bound:
     def bound(run: Run) -> None:
         came = source(run)
         for name, x in targets(run).items():
-            _by_heads(x, op.ranks).copy_(_by_rank(came[name], op.ranks))
+            ours, theirs = _by_heads(x, op), _by_rank(came[name], op)
+            if ours.shape == theirs.shape:
+                ours.copy_(theirs)
+            else:
+                sum_parts(x, [one.transpose(1, 2).flatten(2, 4) for one in theirs.unbind(2)])
 
     return bound
 
 
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Rows of several ranks: [b, ranks, n, heads, d], or [b, ranks, heads, n] of statistics."""
+def _by_rank(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
+    """Rows of several ranks: [b, ranks / copies, copies, n, KV heads, query heads of each, d], of
+    statistics with n last."""
+    ranks = op.ranks // op.copies, op.copies, -1
     if x.dim() == 4:
-        return x.unflatten(1, (ranks, -1))
-    return x.unflatten(2, (ranks, -1)).transpose(1, 2)
+        return x.unflatten(2, (op.heads_kv, -1)).unflatten(1, ranks)
+    return x.unflatten(2, ranks).unflatten(1, (op.heads_kv, -1)).permute(0, 3, 4, 1, 2, 5)
 
 
-def _by_heads(x: Tensor, ranks: int) -> Tensor:
-    """The same of heads of several ranks."""
-    if x.dim() == 4:
-        return x.unflatten(2, (ranks, -1)).transpose(1, 2)
-    return x.unflatten(1, (ranks, -1))
+def _by_heads(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
+    """The same of heads of several ranks; keys and values are there once, not in copies."""
+    axis, groups = (2 if x.dim() == 4 else 1), op.ranks // op.copies
+    copies = 1 if x.shape[axis] == groups * op.heads_kv else op.copies
+    x = x.unflatten(axis, (groups, op.heads_kv, copies, -1))
+    return x.permute((0, 2, 4, 1, 3, 5, 6) if axis == 2 else (0, 1, 3, 2, 4, 5))
 
 
 def fill(executor: Executor, op: p.Fill) -> Bound:

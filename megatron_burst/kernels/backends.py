@@ -1,7 +1,7 @@
 """What a backend must offer, which ones there are, and the choice among them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -67,6 +67,8 @@ class Capability:
         wide_grads: whether gradients come in the accumulation dtype, not the input's.
         deterministic: whether it can compute the same gradients twice, bit by bit.
         archs: major compute capabilities; empty means any.
+        max_dim_on: largest head dimension by major compute capability, where it is not max_dim.
+        wide_pairs: head dimensions of queries and values past those, which it has too.
         speed: for the reason that is printed.
     """
 
@@ -86,6 +88,8 @@ class Capability:
     deterministic: bool = True
     archs: frozenset[int] = frozenset()
     min_dim: int = 1
+    max_dim_on: Mapping[int, int] = field(default_factory=dict)
+    wide_pairs: frozenset[tuple[int, int]] = frozenset()
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend cannot do the problem, or None if it can."""
@@ -104,14 +108,19 @@ class Capability:
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
-        for dim in (problem.dim_qk, problem.dim_v):
-            if self.max_dim and dim > self.max_dim:
-                return f"its largest head dimension is {self.max_dim}"
+        dims, largest = (problem.dim_qk, problem.dim_v), self.max_dim_of(problem.arch)
+        for dim in dims:
+            if largest and dim > largest and dims not in self.wide_pairs:
+                return f"its largest head dimension is {largest}"
             if dim < self.min_dim:
                 return f"its smallest head dimension is {self.min_dim}"
             if dim % self.dim_multiple:
                 return f"it needs head dimensions that are multiples of {self.dim_multiple}"
         return None
+
+    def max_dim_of(self, arch: int) -> int:
+        """The largest head dimension on GPUs of a major compute capability; 0: any."""
+        return self.max_dim_on.get(arch, self.max_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +227,9 @@ def backends() -> dict[str, Backend]:
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     """The first backend that can do the problem, with the reason.
 
+    Head dimensions past those of all kernels for GPUs would leave "auto" with plain torch, which is
+    many times slower; there it is to be asked for.
+
     Args:
         problem: what is asked of it.
         asked: a name, several joined by commas, or "auto": all of them, the fastest first.
@@ -225,14 +237,22 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     Raises:
         BurstError: if none of those asked for can do it, or is known.
     """
-    names = asked.split(",")
-    chosen = _first(problem, list(backends()) if asked == "auto" else names)
+    names = _automatic(problem) if asked == "auto" else asked.split(",")
+    chosen = _first(problem, names)
     if chosen and asked != "auto":
         among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
         chosen = replace(chosen, reason=f"asked for{among}")
     if chosen is None:
-        raise _nothing_can(problem, asked)
+        raise _nothing_can(problem, asked, names)
     return backends()[chosen.value], chosen
+
+
+def _automatic(problem: Problem) -> list[str]:
+    """The backends that "auto" takes one of."""
+    able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
+    largest = max(capability.max_dim_of(problem.arch) for capability in able)
+    slow = problem.device == "cuda" and max(problem.dim_qk, problem.dim_v) > largest
+    return [name for name in backends() if not (slow and name == "reference")]
 
 
 _UNKNOWN = "there is no such backend"
@@ -262,19 +282,19 @@ def in_words(refusals: Mapping[str, str]) -> str:
     return "; ".join(f"not {', '.join(them)}: {why}" for why, them in names.items())
 
 
-def _nothing_can(problem: Problem, asked: str) -> BurstError:
-    """What to say if the backend that was asked for cannot do the problem, or none can."""
+def _nothing_can(problem: Problem, asked: str, names: Sequence[str]) -> BurstError:
+    """What to say if the backend that was asked for cannot do the problem, or none of `names`."""
     refusals = {name: _refusal(name, problem) for name in backends()}
     able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
     got += " and windows" * problem.windowed + " and packed documents" * problem.packed
-    names = list(refusals) if asked == "auto" else asked.split(",")
     why = {name: refusals.get(name, _UNKNOWN) for name in names}
     because = "".join(why.values()) if len(why) == 1 else in_words(why)
     instead = "choose another dtype"
     if able:
-        instead = f"choose among {', '.join(able)}, or auto (--burst-backend, --attention-backend)"
+        auto = "" if asked == "auto" else ", or auto"
+        instead = f"choose among {', '.join(able)}{auto} (--burst-backend, --attention-backend)"
     uninstalled = [b.missing() for b in backends().values() if not b.capability.refusal(problem)]
     if any(uninstalled):
         instead += f"; {next(filter(None, uninstalled))}"

@@ -12,7 +12,8 @@ class Cudnn:
     """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native.
 
     Torch passes it over where deterministic algorithms are wanted (check_cudnn_deterministic in
-    ATen/native/transformers/cuda/sdp_utils.cpp), and has no way to ask cuDNN for one.
+    ATen/native/transformers/cuda/sdp_utils.cpp), and has no way to ask cuDNN for one. On Hopper it
+    takes head dimensions to 256 (check_cudnn_tensor_shapes there; cuDNN 9.10, which torch 2.9 has).
     """
 
     capability = Capability(
@@ -24,6 +25,7 @@ class Cudnn:
         takes_delta=False,
         deterministic=False,
         archs=frozenset({8, 9, 10}),
+        max_dim_on={9: 256},
         speed="cuDNN's attention, which torch ships",
     )
 

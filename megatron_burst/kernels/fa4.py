@@ -27,7 +27,8 @@ class FlashAttention4:
     for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
 
     On Hopper its backward rounds head dimensions up to 16 in the kernel and to 32 around it
-    (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not given other multiples of 8.
+    (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not given other multiples of 8. On
+    Blackwell it goes to 128 and has 192/128 (_validate_head_dims); its kernel of 256 takes no dlse.
     """
 
     capability = Capability(
@@ -42,6 +43,8 @@ class FlashAttention4:
         windows=True,
         packed=True,
         archs=frozenset({9, 10}),
+        max_dim_on={10: 128},
+        wide_pairs=frozenset({(192, 128)}),
         speed="FlashAttention-4, the fastest on Hopper",
     )
 

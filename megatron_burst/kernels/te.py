@@ -25,7 +25,8 @@ class TransformerEngine:
     """fused_attn_fwd and fused_attn_bwd of TransformerEngine 2.20, on dense "bshd" tensors.
 
     Its functions take a layout by name and look at no stride, so tensors with gaps are copied. Its
-    causal mask begins in the first corner here, so a causal tile must be square.
+    causal mask begins in the first corner here, so a causal tile must be square. In training cuDNN
+    has head dimensions to 256 on Hopper (nvte_get_fused_attn_backend).
     """
 
     capability = Capability(
@@ -36,6 +37,7 @@ class TransformerEngine:
         dim_multiple=8,
         takes_delta=False,
         archs=frozenset({8, 9, 10}),
+        max_dim_on={9: 256},
         speed="TransformerEngine's fused attention, which is cuDNN",
     )
 

@@ -84,7 +84,7 @@ class AttentionCall:
     def _wants_whole(self) -> bool:
         """Whether a rank may have the whole sample of some heads and that may be better: documents
         make shards unequal in work, and windows in them need all keys of a query at once."""
-        even = self.topology.cp_size > 1 and self.shape.heads_kv % self.topology.cp_size == 0
+        even = self.topology.cp_size > 1 and self.shape.heads_q % self.topology.cp_size == 0
         chunks = self.layout is not Layout.STRIPED
         gains = self.mask.windowed or self.device != "cpu"
         return self.mask.documents and even and chunks and gains
@@ -104,7 +104,7 @@ class AttentionCall:
         everyone = _flat(self.topology)
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         heads = choose_heads_a2a(self.shape, everyone, *asked)
-        return -(-self.shape.heads_kv // (heads * everyone.cp_size))
+        return -(-most_heads(self.shape, everyone, "a2a") // heads)
 
     @property
     def between(self) -> str:
@@ -163,7 +163,8 @@ class AttentionCall:
             return Choice(Circulate.KV, "they stay where they came in forward; gradients go home")
         if self.mode == "ring" or self.arranged.inter_size > 1:
             share = self._travelling_share if self.mode == "gather" else 1.0
-            return choose_circulate(self.priced, self.circulate, share)
+            ranks = self.arranged.intra_size if self.mode == "a2a" else 1
+            return choose_circulate(self.priced.replicated(ranks), self.circulate, share)
         return Choice(Circulate.KV, "one node")
 
     @cached_property

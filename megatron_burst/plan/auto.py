@@ -78,7 +78,7 @@ def _has_mask(call: AttentionCall) -> bool:
 
 
 def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
-    nodes, heads = call.topology.inter_size, call.shape.heads_kv
+    nodes, heads = call.topology.inter_size, call.shape.heads_q
     if call.inter in ("a2a", "flat"):
         yield from _ways_inside(call)
         return
@@ -90,7 +90,7 @@ def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
 
 def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
     """Every way inside the rows of ranks, between which it is resolved how it goes."""
-    topology, heads = call.arranged, call.shape.heads_kv
+    topology, heads = call.arranged, call.shape.heads_q
     intras = [call.mode if call.inter in ("a2a", "flat") else call.intra]
     if intras == ["auto"]:
         in_order = call.layout is not Layout.STRIPED and not topology.spans_nodes
@@ -111,7 +111,7 @@ def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
     if call.heads_per_round is not None or not call.pieces:
         yield call
         return
-    most = call.shape.heads_kv // (call.arranged.intra_size if call.intra == "a2a" else 1)
+    most = most_heads(call.shape, call.arranged, call.intra)
     for heads in range(1, most + 1):
         if most % heads == 0:
             yield replace(call, heads_per_round=heads)
@@ -156,7 +156,7 @@ def _heads_missing(call: AttentionCall) -> str | None:
             "--burst-intra gather (intra='gather') or a2a"
         )
     most = most_heads(call.shape, call.arranged, call.mode)
-    if asked <= most or (call.mode == "a2a" and call.shape.heads_kv % call.arranged.intra_size):
+    if asked <= most or (call.mode == "a2a" and call.shape.heads_q % call.arranged.intra_size):
         return None  # heads that cannot be sharded evenly are refused with their program
     does = "gathers" if call.mode == "gather" else "computes"
     return (

@@ -77,9 +77,9 @@ def hop_bytes(
 def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
     """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
 
-    Of all that is sent (`a2a_widths`) 1 - 1/N goes to other nodes.
+    Of all that is sent (`a2a_widths`), copies of KV heads among it, 1 - 1/N goes to other nodes.
     """
-    widths = a2a_widths(shape, again).values()
+    widths = a2a_widths(shape.replicated(topology.cp_size), again).values()
     every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
     return every - every // topology.inter_size
 
@@ -95,7 +95,8 @@ def nested_bytes(
 
 
 def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
-    """Bytes of a token's heads in an all-to-all, there and back, by direction.
+    """Bytes of a token's heads in an all-to-all, there and back, by direction; of a shape that is
+    `replicated` for its ranks.
 
     Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
     With `again` backward sends Q, K, V and lse too: where kept results stand for the forward that
@@ -210,7 +211,7 @@ def choose_inter(
         return Choice("ring", f"{of_rings} was asked for")
     if device == "cpu":
         return Choice("ring", _ON_CPU)
-    if layout is Layout.STRIPED or shape.heads_kv % topology.cp_size:
+    if layout is Layout.STRIPED or shape.heads_q % topology.cp_size:
         return Choice("ring", "no all-to-all over all ranks has this layout or number of heads")
     ring = min(nested_bytes(shape, topology, circulate, share) for circulate in Circulate)
     sent = a2a_bytes(shape, topology, over_all.again)

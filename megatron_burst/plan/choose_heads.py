@@ -16,7 +16,8 @@ _BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
 
 def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
     """KV heads that a round can have: all of those that are gathered, or that a rank computes."""
-    return max(1, shape.heads_kv // (topology.intra_size if mode == "a2a" else 1))
+    ranks = topology.intra_size if mode == "a2a" else 1
+    return shape.replicated(ranks).heads_kv // ranks
 
 
 def choose_heads_gather(
@@ -81,7 +82,8 @@ def choose_heads_a2a(
     there and the last one back. Arguments are those of `choose_heads_gather`.
     """
     ranks = topology.intra_size
-    group = shape.heads_q // shape.heads_kv
+    # 0 of heads that cannot be sharded evenly, which are refused with their program
+    group = max(1, shape.heads_q // shape.replicated(ranks).heads_kv)
     a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
     most = most_heads(shape, topology, "a2a")
     if not pieces:

@@ -6,6 +6,10 @@ round is computed, the next one's tensors come and the last one's results leave.
 ranks exchanges 1/L of a shard, so fewer bytes travel than with gathered keys unless heads are
 grouped; kernels have the longest calls that there are, and no gradient is a sum over ranks.
 
+Where the ranks do not divide the KV heads, fewer of them than ranks for one, each KV head goes to
+several ranks, which share its query heads; their gradients of it are summed by the rank that holds
+the rows. Heads of rounds are counted with these copies.
+
 On several nodes what has come goes on from node to node (`inter_node`): the keys and values of a
 rank's heads, or in backward its queries. Over a flat topology all ranks exchange with each other
 and nothing circulates.
@@ -65,11 +69,11 @@ def a2a(spec: Spec) -> Program:
     return emitter.program()
 
 
-def _check_heads(heads_kv: int, ranks: int) -> None:
-    if heads_kv % ranks:
+def _check_heads(heads_q: int, ranks: int) -> None:
+    if heads_q % ranks:
         raise BurstError(
-            "burst attention: to exchange heads, the ranks must divide the KV heads, because "
-            f"each computes equally many; got {heads_kv} KV heads on {ranks} ranks; pass "
+            "burst attention: to exchange heads, the ranks must divide the query heads, because "
+            f"each computes equally many; got {heads_q} query heads on {ranks} ranks; pass "
             "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a"
         )
 
@@ -100,9 +104,10 @@ class _AllToAll(Emitter):
         topology, tokens = spec.topology, spec.shape.tokens
         row, _ = topology.coord(spec.cp_rank)
         self.ranks = topology.grid[row]
-        _check_heads(spec.shape.heads_kv, len(self.ranks))
-        heads_per_round = spec.heads_per_round * len(self.ranks)
-        self.rounds = heads_in_rounds(spec.shape.heads_kv, heads_per_round)
+        _check_heads(spec.shape.heads_q, len(self.ranks))
+        heads_kv = spec.shape.replicated(len(self.ranks)).heads_kv
+        self.copies = heads_kv // spec.shape.heads_kv
+        self.rounds = heads_in_rounds(heads_kv, spec.heads_per_round * len(self.ranks))
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
         placed = spec.mask.windowed or spec.mask.documents
         # documents that are sharded each for itself come rank by rank, and are put in order here
@@ -135,7 +140,16 @@ class _AllToAll(Emitter):
 
     def heads_of(self, round_: int) -> tuple[int, int]:
         """Query heads and KV heads that a rank computes in a round."""
-        return self.part_of(round_) * self.spec.group, self.part_of(round_)
+        part = self.part_of(round_)
+        return part * self.spec.group // self.copies, part
+
+    def refs(self, round_: int, names: Sequence[str]) -> tuple[Ref, ...]:
+        """A round's heads of buffers of the call."""
+        every = self.rounds[round_]
+        keys = Span(every.start // self.copies, every.stop // self.copies)
+        return tuple(
+            Ref(name, heads=keys if name in ("kv", "dkv") else self.queries(keys)) for name in names
+        )
 
     def forward(self) -> None:
         there, back = Wholes(self), Results(self)
@@ -303,14 +317,8 @@ class Wholes:
         slot = emitter.buffer(
             f"heads {round_}", Home.SLOT, emitter.rows, fields, Cargo.READ, round_, self._slots
         )
-        heads = {
-            name: emitter.rounds[round_]
-            if name == "kv"
-            else emitter.queries(emitter.rounds[round_])
-            for name in self._sources
-        }
-        sources = tuple(Ref(name, heads=heads[name]) for name in self._sources)
-        emitter.emit(ToRanks(sources, slot, len(ranks)))
+        sources, part = emitter.refs(round_, self._sources), emitter.part_of(round_)
+        emitter.emit(ToRanks(sources, slot, len(ranks), part, emitter.copies))
         whole = self._came(round_, fields) if emitter.reorders else self._declare(round_, fields)
         mine, gives, takes = ranks.index(cp_rank), [], []
         for piece in emitter.pieces:
@@ -469,9 +477,6 @@ class Results:
             return
         round_, self._under_way = self._under_way, None
         emitter = self._emitter
-        heads = emitter.rounds[round_]
-        targets = tuple(
-            Ref(name, heads=heads if name == "dkv" else emitter.queries(heads))
-            for name in self._targets
-        )
-        emitter.emit(FromRanks(Ref(f"home {round_}"), targets, len(emitter.ranks)))
+        targets, part = emitter.refs(round_, self._targets), emitter.part_of(round_)
+        home, ranks = Ref(f"home {round_}"), len(emitter.ranks)
+        emitter.emit(FromRanks(home, targets, ranks, part, emitter.copies))

@@ -1,7 +1,8 @@
 """What a pass of attention is made for: its sizes, which pass it is, what circulates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import gcd
 
 
 class Cargo(StrEnum):
@@ -60,3 +61,8 @@ class AttentionShape:
     def rows_kv(self) -> int:
         """(token, KV head) pairs on a rank."""
         return self.batch * self.tokens * self.heads_kv
+
+    def replicated(self, ranks: int) -> "AttentionShape":
+        """The shape in an all-to-all of so many ranks: each KV head is there so often that all of
+        them compute equally many, with an equal part of its query heads each."""
+        return replace(self, heads_kv=self.heads_kv * (ranks // gcd(self.heads_kv, ranks)))

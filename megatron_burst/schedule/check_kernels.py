@@ -87,9 +87,19 @@ def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
     found = values.first_of(program, op.sources)
     for name in values.names(program, op.target):
         cells = _taken(found, name, op.sources)
-        part = len(cells[0]) // op.ranks
-        parts = (slice(part * rank, part * (rank + 1)) for rank in range(op.ranks))
-        values.write(program, op.target, name, [row[heads] for heads in parts for row in cells])
+        made = [[row[head] for head in _heads_of(op, rank, len(row))]
+                for rank in range(op.ranks) for row in cells]  # fmt: skip
+        values.write(program, op.target, name, made)
+
+
+def _heads_of(op: p.ToRanks | p.FromRanks, rank: int, heads: int) -> list[int]:
+    """Those of a rank among all heads: its KV heads, or its share of the query heads of each."""
+    first, share = rank // op.copies * op.heads_kv, rank % op.copies
+    group = heads * op.copies // (op.ranks * op.heads_kv)
+    own = group // op.copies or 1
+    start = share * own if group > 1 else 0
+    kv_heads = range(first, first + op.heads_kv)
+    return [kv * group + start + head for kv in kv_heads for head in range(own)]
 
 
 def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
@@ -98,9 +108,13 @@ def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
         for name in values.names(program, target):
             cells = _taken(found, name, (op.source,))
             rows = len(cells) // op.ranks
-            made = [[cell for rank in range(op.ranks) for cell in cells[rank * rows + row]]
-                    for row in range(rows)]  # fmt: skip
-            values.write(program, target, name, made)
+            heads = len(values.read(program, target)[name][0])
+            made = [[[] for _ in range(heads)] for _ in range(rows)]
+            for rank in range(op.ranks):
+                for own, head in enumerate(_heads_of(op, rank, heads)):
+                    for row in range(rows):
+                        made[row][head].append(cells[rank * rows + row][own])
+            values.write(program, target, name, [[_joined(name, some) for some in row] for row in made])
 
 
 def _fill(values, program: Program, op: p.Fill) -> None:
@@ -191,7 +205,8 @@ def _tile(
 ) -> list[list[int]]:
     """The keys that meet each query row, by row and query head."""
     columns = list(zip(*k, strict=True))
-    if len(q[0]) != len(columns) * values.group:
+    group = len(q[0]) // len(columns)  # of one rank; all of a KV head's may be on several
+    if len(q[0]) != len(columns) * group or not group:
         raise WrongError(f"{len(q[0])} query heads meet {len(columns)} KV heads")
     for column in columns:
         heads = {cell.head for cell in column}
@@ -202,8 +217,8 @@ def _tile(
            for seen in _seen(values, program, op, q, k)]  # fmt: skip
     for row in q:
         for head, cell in enumerate(row):
-            if cell.head // values.group != columns[head // values.group][0].head:
-                raise WrongError(f"query head {cell.head} meets {columns[head // values.group][0]}")
+            if cell.head // values.group != columns[head // group][0].head:
+                raise WrongError(f"query head {cell.head} meets {columns[head // group][0]}")
     return [[keys] * len(q[0]) for keys in met]
 
 
@@ -235,7 +250,7 @@ def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
     values.write(program, op.dq, "dq", dq)
     seen = _seen(values, program, op, q, k)
     for name in ("dk", "dv"):
-        made = [[Cell(name, key.position, key.head, _queries(values, q, seen, row, head))
+        made = [[Cell(name, key.position, key.head, _queries(values, q, seen, row, head, len(cells)))
                  for head, key in enumerate(cells)] for row, cells in enumerate(k)]  # fmt: skip
         values.write(program, op.dkv, name, made)
 
@@ -257,10 +272,11 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
     return q
 
 
-def _queries(values, q: Rows, seen: Sequence[int], key: int, head: int) -> int:
-    """The pairs of query and head that met a key row: what its gradient is summed over."""
-    group = values.group
-    columns = range(head * group, (head + 1) * group)
+def _queries(values, q: Rows, seen: Sequence[int], key: int, head: int, heads: int) -> int:
+    """The pairs of query and head that met a key row of one of so many heads: what its gradient is
+    summed over."""
+    group, own = values.group, len(q[0]) // heads
+    columns = range(head * own, (head + 1) * own)
     pairs = [
         1 << row[column].position * group + row[column].head % group
         for row, keys in zip(q, seen, strict=True)

@@ -163,11 +163,22 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one."""
+    """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one.
+
+    Attributes:
+        sources: of all heads.
+        target: of the heads of each rank.
+        ranks: in the order of the heads.
+        heads_kv: KV heads that each of them has.
+        copies: so many ranks in a row have the same KV heads, and an equal part each of the query
+            heads of each of them.
+    """
 
     sources: tuple[Ref, ...]
     target: Ref
     ranks: int
+    heads_kv: int
+    copies: int = 1
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: self.sources)
@@ -176,11 +187,14 @@ class ToRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """The way back."""
+    """The way back; of KV heads that several ranks have had, the sum of theirs, in the accumulation
+    dtype and rounded once."""
 
     source: Ref
     targets: tuple[Ref, ...]
     ranks: int
+    heads_kv: int
+    copies: int = 1
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.source,))

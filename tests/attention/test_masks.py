@@ -8,6 +8,7 @@ the environment draws so many.
 import os
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd, lcm
 from random import Random
 
 import pytest
@@ -72,8 +73,8 @@ def drawn(random: Random) -> Drawn:
     elif packed:  # some end before the sample does
         inside = [random.randint(0, size * tokens) for _ in range(random.randint(0, 5))]
         edges = (0, *sorted([*inside, size * tokens - random.randint(0, 1)]))
-    per_rank = random.randint(1, 2)
-    heads_kv = per_rank * ranks if mode == "a2a" else random.choice([1, 2, 3])
+    heads_kv, ranks_of_heads = random.choice([1, 2, 3, 4, 8]), ranks if mode == "a2a" else 1
+    per_rank = heads_kv // gcd(heads_kv, ranks)
     circulate = random.choice(list(Circulate))
     leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
     way = Way(
@@ -82,7 +83,8 @@ def drawn(random: Random) -> Drawn:
         random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
         edges,
     )  # fmt: skip
-    return Drawn(nodes, ranks, tokens, (heads_kv * random.choice([1, 2]), heads_kv), way)
+    heads_q = lcm(heads_kv, ranks_of_heads) * random.choice([1, 2])
+    return Drawn(nodes, ranks, tokens, (heads_q, heads_kv), way)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

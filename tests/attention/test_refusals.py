@@ -38,8 +38,8 @@ CASES = {  # what differs from a good call, and words of the sentence
     "format": ({"qkv_format": "dth"}, "qkv_format must be bshd, sbhd or thd.*got 'dth'"),
     "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
-        {"config": BurstConfig(intra="a2a"), "k": shard(heads=1), "v": shard(heads=1)},
-        "ranks must divide the KV heads.*got 1 KV heads on 2 ranks; pass --burst-intra gather",
+        {"config": BurstConfig(intra="a2a")} | {name: shard(heads=1) for name in "qkv"},
+        "ranks must divide the query heads.*got 1 query heads on 2 ranks; pass --burst-intra gather",
     ),
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }

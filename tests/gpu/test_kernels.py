@@ -49,8 +49,7 @@ def kernels():
     if not torch.cuda.is_available():
         return ["none"]
     named = [(name, b) for name, b in backends().items() if "cuda" in b.capability.devices]
-    able = [name for name, b in named if b.capability.packed or b.capability.windows]
-    return [name for name in able if not backends()[name].missing()]
+    return [name for name, b in named if not b.missing()]
 
 
 def backend_for(name, band):
@@ -76,6 +75,18 @@ def test_equals_float64(name, band, with_delta):
         given = replace(band, dtype=torch.bfloat16, strided=strided)
         errors = errors_of(backend, given, "cuda", into=strided, with_delta=with_delta)
         assert all(error <= BOUND for error in errors.values()), (strided, errors)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (192, 192), (160, 96)], ids=str)
+@pytest.mark.parametrize("name", kernels())
+def test_wide_heads_equal_float64(name, dims, heads, causal):
+    """Catches dimensions that a kernel is said to have and has not, forward or backward."""
+    band = Band((700,), (700,), right=0 if causal else None, packed=False, batch=2)
+    band = replace(band, **dict(zip(("heads", "heads_kv", "dim_qk", "dim_v"), (*heads, *dims))))
+    errors = errors_of(backend_for(name, band), replace(band, dtype=torch.bfloat16), "cuda")
+    assert all(error <= BOUND for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("case", ["window", "documents", "documents with a window"])

@@ -102,10 +102,12 @@ def problem(device="cpu", dtype=torch.float32, dim_qk=64, dim_v=64):
     "given, chosen",
     [
         (problem(), "torch-cpu"),
-        (problem("cuda", torch.bfloat16, 256, 256), "flash"),  # past cuDNN's dimensions
+        (problem("cuda", torch.bfloat16, 256, 256), "cudnn"),
+        (replace(problem("cuda", torch.bfloat16, 256, 256), arch=10), "flash"),  # cuDNN to 128
         (problem("cuda", torch.float32), "triton"),
-        (problem("cuda", torch.bfloat16, 192, 128), "triton"),
-        (problem("cuda", torch.float16, 512, 512), "reference"),
+        (problem("cuda", torch.bfloat16, 192, 128), "cudnn"),
+        (replace(problem("cuda", torch.bfloat16, 192, 128), arch=8), "triton"),
+        (problem(dim_qk=512, dim_v=512), "torch-cpu"),
         (problem("cuda", torch.bfloat16, 36, 36), "triton"),
     ],
     ids=str,
@@ -115,6 +117,27 @@ def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others(given, chos
     assert backend.capability.name == choice.value == chosen
     for name in list(backends())[: list(backends()).index(chosen)]:
         assert re.search(rf"not ([\w-]+, )*{name}(, [\w-]+)*: it", choice.reason), name
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (128, 264)])
+def test_head_dimensions_past_those_of_kernels_are_refused_and_can_be_asked_for(dims):
+    given = problem("cuda", torch.bfloat16, *dims)
+    with pytest.raises(BurstError, match="largest head dimension is 256.*choose among reference [^,]"):
+        choose_backend(given, "auto")
+    for name in ("fa4", "fa3", "cudnn", "te", "flash-attn", "flash", "triton"):
+        with pytest.raises(BurstError, match=f"backend {name} must"):
+            choose_backend(given, name)
+    assert choose_backend(given, "reference")[0].capability.name == "reference"
+
+
+def test_flash_attention_4_has_other_dimensions_on_blackwell():
+    """Its kernel of 256 there takes no gradient of lse, by which it is given delta."""
+    capability = backends()["fa4"].capability
+    for dims, has in (((128, 128), True), ((192, 128), True), ((256, 256), False),
+                      ((160, 128), False)):  # fmt: skip
+        given = replace(problem("cuda", torch.bfloat16, *dims), arch=10)
+        assert (capability.refusal(given) is None) == has
+        assert capability.refusal(replace(given, arch=9)) is None
 
 
 @pytest.mark.parametrize("dim", [8, 16, 48, 80, 112])

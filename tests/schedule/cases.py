@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import gcd
 from unittest.mock import patch
 
 from megatron_burst.schedule import emitter
@@ -42,7 +43,8 @@ class Case:
     pulled: bool = False
     one_slot: bool = False
     left: bool = False
-    group: int = 1
+    group: int = 1  # query heads of a KV head on one rank
+    copies: int = 1  # ranks of an all-to-all that have the same KV heads
     tokens: int = 2
     boundaries: tuple[int, ...] = ()  # where documents begin, but for the first
 
@@ -51,14 +53,14 @@ class Case:
         flags = [name for name in ("pulled", "one_slot", "left") if getattr(self, name)]
         flags += [name for name in Kernel.__slots__ if getattr(self.kernel, name)]
         words = (self.mode, size, self.layout, f"{self.mask}", self.circulate,
-                 f"{self.rounds} rounds", f"group {self.group}", *flags)  # fmt: skip
+                 f"{self.rounds} rounds", f"group {self.group}", f"copies {self.copies}", *flags)  # fmt: skip
         return " ".join(words)
 
     @cached_property
     def shape(self) -> AttentionShape:
         per_round = self.topology.intra_size if self.mode == "a2a" else 1
         heads = self.rounds * per_round
-        return shape_of(self.tokens, (heads * self.group, heads))
+        return shape_of(self.tokens, (heads * self.group, heads // self.copies))
 
     def spec(self, direction: Direction, rank: int = 0) -> Spec:
         circulate = self.circulate if direction is Direction.BACKWARD else Circulate.KV
@@ -105,10 +107,16 @@ def _gathers(case: Case) -> Iterator[Case]:
     for left, (pulled, one_slot) in product(lefts, ways):
         for rounds, kernel in ((1, Kernel()), (2, Kernel(False, False)), (3, Kernel())):
             wide = replace(kernel, wide_grads=rounds == 2)
-            yield replace(
-                case, left=left, pulled=pulled, one_slot=one_slot, rounds=rounds, kernel=wide,
-                group=1 + (rounds == 2),
-            )  # fmt: skip
+            for copies in {1, copies_of(size, rounds)} if case.mode == "a2a" else (1,):
+                yield replace(
+                    case, left=left, pulled=pulled, one_slot=one_slot, rounds=rounds, kernel=wide,
+                    group=1 + (rounds == 2), copies=copies,
+                )  # fmt: skip
+
+
+def copies_of(ranks: int, rounds: int) -> int:
+    """As many copies as there can be in so many rounds of one KV head a rank."""
+    return next(n for n in range(ranks, 0, -1) if ranks % n == 0 and gcd(n, rounds) == 1)
 
 
 def grid(nodes: int, ranks: int) -> Topology:

@@ -14,7 +14,7 @@ from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
-from tests.schedule.cases import MASKS, Case, grid
+from tests.schedule.cases import MASKS, Case, copies_of, grid
 
 FORWARD, BACKWARD = Direction
 
@@ -34,9 +34,11 @@ def calls(draw, mode, mask=None, topologies=GRIDS):
     layout = draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS]))
     pulled, wide = draw(st.booleans()) and mode != "ring", draw(st.booleans())
     rounds, group, chunk = (draw(st.integers(1, 3)) for _ in range(3))
+    copies = draw(st.sampled_from([1, copies_of(topology.intra_size, rounds)]))
     return Case(
         mode, topology, layout, mask or draw(st.sampled_from(MASKS)), circulate,
-        Kernel(wide_grads=wide), rounds, pulled, left=left, group=group, tokens=2 * chunk,
+        Kernel(wide_grads=wide), rounds, pulled, left=left, group=group,
+        copies=copies if mode == "a2a" else 1, tokens=2 * chunk,
     )  # fmt: skip
 
 
@@ -68,8 +70,8 @@ def statistics(shape):
 
 
 def circulating(case, direction):
-    """Bytes of a shard that goes round, and of its gradient."""
-    shape = case.shape
+    """Bytes of a shard that goes round, copies of its KV heads among them, and of its gradient."""
+    shape = replace(case.shape, heads_kv=case.shape.heads_kv * case.copies)
     if direction is FORWARD:
         return keys(shape, shape.itemsize), 0
     if case.circulate is Circulate.KV:
@@ -124,7 +126,9 @@ def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds)
 
 @given(calls("a2a"), st.sampled_from(list(Direction)))
 def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, direction):
+    """Of everything that ranks compute with: a KV head that several of them need counts for each."""
     shape, ranks = case.shape, case.topology.intra_size
+    shape = replace(shape, heads_kv=shape.heads_kv * case.copies)
     qkv = queries(shape, shape.itemsize) + keys(shape, shape.itemsize)
     if direction is FORWARD:
         everything = qkv + outputs(shape, shape.itemsize) + statistics(shape)
