@@ -18,15 +18,16 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
 
 
 def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
-    """Refuse a call, or a backward pass, that torch transforms. Costs about a microsecond.
+    """Refuse a call, or a backward pass, that torch transforms, or captures in a CUDA graph. Costs
+    about a microsecond.
 
     Args:
         who: refuses.
         tensors: inputs of the call, or gradients that come to the pass.
 
     Raises:
-        BurstError: inside of torch.func's transforms and vmap, and if a tensor is a batch of them
-            or has a forward-mode tangent.
+        BurstError: inside of torch.func's transforms and vmap, if a tensor is a batch of them or
+            has a forward-mode tangent, and while a CUDA graph is captured.
     """
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -34,6 +35,12 @@ def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
     given = [x for x in tensors if x is not None]
     if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
         _refuse(who, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
+    if given and given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BurstError(
+            f"{who}: a call must not be captured in a CUDA graph, because ranks meet and memory is "
+            "found in Python, which a graph does not run again; got a stream that is capturing; "
+            "capture what comes before and behind (make_graphed_callables, --cuda-graph-modules)"
+        )
     inside = forward_ad._current_level >= 0
     if inside and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         _refuse(who, "an input with a tangent", "leave out torch.autograd.forward_ad")

@@ -21,8 +21,10 @@ from megatron_burst.loss.rows import (
 )
 from megatron_burst.loss.statistics import WHO, Grads, LossOptions, Reduction, sum_dtype
 from megatron_burst.loss.tiles import choose_tiles
+from megatron_burst.transforms import uncompiled
 
 
+@uncompiled
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False, reduction: Reduction = "mean", ignore_index: int = -100,
@@ -115,6 +117,7 @@ class TokenLogProbs(NamedTuple):
     mask: Tensor  # bool: false where a token is left out
 
 
+@uncompiled
 def token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False, loss_mask: Tensor | None = None,

@@ -38,6 +38,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.terms import window_of
+from megatron_burst.transforms import uncompiled
 
 PER_LAYER = ("attention_dropout",)  # options that a layer may have otherwise
 CAUSAL = {  # the masks that are supported; of packed samples padding is at the documents' ends
@@ -253,6 +254,7 @@ class BurstForward:
         topology = communicator_of(group, self.config, hcp_groups).topology
         return replace(self, cp_group=group, topology=topology)
 
+    @uncompiled
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
         attention_bias, packed_seq_params,

@@ -96,12 +96,43 @@ def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: st
     return Refusal("cpu", name, allowed, why, change, asked)
 
 
+_BESIDE_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}
+# as releases name it, that of 0.18 and 0.19 until their parser has moved it first
+_CAPTURED = "cuda_graph_scope_deprecated", "cuda_graph_scope", "cuda_graph_modules"
+
+
+def _captured(o: Options) -> set[str]:
+    """Parts of the model that are captured in CUDA graphs; whole layers if none is named."""
+    named = next(filter(None, (getattr(o, name, None) for name in _CAPTURED)), [])
+    parts = named.split(",") if isinstance(named, str) else named
+    return {getattr(part, "name", part) for part in (parts if isinstance(parts, list) else [parts])}
+
+
+def _spares_attention(impl: object, o: Options) -> bool:
+    """Whether no CUDA graph captures attention."""
+    parts = _captured(o)
+    return impl in (None, *OFF) or (
+        impl != "full_iteration" and bool(parts) and parts <= _BESIDE_ATTENTION
+    )
+
+
+def _spares_loss(impl: object, o: Options) -> bool:
+    """Whether no CUDA graph captures the loss: those of layers do not."""
+    return impl in (None, *OFF) or "full_iteration" not in {impl, *_captured(o)}
+
+
 def _cuda_graphs() -> Iterator[Refusal]:
+    change = (
+        "leave it out, or capture parts beside attention alone (--cuda-graph-modules mlp, moe, "
+        "moe_router, moe_preprocess or mamba, --cuda-graph-scope in older releases)"
+    )
     for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
-        yield Refusal("attention", name, OFF, "hops are not captured in CUDA graphs")
-        yield Refusal("recompute", name, OFF, "CUDA graphs run kernels again without the code that "
-                      "hands over what is kept")  # fmt: skip
-        yield Refusal("loss head", name, OFF, "tokens that count are counted on the CPU")
+        yield Refusal("attention", name, _spares_attention,
+                      "hops are not captured in CUDA graphs", change)  # fmt: skip
+        yield Refusal("recompute", name, _spares_attention, "CUDA graphs run kernels again without "
+                      "the code that hands over what is kept", change)  # fmt: skip
+        yield Refusal("loss head", name, _spares_loss, "tokens that count are counted on the CPU",
+                      "leave it out, or capture layers alone")  # fmt: skip
         yield _on_gpus(name, "CUDA graphs")
 
 

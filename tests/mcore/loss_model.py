@@ -73,7 +73,7 @@ def model_of(case: Case):
         pipeline_model_parallel_size=case.pp, variable_seq_lengths=False,
         **single | case.options,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     mtp = get_gpt_mtp_block_spec(config, spec, False) if case.mtp else None
     if case.cp > 1:
         spec, mtp = burst_spec(spec), mtp and burst_spec(mtp)

@@ -111,7 +111,7 @@ def refused(rank):
     ask(lambda m: setattr(m.config, "defer_embedding_wgrad_compute", True))
     ask(lambda m: setattr(m.output_layer, "disable_grad_reduce", True))
     ask(lambda m: setattr(m, "fp16_lm_cross_entropy", True))
-    ask(lambda m: setattr(m.config, "cuda_graph_impl", "local"))
+    ask(lambda m: setattr(m.config, "cuda_graph_impl", "full_iteration"))
     ask(lambda m: setattr(m.config, "fp16", True), FORWARD)
     model, batch = fuse_loss(model_of(Case(tp=2))), batch_of(Case(tp=2))
     inputs = batch["tokens"], batch["position_ids"], None
@@ -126,7 +126,7 @@ def test_refuses_heads_that_it_would_be_wrong_for():
         "ColumnParallelLinear.*got Own", "got bias=True", "got parallel_output=False",
         "got gtp_remat_size=2", "got defer_embedding_wgrad_compute=True",
         "got disable_grad_reduce=True", "got fp16_lm_cross_entropy=True",
-        "got cuda_graph_impl=local", "got grads=forward with --fp16",
+        "got cuda_graph_impl=full_iteration", "got grads=forward with --fp16",
     )  # fmt: skip
     for said in run_ranks(refused, 2):
         for message, pattern in zip(said, expected, strict=True):

@@ -6,6 +6,7 @@ test_core_attention.py, test_loss_uses.py.
 """
 
 from argparse import Namespace
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,37 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
 from megatron_burst.mcore.refusals import TABLE, check
 
-GRAPHS = {
-    "cuda_graph_impl": (["local"], ["none"]),
-    "enable_cuda_graph": ([True], [False]),
-    "external_cuda_graph": ([True], [False]),
+
+
+class Part(Enum):
+    """As Megatron's own names of what is captured."""
+
+    attn, mlp, moe_router, full_iteration = range(4)
+
+
+LOCAL, TE = dict(cuda_graph_impl="local"), dict(cuda_graph_impl="transformer_engine")
+ITERATION = dict(cuda_graph_impl="full_iteration")
+IN_LAYERS = [  # whole layers, attention in them; then parts beside it
+    "local", "transformer_engine", LOCAL | dict(cuda_graph_modules=[Part.attn, Part.mlp]),
+    LOCAL | dict(cuda_graph_modules="full"), LOCAL | dict(cuda_graph_scope_deprecated=["full"]),
+    TE | dict(cuda_graph_scope=["attn"]), TE | dict(cuda_graph_modules="mlp,new"),
+]  # fmt: skip
+BESIDE = [
+    LOCAL | dict(cuda_graph_modules=[Part.mlp]), TE | dict(cuda_graph_modules="mlp,moe_router"),
+    TE | dict(cuda_graph_scope=[Part.moe_router, "moe_preprocess"]),
+    LOCAL | dict(cuda_graph_modules=[], cuda_graph_scope_deprecated=[Part.mlp]),
+]  # fmt: skip
+ALL = [ITERATION, LOCAL | dict(cuda_graph_scope=[Part.full_iteration])]
+OLD = {  # flags of older releases, and whether they are on
+    name: ([True], [False, {name: True, "cuda_graph_scope": ["mlp"]}])
+    for name in ("enable_cuda_graph", "external_cuda_graph")
+}
+GRAPHS = {"cuda_graph_impl": ([*IN_LAYERS, *ALL], ["none", *BESIDE])} | OLD
+GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
+    name: ([{name: True, "cuda_graph_scope": ["full_iteration"]}], [False, True]) for name in OLD
+}
+GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
+    name: ([True], [False]) for name in OLD
 }
 FLAG = ([True], [False])
 ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
@@ -112,7 +140,7 @@ CASES = {
         ),
     },
     "own": {"keep": (["half"], ["none", "all"])},
-    "loss": GRAPHS | {
+    "loss": GRAPHS_OF_LOSS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
@@ -121,7 +149,7 @@ CASES = {
         "use_megatron_fsdp": FLAG,
         "use_torch_fsdp2": FLAG,
     },
-    "head": GRAPHS | {
+    "head": GRAPHS_OF_LOSS | {
         "burst_loss_grads": (
             [dict(burst_loss_grads="forward", fp16=True)],
             ["forward", dict(burst_loss_grads="auto", fp16=True)],
@@ -134,7 +162,7 @@ CASES = {
         "gtp_remat_size": ([2], [1]),
         "disable_grad_reduce": FLAG,
     },
-    "cpu": GRAPHS | {
+    "cpu": GRAPHS_ON_CPU | {
         "fp8": (["hybrid"], []),
         "fp4": (["e2m1"], []),
         "tp_comm_overlap": FLAG,

@@ -29,14 +29,15 @@ INSTANT = with_links(LinkSpeed(0.0, Curve(((1.0, float("inf")),))), nccl_share=0
 def calls(draw) -> AttentionCall:
     """Calls of every mode that their topology allows."""
     nodes, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    heads_kv = draw(st.sampled_from([4, 12, 16]))
+    heads_kv = draw(st.sampled_from([1, 4, 12, 16]))
+    heads_q = heads_kv * draw(st.sampled_from([1, 4]))
     shape = AttentionShape(
-        draw(st.integers(1, 2)), draw(st.sampled_from([256, 4096, 16384])),
-        heads_kv * draw(st.sampled_from([1, 4])), heads_kv, 128, 128, 2, 4, 4,
+        draw(st.integers(1, 2)), draw(st.sampled_from([256, 4096, 16384])), heads_q, heads_kv,
+        128, 128, 2, 4, 4,
     )  # fmt: skip
     modes = [("ring", "ring"), ("ring", "gather"), ("flat", "ring")]
-    modes += [("ring", "a2a")] if heads_kv % ranks == 0 else []
-    modes += [("a2a", "a2a")] if heads_kv % (nodes * ranks) == 0 else []
+    modes += [("ring", "a2a")] if heads_q % ranks == 0 else []
+    modes += [("a2a", "a2a")] if heads_q % (nodes * ranks) == 0 else []
     inter, intra = draw(st.sampled_from(modes))
     return AttentionCall(
         shape, pretend_nodes(nodes * ranks, nodes), intra=intra, inter=inter,

@@ -31,7 +31,9 @@ EIGHT, AGAIN = AllToAll(8), AllToAll(8, again=True)
         (shape_of(32, 32), 4, "cuda", "auto", AGAIN, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", AllToAll(2), "ring"),  # half of it is waited for
         (shape_of(32, 32), 4, "cpu", "auto", EIGHT, "ring"),
-        (shape_of(32, 30), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
+        (shape_of(36, 36), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
+        (shape_of(32, 4), 8, "cuda", "auto", AllToAll(1), "ring"),  # nothing hides its one round
+        (shape_of(32, 4), 8, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32), 1, "cuda", "auto", EIGHT, "ring"),
         (shape_of(32, 32), 1, "cuda", "a2a", EIGHT, "a2a"),
         (shape_of(32, 8), 2, "cuda", "flat", EIGHT, "flat"),
@@ -84,6 +86,17 @@ def test_exchanged_bytes_are_the_formulas(again):
     assert a2a_bytes(shape, topology, again) == (width * tensors + statistics) // 2
 
 
+def test_kv_heads_count_for_each_rank_that_needs_them():
+    """Of 8 ranks each gets one of 8 KV heads, or a copy of one of 2; 1 - 1/N goes to other nodes."""
+    topology = pretend_nodes(8, 4)
+    eight, two = (a2a_bytes(shape_of(32, heads), topology) for heads in (8, 2))
+    assert eight == two
+    assert AttentionCall(shape_of(32, 2), topology, inter="a2a").heads == 1
+    counted = AttentionCall(shape_of(32, 2), topology, inter="a2a", layout=Layout.CONTIGUOUS)
+    sent = [counted.program(0, direction).sent_bytes()[Link.INTER] for direction in Direction]
+    assert sum(sent) == two
+
+
 DOCUMENTS = Mask(right=0, documents=True)
 
 
@@ -105,7 +118,8 @@ def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUME
         (262144, (32, 8), (2, 1), "ring"),  # 171, 369
         (131072, (32, 32), (2, 1), "a2a"),  # its bytes are fewer
         (131072, (32, 8), (8, 1), "a2a"),  # K and V go round seven times
-        (131072, (64, 8), (4, 4), "ring"),  # 16 ranks, 8 KV heads
+        (131072, (64, 8), (4, 4), "ring"),
+        (131072, (64, 8), (16, 1), "a2a"),  # 16 ranks, 8 KV heads
     ],
 )
 def test_documents_go_between_nodes_as_they_take_less_time(tokens, heads, grid, way, layout):

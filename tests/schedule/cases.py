@@ -107,11 +107,11 @@ def _gathers(case: Case) -> Iterator[Case]:
     for left, (pulled, one_slot) in product(lefts, ways):
         for rounds, kernel in ((1, Kernel()), (2, Kernel(False, False)), (3, Kernel())):
             wide = replace(kernel, wide_grads=rounds == 2)
-            for copies in {1, copies_of(size, rounds)} if case.mode == "a2a" else (1,):
-                yield replace(
-                    case, left=left, pulled=pulled, one_slot=one_slot, rounds=rounds, kernel=wide,
-                    group=1 + (rounds == 2), copies=copies,
-                )  # fmt: skip
+            copies = copies_of(size, rounds) if case.mode == "a2a" and pulled else 1
+            yield replace(
+                case, left=left, pulled=pulled, one_slot=one_slot, rounds=rounds, kernel=wide,
+                group=1 + (rounds == 2), copies=copies,
+            )  # fmt: skip
 
 
 def copies_of(ranks: int, rounds: int) -> int:

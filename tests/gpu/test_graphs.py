@@ -1,0 +1,79 @@
+"""CUDA graphs of what is around attention and loss: with burst between them; and of burst itself.
+
+Catches a graph whose input or output moves, and a capture that would run other ranks' transfers
+once and never again.
+"""
+
+import pytest
+import torch
+
+from megatron_burst import BurstError, burst_attention, linear_cross_entropy
+from tests.ranks import run_ranks
+
+GPUS = torch.cuda.device_count()
+HEADS, DIM, TOKENS = 4, 64, 512
+WIDTH = HEADS * DIM
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="needs a CUDA GPU, found none"),
+]
+
+
+def attention(x):
+    """Of a shard [1, tokens, 3 h d]."""
+    return burst_attention(*x.unflatten(-1, (3, HEADS, DIM)).unbind(2)).flatten(2)
+
+
+def parts():
+    """Layers before and behind attention."""
+    torch.manual_seed(3)
+    before, behind = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    return before.cuda().bfloat16(), behind.cuda().bfloat16()
+
+
+def steps(before, behind, inputs):
+    """Outputs and gradients of a few steps."""
+    found = []
+    for x in inputs:
+        leaf = x.clone().requires_grad_()
+        out = behind(attention(before(leaf)))
+        out.square().sum().backward()
+        found += [out.detach().clone(), leaf.grad.clone()]
+    return found
+
+
+def around(rank):
+    """Whether layers in graphs around attention are bitwise what they are without."""
+    inputs = torch.randn(3, 1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16).unbind()
+    plain = steps(*parts(), inputs)
+    before, behind = parts()
+    samples = ((torch.randn_like(inputs[0]).requires_grad_(),) for _ in range(2))
+    graphed = steps(*torch.cuda.make_graphed_callables((before, behind), tuple(samples)), inputs)
+    return [torch.equal(*both) for both in zip(plain, graphed, strict=True)]
+
+
+def inside(rank):
+    """What is said where attention or loss are captured; the call that follows is none the worse."""
+    x = torch.randn(1, TOKENS, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(64, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
+    labels, said = torch.zeros(1, TOKENS, device="cuda", dtype=torch.long), []
+    for call in (lambda: attention(x), lambda: linear_cross_entropy(x, weight, labels)):
+        expected = call()
+        with pytest.raises(BurstError) as refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call()
+        said.append(str(refused.value))
+        assert torch.equal(call(), expected)
+    return said
+
+
+WORLD = min(GPUS, 2)
+
+
+def test_layers_around_attention_are_captured():
+    for equal in run_ranks(around, WORLD, backend="nccl", timeout_s=300, fresh=True):
+        assert all(equal), equal
+
+
+def test_attention_and_loss_themselves_are_refused():
+    for said in run_ranks(inside, WORLD, backend="nccl", timeout_s=300, fresh=True):
+        assert all("must not be captured in a CUDA graph" in sentence for sentence in said), said
