@@ -91,16 +91,18 @@ def test_batches_of_gradients_are_refused(name):
         torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
 
 
-COMPILED = CALLS | {"keep": (lambda q: keep(flash)(q, K, V).sum(), Q)}
+KEPT = keep(flash)
+COMPILED = {  # each with something to compile before and behind
+    "attention": (lambda q: burst_attention(q * 2, K, V).sin().sum(), Q),
+    "keep": (lambda q: KEPT(q * 2, K, V).sin().sum(), Q),
+    "loss": (lambda x: linear_cross_entropy(x * 2, WEIGHT, LABELS).sin(), HIDDEN),
+    "log-probabilities": (lambda x: token_log_probs(x * 2, WEIGHT, LABELS)[0].sin().sum(), HIDDEN),
+}
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_call_is_one_graph_break_and_changes_nothing(name):
-    call, x = COMPILED[name]
-
-    def layer(x):
-        return call(x * 2).sin()
-
+    layer, x = COMPILED[name]
     torch._dynamo.reset()
     explained = torch._dynamo.explain(layer)(x)
     assert explained.graph_break_count == 1 and explained.graph_count == 2

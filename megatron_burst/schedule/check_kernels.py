@@ -114,7 +114,9 @@ def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
                 for own, head in enumerate(_heads_of(op, rank, heads)):
                     for row in range(rows):
                         made[row][head].append(cells[rank * rows + row][own])
-            values.write(program, target, name, [[_joined(name, some) for some in row] for row in made])
+            values.write(
+                program, target, name, [[_joined(name, some) for some in row] for row in made]
+            )
 
 
 def _fill(values, program: Program, op: p.Fill) -> None:
@@ -248,9 +250,9 @@ def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
     dq = [[Cell("dq", cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
           for both in zip(q, met, strict=True)]  # fmt: skip
     values.write(program, op.dq, "dq", dq)
-    seen = _seen(values, program, op, q, k)
+    seen, heads = _seen(values, program, op, q, k), len(k[0])
     for name in ("dk", "dv"):
-        made = [[Cell(name, key.position, key.head, _queries(values, q, seen, row, head, len(cells)))
+        made = [[Cell(name, key.position, key.head, _queries(values, q, seen, row, head, heads))
                  for head, key in enumerate(cells)] for row, cells in enumerate(k)]  # fmt: skip
         values.write(program, op.dkv, name, made)
 

@@ -53,7 +53,7 @@ def around(rank):
 
 
 def inside(rank):
-    """What is said where attention or loss are captured; the call that follows is none the worse."""
+    """What is said where attention or loss are captured; calls that follow are as before."""
     x = torch.randn(1, TOKENS, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
     labels, said = torch.zeros(1, TOKENS, device="cuda", dtype=torch.long), []

@@ -83,8 +83,8 @@ def test_equals_float64(name, band, with_delta):
 @pytest.mark.parametrize("name", kernels())
 def test_wide_heads_equal_float64(name, dims, heads, causal):
     """Catches dimensions that a kernel is said to have and has not, forward or backward."""
-    band = Band((700,), (700,), right=0 if causal else None, packed=False, batch=2)
-    band = replace(band, **dict(zip(("heads", "heads_kv", "dim_qk", "dim_v"), (*heads, *dims))))
+    sizes = dict(heads=heads[0], heads_kv=heads[1], dim_qk=dims[0], dim_v=dims[1])
+    band = Band((700,), (700,), None, 0 if causal else None, packed=False, batch=2, **sizes)
     errors = errors_of(backend_for(name, band), replace(band, dtype=torch.bfloat16), "cuda")
     assert all(error <= BOUND for error in errors.values()), errors
 

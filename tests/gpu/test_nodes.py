@@ -20,7 +20,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
 ]
-SHAPES = {"MHA": (8, 8, 64), "GQA": (8, 4, 128), "MQA": (8, 1, 64)}  # query heads, KV heads, head dimension
+SHAPES = {
+    "MHA": (8, 8, 64),
+    "GQA": (8, 4, 128),
+    "MQA": (8, 1, 64),
+}  # query heads, KV heads, head dimension
 INSIDE = [
     {"intra": intra, "circulate": circulate}
     for intra in ("ring", "gather", "a2a")

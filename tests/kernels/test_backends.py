@@ -122,7 +122,9 @@ def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others(given, chos
 @pytest.mark.parametrize("dims", [(512, 512), (128, 264)])
 def test_head_dimensions_past_those_of_kernels_are_refused_and_can_be_asked_for(dims):
     given = problem("cuda", torch.bfloat16, *dims)
-    with pytest.raises(BurstError, match="largest head dimension is 256.*choose among reference [^,]"):
+    with pytest.raises(
+        BurstError, match="largest head dimension is 256.*choose among reference [^,]"
+    ):
         choose_backend(given, "auto")
     for name in ("fa4", "fa3", "cudnn", "te", "flash-attn", "flash", "triton"):
         with pytest.raises(BurstError, match=f"backend {name} must"):

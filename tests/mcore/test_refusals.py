@@ -17,7 +17,6 @@ from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_ar
 from megatron_burst.mcore.refusals import TABLE, check
 
 
-
 class Part(Enum):
     """As Megatron's own names of what is captured."""
 

@@ -107,8 +107,11 @@ def test_ways_on_several_nodes():
         *(("ring", intra, c) for intra in ("ring", "gather", "a2a") for c in ("kv", "q")),
         ("a2a", "a2a", "auto"),
     }
-    few_heads = replace(shape, heads_kv=2)  # 4 ranks of a node do not divide them
-    intras = {way.intra for way in ways(AttentionCall(few_heads, pretend_nodes(8, 2)))}
+    few_heads = replace(shape, heads_kv=2)  # a copy for each rank
+    found = list(ways(AttentionCall(few_heads, pretend_nodes(8, 2))))
+    assert {way.heads for way in found if way.intra == "a2a"} == {1}
+    uneven = replace(shape, heads_q=6, heads_kv=2)  # 4 ranks of a node do not divide them
+    intras = {way.intra for way in ways(AttentionCall(uneven, pretend_nodes(8, 2)))}
     assert intras == {"ring", "gather"}
 
 

@@ -87,7 +87,7 @@ def test_exchanged_bytes_are_the_formulas(again):
 
 
 def test_kv_heads_count_for_each_rank_that_needs_them():
-    """Of 8 ranks each gets one of 8 KV heads, or a copy of one of 2; 1 - 1/N goes to other nodes."""
+    """Each of 8 ranks gets one of 8 KV heads, or a copy of one of 2; 1 - 1/N leaves its node."""
     topology = pretend_nodes(8, 4)
     eight, two = (a2a_bytes(shape_of(32, heads), topology) for heads in (8, 2))
     assert eight == two

@@ -53,7 +53,8 @@ class Case:
         flags = [name for name in ("pulled", "one_slot", "left") if getattr(self, name)]
         flags += [name for name in Kernel.__slots__ if getattr(self.kernel, name)]
         words = (self.mode, size, self.layout, f"{self.mask}", self.circulate,
-                 f"{self.rounds} rounds", f"group {self.group}", f"copies {self.copies}", *flags)  # fmt: skip
+                 f"{self.rounds} rounds", f"group {self.group}", f"copies {self.copies}",
+                 *flags)  # fmt: skip
         return " ".join(words)
 
     @cached_property

@@ -126,7 +126,7 @@ def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds)
 
 @given(calls("a2a"), st.sampled_from(list(Direction)))
 def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, direction):
-    """Of everything that ranks compute with: a KV head that several of them need counts for each."""
+    """Of all that ranks compute with: a KV head that several of them need counts for each."""
     shape, ranks = case.shape, case.topology.intra_size
     shape = replace(shape, heads_kv=shape.heads_kv * case.copies)
     qkv = queries(shape, shape.itemsize) + keys(shape, shape.itemsize)
