@@ -1,8 +1,16 @@
 """CUDA graphs of what is around attention and loss: with burst between them; and of burst itself.
 
+In Megatron both of its implementations capture the layers' MLPs, and losses are those of a run
+without graphs, up to a rounding in bf16.
+
 Catches a graph whose input or output moves, and a capture that would run other ranks' transfers
 once and never again.
 """
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +85,37 @@ def test_layers_around_attention_are_captured():
 def test_attention_and_loss_themselves_are_refused():
     for said in run_ranks(inside, WORLD, backend="nccl", timeout_s=300, fresh=True):
         assert all("must not be captured in a CUDA graph" in sentence for sentence in said), said
+
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+FLAGS = f"""
+--num-layers 2 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 256
+--max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 2 --train-iters 6 --lr 1e-3
+--min-lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --bf16
+--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 1 --eval-interval 1000
+--num-workers 0 --split 98,1,1 --transformer-impl transformer_engine
+--context-parallel-impl burst --context-parallel-size {WORLD}
+""".split()
+
+
+def losses_of(folder, *flags):
+    """Of each step of a run of Megatron's with more flags."""
+    log = folder / "steps.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={WORLD}", "-m", "megatron_burst", SCRIPT, *FLAGS]
+    done = subprocess.run(
+        [*map(str, command), *flags, "--step-log", str(log)],
+        cwd=folder, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_megatrons_graphs_of_mlps_change_nothing(impl, tmp_path):
+    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
+    plain = losses_of(tmp_path)
+    graphed = losses_of(tmp_path, "--cuda-graph-impl", impl, "--cuda-graph-modules", "mlp")
+    assert len(plain) == len(graphed) == 6
+    assert graphed == pytest.approx(plain, rel=2**-8)
