@@ -144,8 +144,9 @@ def _shards_documents(o: Options) -> bool:
     """Whether the model has parts that take a packed sample to be sharded document by document."""
     yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
     fused_yarn = yarn and getattr(o, "multi_latent_attention", False)
-    mamba = "M" in (getattr(o, "hybrid_layer_pattern", None) or "")
-    return bool(fused_yarn or mamba or getattr(o, "mtp_num_layers", None))
+    linear = {*"MG"} & {*(getattr(o, "hybrid_layer_pattern", None) or "")}
+    delta = getattr(o, "experimental_attention_variant", None) == "gated_delta_net"
+    return bool(fused_yarn or linear or delta or getattr(o, "mtp_num_layers", None))
 
 
 _WITHOUT = "train this model without burst"
@@ -195,12 +196,17 @@ TABLE: tuple[Refusal, ...] = (
         "pass --dataloader-inter-document-masking"),
     Refusal("attention", "dataloader_inter_document_masking",
         lambda on, o: not on or o.context_parallel_size == 1 or not _shards_documents(o),
-        "multi-token prediction, Mamba and MLA with fused yarn take each document to be sharded "
-        "for itself, and these are sharded as one sequence",
+        "multi-token prediction, Mamba, GDN and MLA with fused yarn take each document to be "
+        "sharded for itself, and these are sharded as one sequence",
         "leave these out (--no-rope-fusion does for yarn), or run with one context parallel rank"),
     Refusal("attention", "hybrid_context_parallel", OFF,
         "Megatron 0.19 shards its samples over a group that does not change",
         "leave it out (a script that shards them itself needs only packed_seq_params.cp_group)"),
+    Refusal("attention", "attention_cp_layout",
+        lambda layout, o: layout in (None, "zigzag") or o.context_parallel_size == 1,
+        "Megatron rotates queries and keys by the positions of zigzag chunks (RoPE)",
+        "leave it at zigzag (--linear-cp-layout may be contiguous: Megatron converts rows where "
+        "layers of attention begin and end)"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
     Refusal("attention", "qk_clip", OFF, "the largest logit is not tracked"),

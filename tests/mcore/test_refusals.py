@@ -72,11 +72,16 @@ CASES = {
         "reset_attention_mask": FLAG,
         "dataloader_inter_document_masking": (
             [ANYWHERE | dict(mtp_num_layers=1), ANYWHERE | dict(hybrid_layer_pattern="M*"),
-             ANYWHERE | FUSED_YARN],
+             ANYWHERE | dict(hybrid_layer_pattern="G*"), ANYWHERE | FUSED_YARN,
+             ANYWHERE | dict(experimental_attention_variant="gated_delta_net")],
             [True, False, ANYWHERE | dict(mtp_num_layers=1, context_parallel_size=1),
              ANYWHERE | FUSED_YARN | dict(apply_rope_fusion=False)],
         ),
         "hybrid_context_parallel": FLAG,
+        "attention_cp_layout": (
+            ["contiguous"],
+            ["zigzag", dict(attention_cp_layout="contiguous", context_parallel_size=1)],
+        ),
         "use_kitchen_attention": FLAG,
         "softmax_type": (["off-by-one", "learnable"], ["vanilla"]),
         "qk_clip": FLAG,
