@@ -124,22 +124,32 @@ def build(config, spec, tied: bool = False):
     return gpt.double()  # torch's RMSNorm is built in float32
 
 
-def loss_and_grads(gpt) -> Run:
-    """Loss and gradients of one fixed batch; torch's cross entropy, as Megatron's is float32."""
-    from megatron.core import parallel_state
-
+def whole_batch() -> dict:
+    """One fixed batch, of all ranks of a context-parallel group."""
     generator = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
     positions = torch.arange(SEQ).expand_as(tokens)
-    batch = sharded(
-        {"tokens": tokens, "labels": labels, "position_ids": positions},
-        parallel_state.get_context_parallel_group(),
-    )
+    return {"tokens": tokens, "labels": labels, "position_ids": positions}
+
+
+def logits_of(gpt, batch: dict) -> torch.Tensor:
+    """A language model's logits of a rank's part of the batch."""
+    return gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
+
+
+def loss_and_grads(gpt, logits_of=logits_of) -> Run:
+    """Loss and gradients of one fixed batch; torch's cross entropy, as Megatron's is float32.
+
+    `logits_of`: how a model other than a language model is called.
+    """
+    from megatron.core import parallel_state
+
+    batch = sharded(whole_batch(), parallel_state.get_context_parallel_group())
     calls = []
-    for layer in gpt.decoder.layers:
-        core = layer.self_attention.core_attention
-        core.register_forward_hook(lambda *_: calls.append(1))
-    logits = gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
+    for name, module in gpt.named_modules():
+        if name.endswith("core_attention"):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    logits = logits_of(gpt, batch)
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     loss.backward()
     return Run(_sum_over_cp(loss.detach()), _complete_grads(gpt), len(calls))
