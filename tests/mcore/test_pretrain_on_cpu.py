@@ -1,4 +1,4 @@
-"""Whole runs in CPU mode: burst with experts, both FSDPs, evaluation alone, checkpoints.
+"""Whole runs in CPU mode: burst with experts, both FSDPs, evaluation alone.
 
 The truth is in each case a run of Megatron's own without context parallelism.
 """
@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.mcore.pretraining import Pretrained, pretrain
+from tests.mcore.pretraining import assert_same, pretrain
 
 BURST = "--context-parallel-impl burst"
 CP2 = f"{BURST} --context-parallel-size 2"
@@ -36,15 +36,6 @@ def run(tmp_path_factory):
     return cache(lambda ranks, flags: pretrain(tmp_path_factory.mktemp("run"), ranks, flags))
 
 
-def assert_same(got: Pretrained, truth: Pretrained) -> None:
-    """Equal to the rounding of float32, in which losses near 5 are stored to 5e-7."""
-    for step, true in zip(got.steps, truth.steps, strict=True):
-        assert step["iteration"] == true["iteration"]
-        assert step["lm loss"] == pytest.approx(true["lm loss"], abs=2e-6)
-        assert step["grad norm"] == pytest.approx(true["grad norm"], rel=2e-5)
-    assert got.evaluated == pytest.approx(truth.evaluated, abs=2e-6)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_burst_gives_what_megatrons_own_gives(run, name):
     truth, got = (run(*each) for each in RUNS[name])
@@ -55,19 +46,3 @@ def test_a_run_with_burst_gives_what_megatrons_own_gives(run, name):
     else:
         assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     assert_same(got, truth)
-
-
-def test_a_checkpoint_of_a_run_with_burst_goes_on_with_it_and_without(tmp_path):
-    """In torch_dist, for the writing of which Megatron needs psutil."""
-    options = "--ckpt-format torch_dist --train-iters 3"
-    whole = pretrain(tmp_path, 2, f"{CP2} {options} --save saved --save-interval 2")
-    assert [step["iteration"] for step in whole.steps] == [1, 2, 3]
-    load = f"{options} --load saved --ckpt-step 2"
-    rest = Pretrained(whole.steps[2:], whole.evaluated)
-    on = pretrain(tmp_path, 2, f"{CP2} {load}")
-    values = ("iteration", "lm loss", "grad norm")
-    assert [[s[v] for v in values] for s in on.steps] == [
-        [s[v] for v in values] for s in rest.steps
-    ]
-    assert on.evaluated == rest.evaluated
-    assert_same(pretrain(tmp_path, 1, load), rest)

@@ -1,0 +1,94 @@
+"""Checkpoints on disk: saved with burst and loaded without, and the reverse, at other sizes.
+
+Catches parameters, or their names, that burst adds or takes away, and states of optimizers and of
+data that a run does not take up again. The truth is the run that is not interrupted. Megatron needs
+psutil to write torch_dist.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from tests.mcore.pretraining import Pretrained, assert_same, pretrain
+
+BURST = "--context-parallel-impl burst --context-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE = "--pipeline-model-parallel-size 2"
+STEPS = 5
+VALUES = ("iteration", "lm loss", "grad norm")
+# --make-vocab-size-divisible-by is for one tensor-parallel rank, so it would be another vocabulary
+COMMON = f"--train-iters {STEPS} --make-vocab-size-divisible-by 64"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from a checkpoint, and saves one a step later.
+
+    Attributes:
+        ranks: of it.
+        flags: how it runs.
+        origin: the run whose checkpoint it loads.
+        step: of that checkpoint.
+    """
+
+    ranks: int
+    flags: str
+    origin: str
+    step: int
+
+
+RUNS = {  # each after the one that it loads
+    "torch_dist": {
+        "burst CP2": Resumed(2, BURST, "whole", 2),
+        "without, from burst CP2": Resumed(1, "", "whole", 2),
+        "burst CP2 TP2, from without": Resumed(
+            4, f"{BURST} {TENSOR}", "without, from burst CP2", 3
+        ),
+        "without PP2, from burst CP2 TP2": Resumed(2, PIPELINE, "burst CP2 TP2, from without", 4),
+        "burst CP2 PP2, from burst CP2": Resumed(4, f"{BURST} {PIPELINE}", "whole", 2),
+    },
+    "torch": {  # whose tensor and pipeline parallel sizes stay
+        "burst CP2": Resumed(2, BURST, "whole", 2),
+        "without, from burst CP2": Resumed(1, "", "whole", 2),
+        "burst CP2, from without": Resumed(2, BURST, "without, from burst CP2", 3),
+    },
+}
+BITWISE = "burst CP2"  # the run that is interrupted and nothing else
+CASES = [(name, run) for name, runs in RUNS.items() for run in runs]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The runs of a format; the one that is not interrupted is "whole"."""
+
+    @cache
+    def of_format(name: str) -> dict[str, Pretrained]:
+        folder = tmp_path_factory.mktemp(name)
+        flags = f"{COMMON} --ckpt-format {name}"
+        whole = f"{flags} {BURST} --save whole --save-interval 2"
+        found = {"whole": pretrain(folder, 2, whole)}
+        for run, of in RUNS[name].items():
+            needed = any(other.origin == run for other in RUNS[name].values())
+            saves = f"--save '{run}' --save-interval {of.step + 1}" if needed else ""
+            load = f"--load '{of.origin}' --ckpt-step {of.step}"
+            found[run] = pretrain(folder, of.ranks, f"{flags} {of.flags} {load} {saves}")
+        return found
+
+    return of_format
+
+
+@pytest.mark.parametrize("name, run", CASES)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(runs, name, run):
+    whole, got, step = runs(name)["whole"], runs(name)[run], RUNS[name][run].step
+    assert [step["iteration"] for step in whole.steps] == [1, 2, 3, 4, 5]
+    rest = Pretrained(whole.steps[step:], whole.evaluated)
+    if run == BITWISE:
+        assert values_of(got) == values_of(rest)
+        assert got.evaluated == rest.evaluated
+    else:
+        assert_same(got, rest)
+
+
+def values_of(run: Pretrained) -> list[list]:
+    return [[step[value] for value in VALUES] for step in run.steps]
