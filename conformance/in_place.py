@@ -7,6 +7,7 @@ into "burst", as soon as somebody imports them.
 import functools
 import inspect
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,10 @@ def _turn_arguments() -> None:
 
         if args.attention_dropout == _DEFAULT_DROPOUT:
             args.attention_dropout = 0.0
+        if find_spec("fused_weight_gradient_mlp_cuda") is None:
+            args.gradient_accumulation_fusion = False  # is Apex's; Megatron refuses it without
+        if args.vocab_size is None:  # test_multi_token_prediction.py sets the padded one only
+            args.vocab_size = getattr(args, "padded_vocab_size", None)
         force_args(args)
         patches.apply("packed")  # as --context-parallel-impl burst does
         original(args)

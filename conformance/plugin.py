@@ -17,6 +17,7 @@ from conformance.suites import MEGATRON, SUITES, Suite
 
 _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 _CONFTEST = "tests.unit_tests.conftest"
+_ON_CPU = bool(os.environ.get("CONFORMANCE_ON_CPU"))
 _RANK = int(os.environ.get("RANK", "0"))
 _RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 
@@ -28,7 +29,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if _suite().checkout != MEGATRON:
         return
     sys.modules[_DOWNLOADS] = _without_downloads()
-    if os.environ.get("CONFORMANCE_ON_CPU"):
+    if _ON_CPU:
         from conformance import on_cpu
 
         on_cpu.install()
@@ -91,7 +92,7 @@ class Selection:
         done = {row.case for row in self.before if row.is_final}
         kept, dropped = [], []
         for item in items:
-            reason = self.suite.why_left_out(case_of(item.nodeid), self.ranks)
+            reason = self.suite.why_left_out(case_of(item.nodeid), self.ranks, _ON_CPU)
             if reason:
                 self._leave_out(reason, 1)
             is_out = reason or case_of(item.nodeid) in done
@@ -100,7 +101,8 @@ class Selection:
         items[:] = kept
         config.hook.pytest_deselected(items=dropped)
         if _RANK == 0 and not any(row.outcome == "selected" for row in self.before):
-            self._write("selected", "", count=len(kept))
+            again = sum(case_of(item.nodeid) in done for item in dropped)
+            self._write("selected", "", count=len(kept) + again)
             for reason, count in self.left_out.items():
                 self._write("left out", "", count=count, detail=reason)
 

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 FINAL = "passed", "failed", "skipped"  # by the peer's own program
+_STAYS = "passed", "skipped", "attended"  # when what is left runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ def read(path: Path) -> list[Outcome]:
     with path.open(newline="") as file:
         rows = [row for row in csv.reader(file) if len(row) == len(fields(Outcome))]
     return [Outcome(*row[:3], int(row[3]), float(row[4]), row[5]) for row in rows]
+
+
+def forget(path: Path, everything: bool) -> None:
+    """Drop what failed, and who was asked for how many cases; or everything."""
+    kept = [] if everything else [row for row in read(path) if row.outcome in _STAYS]
+    path.unlink(missing_ok=True)
+    for row in kept:
+        write(path, row)
 
 
 def running(rows: Iterable[Outcome]) -> str | None:

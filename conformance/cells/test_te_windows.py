@@ -15,5 +15,5 @@ def test_windows_in_place_of_p2p(cp_pool, model, qkv_format, dtype):  # noqa: F8
     _submit(
         cp_pool(2), dtype=dtype, model=model, qkv_format=qkv_format, cp_comm_type="p2p",
         kernel_backend="FusedAttention", fp8_bwd=False, fp8_dpa=False, fp8_mha=False,
-        scaling_mode=None, f16_O=True, is_training=True, deterministic=False, log_level=30,
+        scaling_mode=None, f16_O=True, is_training=True, deterministic=False, log_level="WARNING",
     )  # fmt: skip
