@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -52,9 +52,9 @@ def read(path: Path) -> list[Outcome]:
     return [Outcome(*row[:3], int(row[3]), float(row[4]), row[5]) for row in rows]
 
 
-def forget(path: Path, everything: bool) -> None:
-    """Drop what failed, and who was asked for how many cases; or everything."""
-    kept = [] if everything else [row for row in read(path) if row.outcome in _STAYS]
+def forget(path: Path, suites: Container[str]) -> None:
+    """Drop what some suites will say again: what failed, and how many cases there are."""
+    kept = [row for row in read(path) if row.suite not in suites or row.outcome in _STAYS]
     path.unlink(missing_ok=True)
     for row in kept:
         write(path, row)

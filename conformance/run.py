@@ -59,8 +59,10 @@ def main() -> int:
     options = _options()
     place = _place(options)
     place.out.mkdir(parents=True, exist_ok=True)
-    forget(place.results, everything=not options.resume)
     suites = list(named(tuple(options.only)))
+    if not options.resume:
+        place.results.unlink(missing_ok=True)
+    forget(place.results, {suite.name for suite in suites})
     lacking = {suite: place.missing(suite) for suite in suites}
     for suite, why in lacking.items():
         if why:

@@ -122,12 +122,12 @@ SUITES = (
     Suite(
         "TE run_attention_with_cp", TE, "tests/pytorch/attention/test_attention_with_cp.py",
         "pytest", axes=_FUSED_AXES, exclusions=(_FLASH,),
-        last=("bshd", "fp16", "cp_3_1"),
+        last=("bshd", "fp16", "cp_3_1", "p2p.*cp_3_0"),
         environment=(("NVTE_TEST_ESSENTIAL", "0"),),
     ),
     Suite(
-        "TE, windows in place of p2p", TE, "conformance/cells/test_te_windows.py", "pytest",
-        last=("bshd", "fp16"),
+        "TE, windows and documents", TE, "conformance/cells/test_te_cells.py", "pytest",
+        last=("bshd", "fp16", "p2p.*cp_3_0|cp_3_0.*p2p"),
         environment=(("NVTE_TEST_ESSENTIAL", "0"),),
     ),
     Suite(
