@@ -115,7 +115,9 @@ class Selection:
         """One row a case; a rank that fails says so itself."""
         case = case_of(report.nodeid)
         if report.failed:
-            detail = f"rank {_RANK}, {report.when}: {report.longreprtext[-1500:]}"
+            lines = "\n".join(report.longreprtext.splitlines()[-40:])
+            print(f"{case}, rank {_RANK}:\n{lines}", file=sys.__stderr__, flush=True)
+            detail = f"rank {_RANK}, {report.when}: {_last_words(report)}"
             self._write("failed", case, report.duration, detail=detail)
         elif _RANK == 0 and report.skipped:
             reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else "xfail"
@@ -135,6 +137,12 @@ class Selection:
 def case_of(nodeid: str) -> str:
     """`Class::test[parameters]` of a pytest node."""
     return nodeid.partition("::")[2]
+
+
+def _last_words(report: pytest.TestReport) -> str:
+    """The exception of a failure, and of what another process told of its own the end."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else report.longreprtext)[-800:]
 
 
 def _name_of(mark: pytest.Mark) -> str:

@@ -141,6 +141,7 @@ def _run_once(suite: Suite, place: Place, end: float) -> int:
 def _wait(process: subprocess.Popen, suite: Suite, place: Place, end: float) -> int:
     """Wait for it, as long as the suite has time and outcomes keep coming."""
     known, since = 0, time.monotonic()
+    patience = suite.case_s if place.gpus else 10 * suite.case_s
     while True:
         try:
             return process.wait(timeout=0.5)
@@ -149,7 +150,7 @@ def _wait(process: subprocess.Popen, suite: Suite, place: Place, end: float) -> 
             now = time.monotonic()
             if rows != known:
                 known, since = rows, now
-            if now > end or now - since > suite.case_s:
+            if now > end or now - since > patience:
                 return -signal.SIGKILL
 
 
