@@ -1,4 +1,4 @@
-"""Whole runs in CPU mode: burst with experts, both FSDPs, evaluation alone.
+"""Whole runs in CPU mode: experts, both FSDPs, pipelines, optimizers, evaluation alone.
 
 The truth is in each case a run of Megatron's own without context parallelism.
 """
@@ -18,6 +18,9 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type all
 FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 MEGATRON_FSDP = """--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --ckpt-format fsdp_dtensor"""
+PIPELINE = """--num-layers 4 --pipeline-model-parallel-size 2
+    --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"""
+SHARDED_STATES = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must give the same
     "one rank": (
         (1, ODD),
@@ -26,6 +29,8 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
     "experts": ((2, EXPERTS), (2, f"{EXPERTS} {CP2}")),
     "FSDP2": ((1, ""), (2, f"{FSDP2} {CP2}")),
     "Megatron-FSDP": ((1, ""), (2, f"{MEGATRON_FSDP} {CP2}")),
+    "interleaved pipeline": ((2, PIPELINE), (4, f"{PIPELINE} {CP2}")),  # stages draw weights apart
+    "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
 }
 
