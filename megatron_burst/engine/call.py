@@ -47,10 +47,11 @@ class Passes:
 
     def _executor(self, direction: Direction) -> Executor:
         spec = self.way.spec(self.carrier.cp_rank, direction)
-        program = self.way.program_of(replace(spec, pulled=spec.pulled and self.pulled))
+        spec, unit = replace(spec, pulled=spec.pulled and self.pulled).in_units()
         return Executor(
-            program, self.backend, self.carrier, self.scale, self.dtypes, self.deterministic
-        )
+            self.way.program_of(spec), self.backend, self.carrier, self.scale, self.dtypes,
+            self.deterministic, unit,
+        )  # fmt: skip
 
     @cached_property
     def forward_executor(self) -> Executor:
@@ -147,7 +148,7 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
     found: dict[str, Fields] = {}
     program = executor.program
     for name in ("out", "dq", "dkv"):
-        buffer = program.buffers.get(name)
+        buffer = executor.buffers.get(name)
         if buffer is None or buffer.home is not Home.CALL:
             continue
         fields = found.setdefault(name, {})

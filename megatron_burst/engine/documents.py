@@ -14,7 +14,7 @@ from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
 from megatron_burst.kernels.visible import Segments
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
-from megatron_burst.schedule.mask import Places
+from megatron_burst.schedule.mask import Places, in_rows
 
 _WHO = "burst attention"
 
@@ -80,8 +80,8 @@ class Documents:
         self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
-        self._found: dict[tuple[Places, Places] | Runs, Segments] = {}
-        self._branches: dict[tuple[Places, Places], tuple[Branch, ...]] = {}
+        self._found: dict[tuple[Places, Places, int] | Runs, Segments] = {}
+        self._branches: dict[tuple[Places, Places, int], tuple[Branch, ...]] = {}
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
         given = sample.cu_seqlens, sample.padded
@@ -133,23 +133,26 @@ class Documents:
                 self._told["prefix_tree"] = _in_words(f"{self._parents}", len(starts) - 1)
         return self._told
 
-    def branches(self, q: Places, keys: Places) -> tuple[Branch, ...]:
+    def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
         """What queries at these positions see of ancestors at those; nothing without a tree."""
         if self._tree is None:
             return ()
-        if (q, keys) not in self._branches:
-            self._branches[q, keys] = self._tree.branches(q, keys, self._starts.device)
-        return self._branches[q, keys]
+        call = q, keys, unit
+        if call not in self._branches:
+            places = in_rows(q, unit), in_rows(keys, unit)
+            self._branches[call] = self._tree.branches(*places, self._starts.device)
+        return self._branches[call]
 
-    def segments(self, q: Places, keys: Places) -> Segments:
-        """Of a kernel call whose queries and keys are at these positions."""
-        if (q, keys) not in self._found:
-            of_q, of_keys = self._edges
-            self._found[q, keys] = Segments(
+    def segments(self, q: Places, keys: Places, unit: int = 1) -> Segments:
+        """Of a kernel call whose queries and keys are at these positions, in units of rows."""
+        call = q, keys, unit
+        if call not in self._found:
+            (of_q, of_keys), q, keys = self._edges, in_rows(q, unit), in_rows(keys, unit)
+            self._found[call] = Segments(
                 rows_before(of_q, q), rows_before(of_keys, keys),
                 min(self._longest, sum(map(len, q))), min(self._longest, sum(map(len, keys))),
             )  # fmt: skip
-        return self._found[q, keys]
+        return self._found[call]
 
     @cached_property
     def _edges(self) -> tuple[Tensor, Tensor]:

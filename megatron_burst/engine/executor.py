@@ -1,12 +1,13 @@
 """Runs programs: one loop over bound operations.
 
-What depends on shapes alone (waits, layouts of buffers, which part of a buffer is meant) is bound
-once for each program and kept with it; a run looks up the call's own tensors and calls kernels.
+What follows from a program alone (waits, which part of a buffer is meant) is bound once for it and
+serves all lengths, as programs count rows in units; layouts of buffers are found once a length. A
+run looks up the call's own tensors and calls kernels.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
 from megatron_burst.engine.operations import BIND
 from megatron_burst.kernels.backends import Backend
-from megatron_burst.schedule.order import Order, order
+from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
     Arrange,
     Buffer,
@@ -31,33 +32,29 @@ from megatron_burst.schedule.program import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Executor:
-    """A program with all that runs it.
+class Binder:
+    """Makes a program ready to run at any length.
 
     Attributes:
-        program: of this rank.
-        backend: computes the tiles.
-        carrier: carries data between ranks.
-        scale: of the scores before the softmax.
-        dtypes: of elements.
-        deterministic: whether gradients must be bitwise the same every time.
+        program: of a rank.
+        order: of its operations.
+        names: short ones of what runs look up: views of buffers.
+        orders: of chunks, that a run needs: there or back, between which.
+        steps: the operations.
     """
 
-    program: Program
-    backend: Backend
-    carrier: Carrier
-    scale: float
-    dtypes: Dtypes
-    deterministic: bool
+    def __init__(self, program: Program) -> None:
+        self.program, self.order = program, order(program)
+        self.names: dict[Hashable, int] = {}
+        ops = (op for op in program.ops if isinstance(op, Arrange | Restore))
+        self.orders = {(isinstance(op, Restore), op.lies, op.numbers): None for op in ops}
+        self.steps = self._steps()
 
-    @cached_property
-    def order(self) -> Order:
-        return order(self.program)
+    def name_of(self, what: Hashable) -> int:
+        """A short name, the same one for equal things."""
+        return self.names.setdefault(what, len(self.names))
 
-    @cached_property
-    def steps(self) -> tuple["Step", ...]:
-        """The operations, ready to run."""
+    def _steps(self) -> tuple["Step", ...]:
         every = (*self.order.waits, self.order.joins)
         waited_for = {earlier for waits in every for earlier in waits}
         queues = [None, *map(_queue, self.program.ops)]
@@ -86,28 +83,48 @@ class Executor:
             found.append([(buffers[name].use, buffers[name].number) for name in new])
         return found
 
-    @cached_property
-    def names(self) -> dict[Hashable, int]:
-        """Short names of what runs look up: views of buffers."""
-        return {}
 
-    def name_of(self, what: Hashable) -> int:
-        """A short name, the same one for equal things."""
-        return self.names.setdefault(what, len(self.names))
+_binder_of = lru_cache(maxsize=64)(Binder)  # as many as there are programs
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """A program at one length, with all that runs it.
+
+    Attributes:
+        program: of this rank.
+        backend: computes the tiles.
+        carrier: carries data between ranks.
+        scale: of the scores before the softmax.
+        dtypes: of elements.
+        deterministic: whether gradients must be bitwise the same every time.
+        unit: how many rows one of the program's is.
+    """
+
+    program: Program
+    backend: Backend
+    carrier: Carrier
+    scale: float
+    dtypes: Dtypes
+    deterministic: bool
+    unit: int = 1
 
     @cached_property
-    def orders(self) -> tuple[tuple, ...]:
-        """Orders of chunks that a run needs: there or back, between which."""
-        ops = (op for op in self.program.ops if isinstance(op, Arrange | Restore))
-        return tuple({(isinstance(op, Restore), op.lies, op.numbers): None for op in ops})
+    def binder(self) -> Binder:
+        return _binder_of(self.program)
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The program's, of as many rows as they have."""
+        every = self.program.buffers.items()
+        return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in every}
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """How buffers lie in their bytes, by name; of those that are bytes."""
-        program = self.program
         return {
-            name: Layout.of(buffer, program.batch, self.dtypes)
-            for name, buffer in program.buffers.items()
+            name: Layout.of(buffer, self.program.batch, self.dtypes)
+            for name, buffer in self.buffers.items()
             if buffer.home not in (Home.CALL, Home.PART)
         }
 
@@ -116,7 +133,7 @@ class Executor:
         """How many buffers of a use the group must have, and of how many bytes."""
         found: dict[tuple[Home, str], tuple[int, int]] = {}
         for name, layout in self.layouts.items():
-            buffer = self.program.buffers[name]
+            buffer = self.buffers[name]
             if buffer.home is not Home.LEFT:
                 count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
                 before = found.get((buffer.home, buffer.use), (0, 0))
@@ -127,7 +144,7 @@ class Executor:
     @cached_property
     def marks(self) -> list[UnderWay | None]:
         """By operation, and for the begin: the mark of the run before, to be used again."""
-        return [None] * (len(self.steps) + 1)
+        return [None] * (len(self.program.ops) + 1)
 
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
@@ -143,12 +160,12 @@ class Executor:
         device = next(iter(next(iter(given.values())).values())).device
         queues = self.carrier.queues(device)
         run = Run(self, dict(given), dict(left or {}), queues, documents)
-        over: list[Any] = [None] * len(self.steps)
+        over: list[Any] = [None] * len(self.program.ops)
         try:
             self._issue(run, queues, over)
         finally:
             queues.go(None)
-        for earlier in self.order.joins:
+        for earlier in self.binder.order.joins:
             over[earlier].wait(queues.stream)
         return run
 
@@ -157,7 +174,7 @@ class Executor:
         marks, waits = self.marks, not self.carrier.overlaps
         # what the calls before left is behind the call's kernels
         begin = marks[-1] = queues.mark(marks[-1])
-        for index, step in enumerate(self.steps):
+        for index, step in enumerate(self.binder.steps):
             if step.moves:
                 queues.go(step.queue)
                 if step.begins:
@@ -220,6 +237,8 @@ class Run:
         slots: of this call, by use.
         views: of buffers that stay as long as the run, by the executor's names; those of the
             group's memory are there from the run before.
+        executor: of the program.
+        unit: how many rows one of the program's is.
         queues: of the call.
         documents: of the sample.
     """
@@ -229,9 +248,10 @@ class Run:
         queues: OneQueue | Queues, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         self.fields, self.left, self.documents = given, left, documents
-        self._executor, self.queues, carrier = executor, queues, executor.carrier
+        self.executor, self.queues, carrier = executor, queues, executor.carrier
+        self.unit = executor.unit
         if documents is not None:  # here, as indices are the compute stream's memory
-            for back, *chunks in executor.orders:
+            for back, *chunks in executor.binder.orders:
                 (documents.restored if back else documents.arranged)(*chunks)
         self.slots, self._memory, self._kept = {}, {}, {}
         self.views: dict[int, Any] = {}
@@ -249,11 +269,11 @@ class Run:
                 device = queues.where.device
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def make(self, buffer: Buffer) -> Fields:
+    def make(self, name: str) -> Fields:
         """The tensors of a part, or of results, that is touched for the first time in this run."""
-        batch, dtypes = self._executor.program.batch, self._executor.dtypes
-        device = self.queues.where.device
-        fields = self.fields[buffer.name] = {
+        batch, dtypes = self.executor.program.batch, self.executor.dtypes
+        device, buffer = self.queues.where.device, self.executor.buffers[name]
+        fields = self.fields[name] = {
             field.name: torch.empty(
                 shape_of(field, batch, buffer.rows), dtype=dtypes[field.dtype], device=device
             )
@@ -269,9 +289,13 @@ class Run:
             kept[name] = view
         return view
 
+    def layout(self, buffer: Buffer) -> Layout:
+        """How a buffer lies in its bytes."""
+        return self.executor.layouts[buffer.name]
+
     def bytes_of(self, buffer: Buffer) -> Tensor:
         """A whole buffer that is none of the allocator's parts."""
-        size = self._executor.layouts[buffer.name].num_bytes
+        size = self.layout(buffer).num_bytes
         if buffer.home is Home.SLOT:
             return self.slots[buffer.use].flat(buffer.number)[:size]
         if buffer.home is Home.LEFT:

@@ -30,35 +30,35 @@ from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.program import Home, Ref
 
 if TYPE_CHECKING:
-    from megatron_burst.engine.executor import Executor, Run
+    from megatron_burst.engine.executor import Binder, Run
 
 Bound = Callable[["Run"], Any]
 Part = Callable[["Run"], Fields]
 Source = Callable[["Run"], Tensor]
 
 
-def part(executor: Executor, ref: Ref) -> Part:
+def part(binder: Binder, ref: Ref) -> Part:
     """How a run gets the tensors of rows and heads of a buffer."""
-    buffer = executor.program.buffers[ref.buffer]
-    ref, all_of = _narrowed(ref, buffer), whole(executor, buffer)
+    buffer = binder.program.buffers[ref.buffer]
+    ref, all_of = _narrowed(ref, buffer), whole(binder, buffer)
     if ref.rows is None and ref.heads is None:
         return all_of
-    rows = ref.rows and (ref.rows.start, len(ref.rows))
+    rows = ref.rows
     heads = ref.heads and (ref.heads.start, len(ref.heads))
     axes = [(f.name, (1, 2) if f.dim else (2, 1)) for f in buffer.fields]
 
     def some(run: Run) -> Fields:
-        fields, found = all_of(run), {}
+        fields, found, unit = all_of(run), {}, run.unit
         for field, (of_rows, of_heads) in axes:
             x = fields.get(field)
             if x is None:  # a call does not give what nobody reads
                 continue
             if rows:
-                x = x.narrow(of_rows, *rows)
+                x = x.narrow(of_rows, rows.start * unit, len(rows) * unit)
             found[field] = x.narrow(of_heads, *heads) if heads else x
         return found
 
-    return some if buffer.home is Home.PART else kept(executor, ref, buffer, some)
+    return some if buffer.home is Home.PART else kept(binder, ref, buffer, some)
 
 
 def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
@@ -71,26 +71,25 @@ def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
     return Ref(ref.buffer, rows, heads)
 
 
-def whole(executor: Executor, buffer: p.Buffer) -> Part:
+def whole(binder: Binder, buffer: p.Buffer) -> Part:
     """How a run gets the tensors of a buffer."""
     if buffer.home not in (Home.CALL, Home.PART):
-        places = executor.layouts[buffer.name].places
-        make = lambda run: fields_at(run.bytes_of(buffer), places)  # noqa: E731
-        return kept(executor, Ref(buffer.name), buffer, make)
+        make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).places)  # noqa: E731
+        return kept(binder, Ref(buffer.name), buffer, make)
     name = buffer.name
 
     def found(run: Run) -> Fields:
         fields = run.fields.get(name)
-        return run.make(buffer) if fields is None else fields
+        return run.make(name) if fields is None else fields
 
     return found
 
 
 def kept[T](
-    executor: Executor, what: Hashable, buffer: p.Buffer, make: Callable[[Run], T]
+    binder: Binder, what: Hashable, buffer: p.Buffer, make: Callable[[Run], T]
 ) -> Callable[[Run], T]:
     """What is made once of a buffer that stays as long as the run, or longer."""
-    name = executor.name_of(what)
+    name = binder.name_of(what)
 
     def found(run: Run) -> T:
         view = run.views.get(name)
@@ -99,9 +98,9 @@ def kept[T](
     return found
 
 
-def first_of(executor: Executor, refs: Sequence[Ref]) -> Part:
+def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
     """Fields of several buffers by name; of those with one name the first."""
-    parts = [part(executor, ref) for ref in reversed(refs)]
+    parts = [part(binder, ref) for ref in reversed(refs)]
     if len(parts) == 1:
         return parts[0]
 
@@ -114,32 +113,32 @@ def first_of(executor: Executor, refs: Sequence[Ref]) -> Part:
     return found
 
 
-def is_made(executor: Executor, ref: Ref) -> Callable[[Run], bool]:
+def is_made(binder: Binder, ref: Ref) -> Callable[[Run], bool]:
     """Whether a buffer has memory: parts are made by the kernel that writes all of them first."""
-    name, apart = ref.buffer, executor.program.buffers[ref.buffer].home is not Home.PART
+    name, apart = ref.buffer, binder.program.buffers[ref.buffer].home is not Home.PART
     return lambda run: apart or name in run.fields
 
 
-def raw(executor: Executor, ref: Ref) -> Source:
+def raw(binder: Binder, ref: Ref) -> Source:
     """What travels: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
-    buffer = executor.program.buffers[ref.buffer]
+    buffer = binder.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
-        return kept(executor, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
-    shape, rows = executor.layouts[buffer.name].rows, ref.rows
+        return kept(binder, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
+    rows = ref.rows
 
     def view(run: Run) -> Tensor:
-        every = run.bytes_of(buffer).view(shape)
-        return every if rows is None else every.narrow(0, rows.start, len(rows))
+        every, unit = run.bytes_of(buffer).view(run.layout(buffer).rows), run.unit
+        return every if rows is None else every.narrow(0, rows.start * unit, len(rows) * unit)
 
-    return kept(executor, (ref, "bytes"), buffer, view)
+    return kept(binder, (ref, "bytes"), buffer, view)
 
 
-def copy(executor: Executor, op: p.Copy) -> Bound:
-    if len(op.sources) == 1 and _alike(executor, op.sources[0], op.target):
-        rows, target_rows = raw(executor, op.sources[0]), raw(executor, op.target)
+def copy(binder: Binder, op: p.Copy) -> Bound:
+    if len(op.sources) == 1 and _alike(binder, op.sources[0], op.target):
+        rows, target_rows = raw(binder, op.sources[0]), raw(binder, op.target)
         return lambda run: target_rows(run).copy_(rows(run))
-    sources, targets = first_of(executor, op.sources), part(executor, op.target)
+    sources, targets = first_of(binder, op.sources), part(binder, op.target)
 
     def bound(run: Run) -> None:
         target = targets(run)
@@ -150,24 +149,24 @@ def copy(executor: Executor, op: p.Copy) -> Bound:
     return bound
 
 
-def _alike(executor: Executor, source: Ref, target: Ref) -> bool:
+def _alike(binder: Binder, source: Ref, target: Ref) -> bool:
     """Whether both are rows of the same kind."""
-    one, other = (executor.program.buffers[ref.buffer] for ref in (source, target))
+    one, other = (binder.program.buffers[ref.buffer] for ref in (source, target))
     whole = source.heads is None and target.heads is None
     return one.interleaved and other.interleaved and one.fields == other.fields and whole
 
 
-def arrange(executor: Executor, op: p.Arrange) -> Bound:
-    select = _selecting(executor, op)
+def arrange(binder: Binder, op: p.Arrange) -> Bound:
+    select = _selecting(binder, op)
     return lambda run: select(run, run.documents.arranged(op.lies, op.numbers))
 
 
-def restore(executor: Executor, op: p.Restore) -> Bound:
+def restore(binder: Binder, op: p.Restore) -> Bound:
     each_once = sorted(op.numbers) == sorted(number for block in op.lies for number in block)
-    if each_once and _alike(executor, op.source, op.target):
-        select = _selecting(executor, op)
+    if each_once and _alike(binder, op.source, op.target):
+        select = _selecting(binder, op)
         return lambda run: select(run, run.documents.restored(op.lies, op.numbers)[0])
-    sources, targets = part(executor, op.source), part(executor, op.target)
+    sources, targets = part(binder, op.source), part(binder, op.target)
 
     def bound(run: Run) -> None:
         copies, source = run.documents.restored(op.lies, op.numbers), sources(run)
@@ -177,18 +176,17 @@ def restore(executor: Executor, op: p.Restore) -> Bound:
     return bound
 
 
-def _selecting(executor: Executor, op: p.Arrange | p.Restore) -> Callable[[Run, Tensor], None]:
+def _selecting(binder: Binder, op: p.Arrange | p.Restore) -> Callable[[Run, Tensor], None]:
     """Copies rows of the source by an index: as they travel, or field by field."""
-    if _alike(executor, op.source, op.target):
-        width = executor.layouts[op.source.buffer].rows[2]
-        rows, target_rows = raw(executor, op.source), raw(executor, op.target)
+    if _alike(binder, op.source, op.target):
+        rows, target_rows = raw(binder, op.source), raw(binder, op.target)
 
         def raw_rows(run: Run, index: Tensor) -> None:
-            source, target = (_wide(of(run), width) for of in (rows, target_rows))
+            source, target = (_wide(of(run)) for of in (rows, target_rows))
             torch.index_select(source, 0, index, out=target)
 
         return raw_rows
-    sources, targets = part(executor, op.source), part(executor, op.target)
+    sources, targets = part(binder, op.source), part(binder, op.target)
 
     def fields(run: Run, index: Tensor) -> None:
         source = sources(run)
@@ -198,14 +196,14 @@ def _selecting(executor: Executor, op: p.Arrange | p.Restore) -> Callable[[Run, 
     return fields
 
 
-def _wide(rows: Tensor, width: int) -> Tensor:
-    """Bytes as the widest integers that a row of so many is made of."""
-    integers = torch.int64, torch.int32, torch.int16, torch.uint8
+def _wide(rows: Tensor) -> Tensor:
+    """Bytes as the widest integers that a row is made of."""
+    integers, width = (torch.int64, torch.int32, torch.int16, torch.uint8), rows.shape[2]
     return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
 
-def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
-    sources, targets = first_of(executor, op.sources), part(executor, op.target)
+def to_ranks(binder: Binder, op: p.ToRanks) -> Bound:
+    sources, targets = first_of(binder, op.sources), part(binder, op.target)
 
     def bound(run: Run) -> None:
         source = sources(run)
@@ -215,8 +213,8 @@ def to_ranks(executor: Executor, op: p.ToRanks) -> Bound:
     return bound
 
 
-def from_ranks(executor: Executor, op: p.FromRanks) -> Bound:
-    source, targets = part(executor, op.source), first_of(executor, op.targets)
+def from_ranks(binder: Binder, op: p.FromRanks) -> Bound:
+    source, targets = part(binder, op.source), first_of(binder, op.targets)
 
     def bound(run: Run) -> None:
         came = source(run)
@@ -247,8 +245,8 @@ def _by_heads(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
     return x.permute((0, 2, 4, 1, 3, 5, 6) if axis == 2 else (0, 1, 3, 2, 4, 5))
 
 
-def fill(executor: Executor, op: p.Fill) -> Bound:
-    target = part(executor, op.target)
+def fill(binder: Binder, op: p.Fill) -> Bound:
+    target = part(binder, op.target)
 
     def bound(run: Run) -> None:
         for name, x in target(run).items():
@@ -257,7 +255,7 @@ def fill(executor: Executor, op: p.Fill) -> Bound:
     return bound
 
 
-def visible(executor: Executor, op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
+def visible(binder: Binder, op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
     """Which keys the queries of a kernel call see; in documents only the run knows."""
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
@@ -265,7 +263,7 @@ def visible(executor: Executor, op: p.Attend | p.AttendBackward) -> Callable[[Ru
     bounds = band.left, band.right
     if isinstance(places, Runs):
         return lambda run: Visible(*bounds, run.documents.segments_of(places))
-    return lambda run: Visible(*bounds, run.documents.segments(*places))
+    return lambda run: Visible(*bounds, run.documents.segments(*places, run.unit))
 
 
 def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
@@ -273,17 +271,17 @@ def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, .
     places = op.places if op.mask.documents else None
     if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
         return lambda run: ()
-    return lambda run: run.documents.branches(*places)
+    return lambda run: run.documents.branches(*places, run.unit)
 
 
-def attend(executor: Executor, op: p.Attend) -> Bound:
-    q, kv, into = part(executor, op.q), part(executor, op.kv), first_of(executor, op.into)
-    sees, made = visible(executor, op), is_made(executor, op.into[0])
+def attend(binder: Binder, op: p.Attend) -> Bound:
+    q, kv, into = part(binder, op.q), part(binder, op.kv), first_of(binder, op.into)
+    sees, made = visible(binder, op), is_made(binder, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
-    backend, scale, more = executor.backend, executor.scale, branches(op)
+    more = branches(op)
 
     def bound(run: Run) -> None:
-        keys = kv(run)
+        keys, backend, scale = kv(run), run.executor.backend, run.executor.scale
         tensors = q(run)["q"], keys["k"], keys["v"]
         if own and not made(run):
             results = backend.forward(*tensors, scale, sees(run))
@@ -298,15 +296,16 @@ def attend(executor: Executor, op: p.Attend) -> Bound:
     return bound
 
 
-def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
-    sides, kv = first_of(executor, op.sides), part(executor, op.kv)
-    dq, dkv = part(executor, op.dq), part(executor, op.dkv)
-    made = [is_made(executor, ref) for ref in (op.dq, op.dkv)]
-    sees, backend, scale = visible(executor, op), executor.backend, executor.scale
-    deterministic, more = executor.deterministic, branches(op)
+def attend_backward(binder: Binder, op: p.AttendBackward) -> Bound:
+    sides, kv = first_of(binder, op.sides), part(binder, op.kv)
+    dq, dkv = part(binder, op.dq), part(binder, op.dkv)
+    made = [is_made(binder, ref) for ref in (op.dq, op.dkv)]
+    sees, more = visible(binder, op), branches(op)
 
     def bound(run: Run) -> None:
         fields, keys, into = sides(run), kv(run), None
+        backend, scale = run.executor.backend, run.executor.scale
+        deterministic = run.executor.deterministic
         if any(of(run) for of in made):
             of_keys = dkv(run)
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
@@ -322,8 +321,8 @@ def attend_backward(executor: Executor, op: p.AttendBackward) -> Bound:
     return bound
 
 
-def merge(executor: Executor, op: p.Merge) -> Bound:
-    into, parts = first_of(executor, op.into), [part(executor, ref) for ref in op.parts]
+def merge(binder: Binder, op: p.Merge) -> Bound:
+    into, parts = first_of(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
         target, found = into(run), [of(run) for of in parts]
@@ -332,8 +331,8 @@ def merge(executor: Executor, op: p.Merge) -> Bound:
     return bound
 
 
-def add(executor: Executor, op: p.Add) -> Bound:
-    into, parts = part(executor, op.into), [part(executor, ref) for ref in op.parts]
+def add(binder: Binder, op: p.Add) -> Bound:
+    into, parts = part(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
         found = [of(run) for of in parts]
@@ -348,8 +347,8 @@ def add(executor: Executor, op: p.Add) -> Bound:
     return bound
 
 
-def delta(executor: Executor, op: p.Delta) -> Bound:
-    side = part(executor, op.side)
+def delta(binder: Binder, op: p.Delta) -> Bound:
+    side = part(binder, op.side)
 
     def bound(run: Run) -> None:
         fields = side(run)
@@ -358,8 +357,8 @@ def delta(executor: Executor, op: p.Delta) -> Bound:
     return bound
 
 
-def stand_in(executor: Executor, op: p.StandIn) -> Bound:
-    sides = first_of(executor, op.sides)
+def stand_in(binder: Binder, op: p.StandIn) -> Bound:
+    sides = first_of(binder, op.sides)
 
     def bound(run: Run) -> None:
         side = sides(run)
@@ -368,29 +367,30 @@ def stand_in(executor: Executor, op: p.StandIn) -> Bound:
     return bound
 
 
-def transfer(executor: Executor, op: p.Transfer) -> Bound:
-    recvs = [(take.peer, raw(executor, take.rows)) for take in op.takes]
+def transfer(binder: Binder, op: p.Transfer) -> Bound:
+    recvs = [(take.peer, raw(binder, take.rows)) for take in op.takes]
     if op.slot is not None:
-        return _exchange(executor, op, [of for _, of in recvs])
-    sends = [(give.peer, raw(executor, give.rows)) for give in op.gives]
-    carrier = executor.carrier  # not the executor: it holds what is bound
+        return _exchange(binder, op, [of for _, of in recvs])
+    sends = [(give.peer, raw(binder, give.rows)) for give in op.gives]
 
     def bound(run: Run) -> UnderWay:
         given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
-        return carrier.send(op.link, op.cargo, given, taken)
+        return run.executor.carrier.send(op.link, op.cargo, given, taken)
 
     return bound
 
 
-def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Source]) -> Bound:
+def _exchange(binder: Binder, op: p.Transfer, targets: Sequence[Source]) -> Bound:
     """Ranks of a node have parts of each other's slots."""
-    buffer, slot = executor.program.buffers[op.slot.buffer], raw(executor, op.slot)
-    gives = [Give(give.peer, give.rows.rows.slice) for give in op.gives]
-    takes = [Take(take.peer, take.theirs.rows.slice) for take in op.takes]
+    buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
-    ends = kept(
-        executor, object(), buffer, lambda run: run.slots[use].ends(number, slot(run), gives, takes)
-    )
+
+    def made(run: Run):
+        gives = [Give(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
+        takes = [Take(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
+        return run.slots[use].ends(number, slot(run), gives, takes)
+
+    ends = kept(binder, object(), buffer, made)
 
     def bound(run: Run) -> UnderWay:
         into = [of(run) for of in targets]
@@ -399,7 +399,7 @@ def _exchange(executor: Executor, op: p.Transfer, targets: Sequence[Source]) -> 
     return bound
 
 
-BIND: Mapping[type, Callable[[Executor, Any], Bound]] = {
+BIND: Mapping[type, Callable[[Binder, Any], Bound]] = {
     p.Copy: copy, p.Arrange: arrange, p.Restore: restore,
     p.ToRanks: to_ranks, p.FromRanks: from_ranks,
     p.Fill: fill, p.Attend: attend, p.AttendBackward: attend_backward, p.Merge: merge,

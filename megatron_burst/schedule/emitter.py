@@ -1,7 +1,7 @@
 """What all modes share: the call's own buffers, names for new ones, the ends of a program."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
@@ -55,6 +55,7 @@ class Spec:
         heads_per_round: KV heads of a round; of no meaning for rings.
         pulled: whether ranks of a node copy out of each other's slots.
         left: whether forward leaves for backward what came from elsewhere, and backward reads it.
+        times: how many rows each stands for at least, a power of two; slots depend on it.
     """
 
     topology: Topology
@@ -68,6 +69,16 @@ class Spec:
     heads_per_round: int = 1
     pulled: bool = False
     left: bool = False
+    times: int = 1
+
+    def in_units(self) -> tuple["Spec", int]:
+        """The same with rows counted in halves of a shard, and how many rows one is: so programs
+        serve all lengths. Windows and stripes know no halves: there it is as it was, and 1."""
+        tokens = self.shape.tokens
+        in_chunks = not self.mask.windowed and self.layout is not Layout.STRIPED
+        unit = tokens // 2 if in_chunks and tokens % 2 == 0 else 1
+        shape = replace(self.shape, tokens=tokens // unit)
+        return replace(self, shape=shape, times=_power_below(unit)), unit
 
     @property
     def backward(self) -> bool:
@@ -143,9 +154,11 @@ class Emitter:
         """Slots that are filled in turn."""
         if not self.spec.pulled:
             return sent_count(exchanges)
-        widths = widths_of(self.spec.shape)
+        shape, widths = self.spec.shape, widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
-        return pulled_count(cargo, exchanges, rows * self.spec.shape.batch * width)
+        # as of the largest power of two of tokens, so that lengths up to the next one are alike
+        rounded = rows * _power_below(shape.tokens) / shape.tokens * self.spec.times
+        return pulled_count(cargo, exchanges, rounded * shape.batch * width)
 
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
@@ -301,6 +314,11 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is no more."""
+    return 1 << number.bit_length() - 1
 
 
 def widths_of(shape: AttentionShape) -> dict[Dtype, int]:

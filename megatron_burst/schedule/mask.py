@@ -11,6 +11,11 @@ from megatron_burst.schedule.layout import Layout, Runs, positions
 Places = tuple[range, ...]  # positions in the sequence of rows that lie one behind the other
 
 
+def in_rows(places: Places, unit: int) -> Places:
+    """The same where positions are counted in units of so many rows; in one, rows may have gaps."""
+    return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
+
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """Which keys a query may see, by how far they are from what it is level with.
@@ -121,6 +126,10 @@ class Span:
     def moved(self, by: int) -> "Span":
         """As many rows, further on."""
         return Span(self.start + by, self.stop + by)
+
+    def times(self, unit: int) -> "Span":
+        """The same, counted in rows if these are units of so many."""
+        return Span(self.start * unit, self.stop * unit)
 
     @property
     def slice(self) -> slice:

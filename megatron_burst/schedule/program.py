@@ -354,9 +354,10 @@ Op = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does in one pass of one call.
+    """What one rank does in one pass of one call; equal to itself alone, so that what is made of it
+    is found again.
 
     Attributes:
         topology: of the group.

@@ -78,7 +78,8 @@ class Passes:
         dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: grad_dtype}
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
         with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
-            self.programs = [MODES[way.mode](one) for one in (spec, back)]
+            in_units, (unit, _) = zip(*(one.in_units() for one in (spec, back)), strict=True)
+            self.programs = [MODES[way.mode](one) for one in in_units]
         self.documents = None
         if way.edges:
             sample = Sample(
@@ -87,7 +88,7 @@ class Passes:
             sizes = q.shape[1], topology.cp_size
             self.documents = Documents(sample, sizes, way.layout, q.device)
         self.executors = [
-            Executor(program, backend, carrier, way.scale, dtypes, False)
+            Executor(program, backend, carrier, way.scale, dtypes, False, unit)
             for program in self.programs
         ]
 
@@ -97,7 +98,8 @@ class Passes:
 
     def _outputs(self, like, index):
         """With rows outermost in memory if they are in the inputs."""
-        program, dtypes = self.programs[index], self.executors[index].dtypes
+        executor = self.executors[index]
+        dtypes = executor.dtypes
         sums = dtypes[Dtype.SUM]
         return {
             buffer.name: {
@@ -106,7 +108,7 @@ class Passes:
                 else like.new_empty(like.shape[0], field.heads, buffer.rows, dtype=sums)
                 for field in buffer.fields
             }
-            for buffer in program.buffers.values()
+            for buffer in executor.buffers.values()
             if buffer.home is Home.CALL and buffer.name in ("out", "dq", "dkv")
         }
 
@@ -134,11 +136,14 @@ def run_engine(topology, tensors, way, seed=0):
         q, k, v, dout = shard
         passes.forward(q, -k, -v)  # neither call may see or spoil the other's keys
         carrier.sent_bytes = 0
-        return passes.both(q, k, v, dout), passes.programs
+        counted = sum(
+            sum(executor.program.sent_bytes().values()) * executor.unit
+            for executor in passes.executors
+        )
+        return passes.both(q, k, v, dout), counted
 
     results, carriers = run_simulated(one, size, seed, way.pulls)
-    for carrier, (_, programs) in zip(carriers, results, strict=True):
-        counted = sum(sum(p.sent_bytes().values()) for p in programs)
+    for carrier, (_, counted) in zip(carriers, results, strict=True):
         # rows with statistics of another dtype than the tensors' are padded, narrow heads most
         padded = accumulate_dtype(tensors[0].dtype) is not tensors[0].dtype
         assert counted == carrier.sent_bytes or (padded and counted < carrier.sent_bytes)

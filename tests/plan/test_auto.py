@@ -198,8 +198,8 @@ def test_programs_are_the_engines_own(options, nodes):
             spec = call.spec(rank, direction)
             pulled = spec.pulled and arranged.intra_size > 1
             kernel = Kernel(True, True, True)  # of the reference
-            mine = call.program_of(replace(spec, pulled=pulled, kernel=kernel))
-            assert executor.program == mine
+            in_units, unit = replace(spec, pulled=pulled, kernel=kernel).in_units()
+            assert (executor.program, executor.unit) == (call.program_of(in_units), unit)
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():

@@ -1,20 +1,20 @@
 """Properties of programs: bytes on each link, hops, buffers, what is hidden behind what."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.emitter import Kernel
-from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.layout import Layout, Runs, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import Attend, AttendBackward, Home, Transfer
+from megatron_burst.schedule.program import Attend, AttendBackward, Buffer, Home, Ref, Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
-from tests.schedule.cases import MASKS, Case, copies_of, grid
+from tests.schedule.cases import DOCUMENTS, MASKS, MODES, Case, copies_of, grid
 
 FORWARD, BACKWARD = Direction
 
@@ -48,6 +48,48 @@ def transfers(program, *, link=None, cargo=None):
         for op in program.ops
         if isinstance(op, Transfer) and link in (None, op.link) and cargo in (None, op.cargo)
     ]
+
+
+# --- lengths: rows counted in units ---
+
+
+def in_rows(x, unit):
+    """What counts rows or positions, counted in units of so many."""
+    match x:
+        case Span():
+            return x.times(unit)
+        case range():
+            return range(x.start * unit, x.stop * unit)
+        case Ref():
+            return replace(x, rows=in_rows(x.rows, unit))  # heads are none
+        case Buffer():
+            return replace(x, rows=x.rows * unit)
+        case Mask() | Runs() | str():
+            return x
+        case tuple():
+            return tuple(in_rows(one, unit) for one in x)
+    names = {f.name for f in fields(x)} - {"lies", "numbers"} if is_dataclass(x) else ()
+    return replace(x, **{name: in_rows(getattr(x, name), unit) for name in names}) if names else x
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_one_program_serves_all_lengths(data):
+    """Counted in units it is the program that is made for that very length, slots included."""
+    mask = data.draw(st.sampled_from((*MASKS, *DOCUMENTS[:2])))
+    case = data.draw(calls(data.draw(st.sampled_from(list(MODES))), mask))
+    layout = data.draw(st.sampled_from((case.layout, Layout.DOCUMENTS)[: 1 + mask.documents]))
+    case = replace(case, layout=layout, tokens=2 * data.draw(st.integers(1, 1 << 22)))
+    rank = data.draw(st.integers(0, case.topology.cp_size - 1))
+    for direction in Direction:
+        spec = case.spec(direction, rank)
+        in_units, unit = spec.in_units()
+        assert in_units.shape.tokens == 2 and spec.shape.tokens == 2 * unit
+        one, whole = (MODES[case.mode](some) for some in (in_units, spec))
+        assert in_rows(one.ops, unit) == whole.ops
+        assert {
+            name: in_rows(buffer, unit) for name, buffer in one.buffers.items()
+        } == whole.buffers
 
 
 # --- bytes: closed formulas, of a rank's whole shard ---
