@@ -2,7 +2,8 @@
 
 A program reads as if its operations ran one after the other. Each names the stream that it is
 issued on and what it reads and writes; `order` derives from that which operations must wait for
-which, so that all else runs side by side. The list is also the order in which operations are
+which, so that all else runs side by side. Rows may be counted in units of many (`Spec.in_units`),
+so that one program serves all lengths. The list is also the order in which operations are
 issued: with CUDA_DEVICE_MAX_CONNECTIONS=1 whatever waits at the head of the queue holds up what is
 behind it, so a transfer that waits for other ranks is issued behind the kernels that hide it.
 """
