@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 from weakref import ref
 
@@ -272,11 +272,18 @@ def _without_autocast(x: Tensor):
 def _readable(x: Tensor) -> Tensor:
     """As it is if kernels can read it, else a copy: rows that overlap, are not dense or not aligned
     (to the 16 bytes that the GPU's tensor copies move)."""
-    sizes = zip(x.shape, x.stride(), strict=True)
-    apart = all(size == 1 or stride for size, stride in sizes)
-    steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
-    aligned = not x.is_cuda or all(step % 16 == 0 for step in steps)
-    return x if x.stride(-1) == 1 and apart and aligned else x.clone(memory_format=_DENSE)
+    boundary = 16 if x.is_cuda else 1
+    fits = _fit(x.shape, x.stride(), x.itemsize, boundary) and x.data_ptr() % boundary == 0
+    return x if fits else x.clone(memory_format=_DENSE)
+
+
+@lru_cache(maxsize=1024)
+def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: int) -> bool:
+    """Whether rows are dense, apart from each other, and begin at multiples of so many bytes if the
+    first one does."""
+    apart = all(size == 1 or stride for size, stride in zip(shape, strides, strict=True))
+    aligned = all(stride * itemsize % boundary == 0 for stride in strides[:-1])
+    return strides[-1] == 1 and apart and aligned
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

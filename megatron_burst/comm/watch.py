@@ -241,7 +241,9 @@ def set_seconds(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def _backend(group: dist.ProcessGroup):
-    kinds = {device.type: device for device in group._device_types}
-    device = kinds["cuda"] if "cuda" in kinds and torch.cuda.is_available() else kinds["cpu"]
+    device, *more = group._device_types
+    if more:  # every call asks, so whether there are GPUs only where it matters
+        kinds = {device.type: device for device in (device, *more)}
+        device = kinds["cuda"] if "cuda" in kinds and torch.cuda.is_available() else kinds["cpu"]
     backend = group._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)

@@ -18,74 +18,69 @@ _BLOCK = 4096  # elements of each tensor in a program: 8 KB in bf16, 32 sums in 
 def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """`partial.merge_parts`: out [b, n, h, dv] up to float32, lse [b, h, n] in float32."""
     outs, lses = zip(*parts, strict=True)
-    unit = _unit(out, *outs)
-    _launch(
-        _merge_kernel, out, _operand(out, unit), _operand(lse),
-        tuple(_operand(x, unit) for x in outs), tuple(_operand(x) for x in lses),
-        COUNT=len(parts), UNIT=unit,
-    )  # fmt: skip
+    (to, *of_parts), unit = _operands(out, *outs)
+    (lse, *lses), _ = _operands(lse, *lses, most=1)
+    _launch(_merge_kernel, out, to, lse, tuple(of_parts), tuple(lses), COUNT=len(parts), UNIT=unit)
 
 
 def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
     """`partial.sum_parts`: [b, n, h, d] up to float32."""
-    unit = _unit(target, *parts)
-    operands = tuple(_operand(x, unit) for x in parts)
-    _launch(_sum_kernel, target, _operand(target, unit), operands, COUNT=len(parts), UNIT=unit)
+    (to, *of_parts), unit = _operands(target, *parts)
+    _launch(_sum_kernel, target, to, tuple(of_parts), COUNT=len(parts), UNIT=unit)
 
 
 def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
     """See `partial.sum_rows`."""
-    unit = _unit(target, source)
-    operands = _operand(target, unit), _operand(source, unit), (rows, *rows.stride())
-    _launch(_sum_rows_kernel, target, *operands, COUNT=len(rows), UNIT=unit)
+    operands, unit = _operands(target, source)
+    picked = rows, *rows.stride()
+    _launch(_sum_rows_kernel, target, *operands, picked, COUNT=len(rows), UNIT=unit)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """`partial.row_delta`: of [b, n, h, dv] up to float32, [b, h, n] in float32."""
     batch, tokens, heads, _ = out.shape
     delta = out.new_empty(batch, heads, tokens, dtype=torch.float32)
-    unit = _unit(dout, out)
-    operands = _operand(dout, unit), _operand(out, unit), _operand(delta)
-    _launch(_delta_kernel, out, *operands, UNIT=unit)
+    operands, unit = _operands(dout, out)
+    (to,), _ = _operands(delta, most=1)
+    _launch(_delta_kernel, out, *operands, to, UNIT=unit)
     return delta
 
 
 def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     """`partial.delta_stand_in`: dout [b, n, h, dv] up to float32, delta [b, h, n] in float32."""
     stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
-    unit = _unit(dout, stand_in)
+    (of_dout, to), unit = _operands(dout, stand_in)
+    (of_delta,), _ = _operands(delta, most=1)
     _launch(
-        _stand_in_kernel, dout, _operand(dout, unit), _operand(delta), _operand(stand_in, unit),
+        _stand_in_kernel, dout, of_dout, of_delta, to,
         NONZEROS=min(nonzeros, dout.shape[-1]), LARGEST=torch.finfo(dout.dtype).max, UNIT=unit,
     )  # fmt: skip
     return stand_in
 
 
-@lru_cache(maxsize=4096)
-def _strides(shape: torch.Size, stride: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides as a kernel takes them, all but the last in units, but 0 for an axis of size 1: its
-    chance value would compile kernels anew."""
-    steps = [0 if size == 1 else step for size, step in zip(shape, stride, strict=True)]
-    return *(step // unit for step in steps[:-1]), steps[-1]
-
-
-@lru_cache(maxsize=4096)
-def _in_eights(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    return not any(step % 8 for step in _strides(shape, stride, 1)[:-1])
-
-
-def _unit(*tensors: Tensor) -> int:
-    """In what strides between rows are counted: 8 elements if they are multiples of it, else 1.
+def _operands(*tensors: Tensor, most: int = 8) -> tuple[list[tuple], int]:
+    """Tensors as a kernel takes them, (x, *strides), and in what strides but the last are counted:
+    in `most` elements if all are multiples of it, else in 1.
 
     Triton looks for multiples of 16 elements by itself, but 8 of bf16 make the 16 bytes that a
     thread can load at once: with head dimensions such as 40 or 72 this doubles the speed.
     """
-    return 8 if all(_in_eights(x.shape, x.stride()) for x in tensors) else 1
+    strides, unit = _strides(tuple((x.shape, x.stride()) for x in tensors), most)
+    return [(x, *some) for x, some in zip(tensors, strides, strict=True)], unit
 
 
-def _operand(x: Tensor, unit: int = 1) -> tuple:
-    """A tensor as a kernel takes it: (x, *strides)."""
-    return x, *_strides(x.shape, x.stride(), unit)
+@lru_cache(maxsize=4096)
+def _strides(
+    lie: tuple[tuple[torch.Size, tuple[int, ...]], ...], most: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """What depends on (shape, stride) of the tensors alone. The stride of an axis of size 1 is 0:
+    its chance value would compile kernels anew."""
+    every = [
+        [0 if size == 1 else step for size, step in zip(shape, stride, strict=True)]
+        for shape, stride in lie
+    ]
+    unit = 1 if any(step % most for steps in every for step in steps[:-1]) else most
+    return [(*(step // unit for step in steps[:-1]), steps[-1]) for steps in every], unit
 
 
 def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **constants) -> None:
