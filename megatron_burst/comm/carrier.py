@@ -35,6 +35,12 @@ class Where(NamedTuple):
     device: torch.device
     stream: int = 0  # the caller's; 0 on a CPU
 
+    @classmethod
+    def of(cls, x: Tensor) -> "Where":
+        """Where a call on this tensor runs if it begins now."""
+        on_gpu = x.device.type == "cuda"
+        return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Give:
@@ -83,12 +89,15 @@ class SentSlots:
     """Slots of a call whose rows are sent to those who need them; two rounds may be under way.
 
     Args:
-        memory: of the slots.
+        memory: of the slots; it may have more, of calls before.
+        count: how many slots the call's program takes in turn: its waits are for so many.
         send: (sends, recvs) -> transfer.
     """
 
-    def __init__(self, memory: Memory, send: Callable[[Parcels, Parcels], UnderWay]) -> None:
-        self._memory, self._send = memory, send
+    def __init__(
+        self, memory: Memory, count: int, send: Callable[[Parcels, Parcels], UnderWay]
+    ) -> None:
+        self._memory, self._count, self._send = memory, count, send
 
     def views(self, of: object) -> dict[Hashable, Any]:
         """See `Views`."""
@@ -99,7 +108,7 @@ class SentSlots:
 
     def flat(self, index: int) -> Tensor:
         """The bytes of a round's slot, of this rank."""
-        return self._memory.flats[index % len(self._memory.flats)]
+        return self._memory.flats[index % self._count]
 
     def ends(
         self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]

@@ -135,7 +135,7 @@ class Communicator:
                 self.transfer = Choice("send", error.reason)
                 say(f"{WHO}: from now on {self.transfer}", logging.WARNING)
         memory = self.buffers(cargo, count, num_bytes, where)
-        return SentSlots(memory, partial(self.send, Link.INTRA, cargo))
+        return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
         """As `Carrier.send`; returns at once."""

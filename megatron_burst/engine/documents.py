@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.engine.sample import Sample, listed_of, of_parents, of_tensors, of_values
 from megatron_burst.engine.tree import Branch, Tree, rows_before
@@ -29,14 +30,15 @@ def documents_of(
         sample: given by the caller.
         sizes: tokens on a rank, and ranks.
         layout: how tokens are sharded.
-        like: whose device it is wanted on.
+        like: whose device it is wanted on; of the current stream there.
 
     Raises:
         BurstError: if what was given, as far as it is on the CPU, is not possible.
     """
     given, tree = (sample.cu_seqlens, sample.padded), sample.parents
     tree = repr(list(tree)) if isinstance(tree, Sequence) else _identity(tree)
-    key = *map(_identity, given), tree, sample.longest, sizes, layout, like.device
+    # by stream too: what is made on one is there for others later, and its memory is that one's
+    key = *map(_identity, given), tree, sample.longest, sizes, layout, Where.of(like)
     found = cache.recent(key)
     if found is None:
         for before in cache.values():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -71,6 +72,7 @@ class FusedHead:
     def __init__(self, model, config: FusedLossConfig) -> None:
         check_model(model, config)
         self.config, self.model_config = config, model.config
+        self.pg_collection = model.pg_collection
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
@@ -166,7 +168,7 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
 
 def log_probs_and_entropy(
     *, hidden_states, output_layer, output_weight, labels=None, loss_mask=None, context=None,
-    config, input_ids=None, packed_seq_params=None, **_,
+    config, input_ids=None, packed_seq_params=None, compute_language_model_loss=None, **_,
 ) -> TokenLogProbs:  # fmt: skip
     """An `output_processor` for reinforcement learning: pass it to the model's forward.
 
@@ -180,7 +182,11 @@ def log_probs_and_entropy(
     if labels is None and input_ids is None:
         got = "labels=None and input_ids=None"
         raise _refusal("log-probabilities need labels or tokens, because these say of what", got)
-    targets = _next_of(input_ids, packed_seq_params) if labels is None else labels.t()
+    if labels is None:
+        group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
+        targets = _next_of(input_ids, packed_seq_params, group)
+    else:
+        targets = labels.t()
     tp = output_layer.tp_group
     scale = 1.0 / (1.0 if context is None else context)
     if config.use_mup:
@@ -195,9 +201,15 @@ def log_probs_and_entropy(
     return TokenLogProbs(found.log_probs.t(), found.entropy.t(), found.mask.t())
 
 
-def _next_of(input_ids: Tensor, params: PackedSeqParams | None) -> Tensor:
+def _cp_group_of(loss: Any) -> dist.ProcessGroup:
+    """The context-parallel group of the model whose loss this is, which is a method of the model
+    or of its `FusedHead`; where a framework has put a function there, Megatron's global group."""
+    groups = getattr(getattr(loss, "__self__", None), "pg_collection", None)
+    return parallel_state.get_context_parallel_group() if groups is None else groups.cp
+
+
+def _next_of(input_ids: Tensor, params: PackedSeqParams | None, group: dist.ProcessGroup) -> Tensor:
     """[s, b] labels of this rank's [b, s] tokens."""
-    group = packed.group_of(params, parallel_state.get_context_parallel_group())
     sample = packed.sample_of(params, group.size())
     given = ("layout", "cu_seqlens", "cu_seqlens_padded")
     options = {name: sample[name] for name in given if name in sample}

@@ -13,6 +13,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.mcore.args import global_args
@@ -120,8 +121,10 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
 
 
 def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
-    """What follows from boundaries; held together with them, so that they are known again."""
-    key = what, *((id(x), 0 if x.is_inference() else x._version) for x in boundaries)
+    """What follows from boundaries, on the current stream; held together with them, so that they
+    are known again."""
+    known = ((id(x), 0 if x.is_inference() else x._version) for x in boundaries)
+    key = what, Where.of(boundaries[0]), *known
     found = _FOUND.recent(key)
     if found is None:
         found = _FOUND[key] = find(), boundaries

@@ -113,7 +113,7 @@ class SimulatedCarrier:
     def slots(self, cargo, count, num_bytes, where):
         if not self._pulls:
             memory = self.buffers(cargo, count, num_bytes, where)
-            return SentSlots(memory, partial(self.send, Link.INTRA, cargo))
+            return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
         old = self._pulled.get(cargo)
         if old is None or old.slot_bytes < num_bytes or len(old) < count:
             self._pulled[cargo] = self._make_pulled(cargo, count, num_bytes, where.device)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.carrier import Where
+from megatron_burst.comm.watch import Latest
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.sample import Sample
 from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.layout import (
@@ -37,6 +39,16 @@ def test_the_order_of_a_sample_of_documents(size):
     assert places[documents.arranged(lies, every)].tolist() == list(range(edges[-1]))
     (back,) = documents.restored(lies, every)
     assert documents.arranged(lies, every)[back].tolist() == list(range(edges[-1]))
+
+
+def test_a_sample_is_known_again_on_the_stream_that_has_made_it(monkeypatch):
+    """Nothing orders another stream behind the kernels that made its tables."""
+    streams = iter((1, 2, 1))
+    monkeypatch.setattr(Where, "of", classmethod(lambda cls, x: cls(x.device, next(streams))))
+    cache, sample = Latest(4), Sample(torch.tensor([0, 8]), None, None)
+    ask = (cache, sample, (4, 2), "zigzag", torch.zeros(4))
+    one, other, again = (documents_of(*ask) for _ in range(3))
+    assert other is not one and again is one
 
 
 def test_chunks_that_are_seen_twice_and_never():

@@ -7,7 +7,16 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm.carrier import OVER, OneQueue, PulledSlots, Queues, Take, Where
+from megatron_burst.comm.carrier import (
+    OVER,
+    Memory,
+    OneQueue,
+    PulledSlots,
+    Queues,
+    SentSlots,
+    Take,
+    Where,
+)
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.slots import pulled_count
 
@@ -51,6 +60,13 @@ def test_what_is_taken_is_of_the_same_round_of_the_same_call(cargo, rounds, num_
     for rank in (0, 1):
         expected = [100 * c + 10 * i + 1 - rank for c in range(4) for i in range(rounds)]
         assert taken[rank] == expected
+
+
+def test_sent_slots_are_as_many_as_the_program_takes_in_turn():
+    """Its waits are derived for so many; a call with more of them may have come before."""
+    memory = Memory([torch.tensor([number], dtype=torch.uint8) for number in range(3)])
+    slots = SentSlots(memory, 2, lambda sends, recvs: OVER)
+    assert [slots.flat(index).item() for index in range(5)] == [0, 1, 0, 1, 0]
 
 
 def test_one_slot_with_one_barrier_would_not_do(monkeypatch):

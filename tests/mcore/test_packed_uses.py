@@ -285,7 +285,7 @@ def log_probs(parallel: Parallel, temperature: float) -> dict[str, float]:
     """Errors of next tokens' log-probabilities beside documents alone, in Megatron's logits."""
     from megatron.core import parallel_state
 
-    from megatron_burst.mcore.fused_loss import log_probs_and_entropy
+    from megatron_burst.mcore import fused_loss
 
     whole = SAMPLE.batch()
     whole["labels"] = torch.arange(SAMPLE.tokens)[None]  # so each rank learns its positions
@@ -303,10 +303,13 @@ def log_probs(parallel: Parallel, temperature: float) -> dict[str, float]:
     start(parallel)
     gpt, mine = burst_model(parallel, GQA), shard(dict(whole))
     rows = mine["labels"][0]
-    found = gpt(
-        mine["tokens"], mine["position_ids"], None, packed_seq_params=params_of(whole),
-        output_processor=log_probs_and_entropy, output_processor_context=temperature,
-    )  # fmt: skip
+    with mock.patch.object(
+        fused_loss, "parallel_state", None
+    ):  # groups are the model's, not global
+        found = gpt(
+            mine["tokens"], mine["position_ids"], None, packed_seq_params=params_of(whole),
+            output_processor=fused_loss.log_probs_and_entropy, output_processor_context=temperature,
+        )  # fmt: skip
     assert torch.equal(found.mask[0], counts[rows] == 1)
     assert len(rows) * parallel_state.get_context_parallel_world_size() == SAMPLE.tokens
     got = torch.stack([found.log_probs[0], found.entropy[0]])
