@@ -3,6 +3,7 @@ table, and as a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,7 @@ _END = 10  # the end of a run is its last tenth
 # What burst is compared with; the second, without keeping and fused loss, where no GPU is: Megatron
 # has no context parallelism there.
 PEERS = "megatron", "burst-plain"
-_COLOURS = {"burst": "C3", "other order": "C7"}
+_COLOURS = {"burst": "C3", "other order": "C7", "again": "C0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class CurveRow:
     Attributes:
         date, versions, gpu: on a run's first row; later ones have the date alone.
         sample: "whole", one sequence, or "packed", of documents each for itself.
-        order: of the text: "same" or "other".
+        order: of the text: "same" or "other"; "again" is the same.
         step: from 1 on; 0 in the row that says why a run failed or was cut short.
         loss: of the step's batch, before its update.
         ms: of the step.
@@ -54,6 +55,7 @@ class Overlay:
         peer: Megatron's curve; its name.
         burst: burst's, of the same batches.
         other: the peer's, of batches in another order.
+        again: the peer's own, a second time; empty if it was not run.
     """
 
     sample: str
@@ -61,6 +63,7 @@ class Overlay:
     peer: Curve
     burst: Curve
     other: Curve
+    again: Curve
 
     def apart(self, curve: Curve) -> dict[int, float]:
         """How far another curve is from the peer's, by step."""
@@ -68,8 +71,10 @@ class Overlay:
 
     def at_the_end(self, curve: Curve) -> tuple[float, float]:
         """Over the last tenth of the steps: the mean of |difference|, and |difference| of the
-        means."""
+        means; NaN of a curve that is not there."""
         common = sorted(self.apart(curve))
+        if not common:
+            return nan, nan
         last = common[-max(1, len(common) // _END) :]
         mean = abs(fmean(curve[step] for step in last) - fmean(self.peer[step] for step in last))
         return fmean(self.apart(curve)[step] for step in last), mean
@@ -88,23 +93,25 @@ def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
             names = (peer, "same"), ("burst", "same"), (peer, "other")
             three = [curves.get((sample, *name)) for name in names]
             if all(three):
-                found.append(Overlay(sample, peer, *three))
+                again = curves.get((sample, peer, "again"), {})
+                found.append(Overlay(sample, peer, *three, again))
                 break
     return found
 
 
 def curves_table(rows: Sequence[CurveRow]) -> str:
-    """Markdown: how far burst and another order of the text are from Megatron at the end."""
-    head = ("sample", "steps", "loss at the end", "apart", "burst", "other order", "ratio")
+    """Markdown: how far Megatron itself, burst and another order of the text are from Megatron's
+    curve at the end."""
+    head = ("sample", "steps", "loss", "apart", "again", "burst", "other order", "burst / other")
     lines = [head, ["---"] * len(head)]
     for overlay in overlays(rows):
         last = max(overlay.apart(overlay.burst))
         loss = f"{overlay.peer[last]:.4f}"
-        ends = map(overlay.at_the_end, (overlay.burst, overlay.other))
-        for how, burst, other in zip(("each step", "means"), *ends, strict=True):
-            ratio = f"{burst / other:.2g}" if other else "-"
-            one = (overlay.sample, str(last), loss, how, f"{burst:.2g}", f"{other:.2g}", ratio)
-            lines.append(one)
+        ends = map(overlay.at_the_end, (overlay.again, overlay.burst, overlay.other))
+        for how, again, burst, other in zip(("each step", "means"), *ends, strict=True):
+            figures = [again, burst, other, burst / other if other else nan]
+            told = ["-" if isnan(figure) else f"{figure:.2g}" for figure in figures]
+            lines.append((overlay.sample, str(last), loss, how, *told))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -143,7 +150,8 @@ def _losses(axis, overlay: Overlay) -> None:
 
 
 def _differences(axis, overlay: Overlay) -> None:
-    for name, curve in (("other order", overlay.other), ("burst", overlay.burst)):
+    others = {"other order": overlay.other, "again": overlay.again, "burst": overlay.burst}
+    for name, curve in ((name, curve) for name, curve in others.items() if curve):
         points, label = _points(overlay.apart(curve)), f"{name} - {overlay.name}"
         axis.semilogy(*points, label=label, linewidth=1, color=_COLOURS[name])
     axis.set(xlabel="step", ylabel="|difference|")

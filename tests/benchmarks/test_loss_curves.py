@@ -113,6 +113,9 @@ def test_the_end_is_the_last_tenth_and_both_differences_are_told(tmp_path):
     assert overlay.at_the_end(overlay.other) == pytest.approx((0.3, 0.3))
     lines = curves_table(rows).splitlines()
     assert [line.split(" | ")[-1] for line in lines[2:]] == ["0.05 |", "0.017 |"]
+    assert " | - | 0.015 | " in lines[2]
+    rows += rows_of("packed", "megatron", "again", [*base[:-1], 2.01])
+    assert " | 0.005 | 0.015 | " in curves_table(rows).splitlines()[2]
     csv = tmp_path / "curves.csv"
     append(csv, rows, CURVES_CSV)
     done = CliRunner().invoke(show.app, ["curves", str(csv)])
