@@ -190,6 +190,8 @@ SUITES = (
             Exclusion(r"test_sft_batch\[\d+-[24]", "its documents are not padded for two ranks: "
                       "burst's rows of a rank, which take TransformerEngine's place, refuse them",
                       on_cpu=True),
+            Exclusion(r"test_pretrain_batch\[\d+-True", "asks the loader for a dense mask, which "
+                      "burst has it leave out"),
         ),
     ),
     Suite(
