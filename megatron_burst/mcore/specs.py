@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from typing import Any, cast
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,6 +20,9 @@ from megatron_burst.mcore.core_attention import (
     burst_replacements,
 )
 from megatron_burst.mcore.refusals import check
+from megatron_burst.patching import when_imported
+
+_CONVERSION = "megatron.bridge.models.conversion.param_mapping"
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -76,6 +80,8 @@ def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> An
         core = burst_core_of(node)
         if core is not None or issubclass(node, tuple(burst_replacements())):
             found[node] = core
+        if core is not None:
+            _convert_alike(node, core)
         return core or node
     if id(node) in memo:
         return memo[id(node)]
@@ -95,6 +101,23 @@ def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> An
         made = {key: inner(value) for key, value in node.items()}
     memo[id(node)] = made
     return made
+
+
+@functools.cache
+def _convert_alike(theirs: type, ours: type) -> None:
+    """Have Megatron-Bridge convert weights of our core attention as of the one in its place.
+
+    Its table has the names of classes (0.6.2, models/conversion/param_mapping.py:1409): an
+    attention sink of a class that is not there would not be loaded, but end the conversion.
+    """
+    when_imported(_CONVERSION, functools.partial(_register, theirs.__name__, ours.__name__))
+
+
+def _register(theirs: str, ours: str) -> None:
+    mapping = sys.modules[_CONVERSION].AutoMapping
+    for kind, names in getattr(mapping, "_MODULE_TYPE_REGISTRY", {}).items():
+        if theirs in names:
+            mapping.register_module_type(ours, kind)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
