@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests/integrations with the frameworks that build on Megatron, on the CPU:
 #
-#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] scripts/test_integrations.sh [pytest's arguments]
+#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] scripts/test_integrations.sh [pytest's arguments]
 #
 # Each gets an environment below .venvs/. Megatron-Bridge imports TransformerEngine, whose PyTorch part
 # is built from source where a CUDA toolkit is, or taken from WHEELS.
@@ -11,7 +11,8 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # name | packages, with what they ask for | packages alone: what they ask for needs GPUs
 environments='
-bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
 '
 [ -z "${WHEELS:-}" ] || export UV_FIND_LINKS=$WHEELS
 table=""
