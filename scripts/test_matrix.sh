@@ -3,24 +3,28 @@
 #
 #     [RELEASES="0.17.1 0.18.2"] [MEGATRON_LM=/path/to/clone] scripts/test_matrix.sh [pytest's arguments]
 #
-# Each release gets an environment below .venvs/. MEGATRON_LM is a clone of Megatron-LM: its HEAD is
-# tested as main, and the patch for 0.16.1 with its tag, because that wheel has no megatron.training.
-# Prints a table at the end; fails if any row of it does.
+# Each release gets an environment below .venvs/, but 0.19.2, which .venv has. MEGATRON_LM is a clone
+# of Megatron-LM: its HEAD is tested as main, and with its tag core_v0.16.1 what asks for
+# megatron.training, which that wheel has not. Without arguments docs/compatibility.md is made anew.
+# Prints a table at the end; fails if any test does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-all=(tests/mcore/test_{releases,gpt,auto,specs,patches}.py)
-table=""
+all=(tests/mcore/test_{releases,specs,gpt,auto,core_attention}.py
+    tests/mcore/test_{packed,packed_rows,packed_uses,keep,keep_auto,keep_own}.py
+    tests/mcore/test_{loss,loss_uses,loss_window}.py)
+training=(tests/mcore/test_{arguments,doors,patches,pretrain,pretrain_on_cpu}.py)
+reports=()
 failed=0
 
-run() { # a row's name, tests
-    local name=$1 output=.cache/matrix-$1.txt
-    shift
+run() { # a column's name, where its Megatron is from, tests
+    local column=$1 report=.cache/matrix-${#reports[@]}-$1.xml from=$2
+    shift 2
     mkdir -p .cache
     "${environment[@]}" scripts/bootstrap.sh "$venv/bin/python" -m pytest -q -p no:cacheprovider \
-        "$@" 2>&1 | tee "$output"
-    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
-    table+=$(printf '%-14s %s' "$name" "$(tail -1 "$output")")$'\n'
+        -n 2 --dist loadfile --junitxml "$report" \
+        -o junit_suite_name="$from" "$@" || failed=1
+    reports+=("$column=$report")
 }
 
 checkout() { # a commit of MEGATRON_LM; prints the folder with its files
@@ -34,19 +38,20 @@ with() { # a release, variables: sets the environment, with what its megatron.tr
     venv=.venvs/megatron-$1
     environment=(env BURST_ENVIRONMENT="megatron-$1"
         BURST_PACKAGES="megatron-core==$1 pyyaml regex six" "${@:2}")
+    [ "$1" != 0.19.2 ] || venv=.venv environment=(env)
 }
 
-for release in ${RELEASES:-0.16.1 0.17.1 0.18.2 0.19.2}; do
+for release in ${RELEASES-0.16.1 0.17.1 0.18.2 0.19.2}; do
     with "$release"
-    run "$release" "${all[@]}" "$@"
+    run "$release" wheel "${all[@]}" "${training[@]}" "$@"
 done
 if [ -n "${MEGATRON_LM:-}" ]; then
     venv=.venv environment=(env PYTHONPATH="$(checkout HEAD)")
-    run main "${all[@]}" "$@"
+    run main "$(git -C "$MEGATRON_LM" rev-parse --short HEAD)" "${all[@]}" "${training[@]}" "$@"
     with 0.16.1 PYTHONPATH="$(checkout core_v0.16.1)"
-    run 0.16.1-source tests/mcore/test_patches.py "$@"
-else
-    table+="main           not run: set MEGATRON_LM to a clone of Megatron-LM"$'\n'
+    run 0.16.1 "wheel; tag core_v0.16.1" "${training[@]}" "$@"
 fi
-printf '\n%s' "$table"
+if [ $# -eq 0 ]; then
+    scripts/bootstrap.sh .venv/bin/python scripts/compatibility.py "${reports[@]}"
+fi
 exit "$failed"

@@ -1,6 +1,7 @@
 """What the documents name must be there."""
 
 import re
+import runpy
 from pathlib import Path
 
 from megatron_burst.config import Tuning
@@ -82,3 +83,28 @@ def test_every_tuning_is_in_its_document():
 
 def test_the_table_of_masks_is_what_modes_check():
     assert table() in (ROOT / "docs" / "masks.md").read_text()
+
+
+COMPATIBILITY = runpy.run_path(str(ROOT / "scripts" / "compatibility.py"))
+
+
+def test_the_page_of_compatibility_is_made_of_its_results():
+    tests = COMPATIBILITY["read"]()
+    assert COMPATIBILITY["page"](tests) == (ROOT / "docs" / "compatibility.md").read_text()
+    functions = {}
+    for test in tests[1:]:
+        file, _, name = test.name.partition("::")
+        text = functions.setdefault(file, (ROOT / "tests" / "mcore" / file).read_text())
+        assert f"def {name.partition('[')[0]}(" in text, test.name
+    for release in COMPATIBILITY["RELEASES"]:
+        results = [test.results[release] for test in tests[1:]]
+        assert results.count("passed") > 200 and "failed" not in results, release
+
+
+def test_every_row_of_compatibility_has_tests():
+    tests = COMPATIBILITY["read"]()
+    for rows in COMPATIBILITY["ROWS"].values():
+        for row, patterns in rows.items():
+            for pattern in patterns:
+                found = COMPATIBILITY["tests_of"]([pattern], tests)
+                assert any("passed" in test.results.values() for test in found), (row, pattern)

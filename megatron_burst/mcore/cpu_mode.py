@@ -60,6 +60,9 @@ def _enter() -> None:
     # core/jit.py:21 makes every @jit_fuser function a torch.compile, which builds C++ on a CPU
     # (--disable-jit-fuser comes too late for the modules that are imported by then)
     torch.compiler.set_stance("force_eager")
+    # the first makes dynamo's table of torch's functions, which must not hold one of them twice:
+    # the next may come when names of torch.cuda are those of torch.cpu
+    torch.compile(lambda: None)
     on_undo(lambda: torch.compiler.set_stance("default"))
     # core/tensor_parallel/random.py:333 warns when the CPU's generator moved inside a fork, which
     # is the point here

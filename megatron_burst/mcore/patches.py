@@ -17,6 +17,7 @@ from megatron_burst.installed import find_megatron, minor
 from megatron_burst.mcore.releases import (
     ATTENTION,
     DOCUMENTS,
+    FINE_TUNING,
     GPT,
     GPT_HEAD,
     GPT_TAIL,
@@ -203,6 +204,7 @@ TABLE: tuple[Patch, ...] = (
          f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
+        (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
         (ROTARY,
          f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",

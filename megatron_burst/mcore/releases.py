@@ -13,6 +13,7 @@ ATTENTION = f"{_CORE}.transformer.attention:Attention.__init__"
 LATENT = f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__"
 ROTARY = f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
 DOCUMENTS = f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing"
+FINE_TUNING = f"{_CORE}.utils:get_sft_batch_on_this_cp_rank"
 GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__"
 HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__"
 MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
@@ -42,6 +43,7 @@ _NO_CUDA_ARGUMENT = (
 
 RELEASES = {  # the first and the last that have a place
     DOCUMENTS: ((0, 19), NEWEST),
+    FINE_TUNING: ((0, 18), (0, 18)),
     HYBRID: ((0, 18), NEWEST),
     MAMBA: ((0, 16), (0, 17)),
     TE_RECOMPUTE: ((0, 18), NEWEST),

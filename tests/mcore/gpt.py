@@ -7,22 +7,15 @@ call `start` first: nothing here changes the process that runs pytest.
 import inspect
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_burst.installed import find_megatron, minor
 from tests.ranks import preload
 
-preload("megatron.core.models.gpt", "megatron.training.arguments", "megatron_burst.mcore.launch")
+preload("megatron.core.models.gpt.gpt_layer_specs", "megatron.training.arguments")
+preload("megatron_burst.mcore.launch")
 
-needs_training = pytest.mark.skipif(
-    find_megatron().training is None, reason="this Megatron-Core comes without megatron.training"
-)
-needs_0_19 = pytest.mark.skipif(
-    minor(find_megatron().version) < (0, 19), reason="--spec takes a function from 0.19 on"
-)
 SEQ, VOCAB, HEADS = 64, 96, 4
 FULL_RECOMPUTE = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1

@@ -5,6 +5,8 @@ Import it where a test module is imported, as tests.mcore.gpt.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from tests.mcore.gpt import (
     _sum_over_cp,
     build,
     config_of,
+    sharded,
 )
 from tests.ranks import preload
 
@@ -81,11 +84,22 @@ def params_of(batch: dict, **others):
 
 
 def shard(batch: dict, group=None, **options) -> dict:
-    """What this context-parallel rank has of it, by Megatron's own function."""
+    """What this context-parallel rank has of it, by Megatron's own function.
+
+    Up to 0.17 that is one that asks for TransformerEngine: it gets a stand-in.
+    """
     from megatron.core import parallel_state, utils
 
+    from megatron_burst.mcore.packed import partitioned_indices
+
     group = group or parallel_state.get_context_parallel_group()
-    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, **options)
+    own = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
+    if own is None or "cu_seqlens" not in batch:
+        return sharded(batch, group, **options)
+    engine = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    boundaries = (batch[name][0] for name in ("cu_seqlens", "cu_seqlens_padded"))
+    with mock.patch.multiple(utils, tex=engine, is_te_min_version=lambda version: True):
+        return own(batch, *boundaries, batch["max_seqlen"], group.size(), group.rank())[0]
 
 
 def spec_of(model: Model, mask: str = "causal"):

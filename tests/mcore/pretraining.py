@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore.older_pretrain import EXAMPLES, provide
 from tests.ranks import preload, run_ranks
 from tests.said import hearing
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32
@@ -78,6 +78,7 @@ def _main(rank: int, folder: str, flags: str) -> tuple[list[float], list[str]]:
     from megatron_burst.mcore.launch import prepare
 
     prepare(sys.argv)
+    provide()
     from megatron.training import training
 
     evaluated, evaluate = [], training.evaluate

@@ -16,7 +16,6 @@ import pytest
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.installed import find_megatron, minor
 from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of, environment_args
 from tests.mcore.gpt import (
@@ -26,10 +25,10 @@ from tests.mcore.gpt import (
     config_of,
     loss_and_grads,
     megatrons_own,
-    needs_training,
     relative_errors,
     start,
 )
+from tests.mcore.lacking import needs, why_not
 from tests.mcore.test_arguments import CP4, parse
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -78,7 +77,7 @@ def test_what_the_environment_cannot_mean_is_refused_and_said(text, got):
     assert said == [str(refused.value)]
 
 
-@needs_training
+@needs("training")
 def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
     assert run_ranks(flags_count, 1, environment={"MEGATRON_BURST": "keep=all"}) == [
         ["all", "half"]
@@ -136,7 +135,7 @@ def by_configuration(rank):
     start(Parallel(cp=2))
     gpt = build(config_of(Parallel(cp=2), Model(recompute=True)), spec)
     cores = [alone.decoder.layers[0], gpt.decoder.layers[0]]
-    if minor(find_megatron().version) >= (0, 17):  # before, MLA fails without TransformerEngine
+    if not why_not("MLA"):
         latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
         model = build(config_of(Parallel(cp=2), Model(latent=True)), latent)
         cores.append(model.decoder.layers[1])

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import cpu_mode
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
 FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 3
@@ -70,6 +71,7 @@ def install_twice(rank):
     return names, changed, same, on_device, back, once[-2:]
 
 
+@needs("training")
 def test_a_second_install_changes_nothing_and_all_of_it_is_given_back():
     """Wrappers around wrappers would print twice, and a mode within a mode recurses."""
     ((names, changed, same, on_device, back, set_),) = run_ranks(install_twice, 1)
@@ -93,6 +95,7 @@ def arguments_adjusted(rank):
     return flags, differing, cpu_mode.adjust_args(again)
 
 
+@needs("training")
 def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
     ((flags, differing, more),) = run_ranks(arguments_adjusted, 1)
     assert "--transformer-impl local" in flags and "--distributed-backend gloo" in flags
@@ -148,6 +151,7 @@ def _digest(values) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
+@needs("--spec")
 def test_initial_weights_are_the_same_at_every_context_parallel_size():
     """Else CP=4 could not be compared with CP=1. Megatron's warm-up of its fused functions, whose
     tensors are larger at CP=1, once moved the generator that the weights are drawn from next."""

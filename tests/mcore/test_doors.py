@@ -23,6 +23,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import Megatron, find_megatron, require_megatron, version_of
 from tests.mcore.gpt import SEQ, VOCAB, Parallel, config_of
 from tests.mcore.gpt import start as start_groups
+from tests.mcore.lacking import needs
 from tests.mcore.test_arguments import BURST, STOCK, parse
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -52,6 +53,7 @@ def names_bound_before(rank):
     return args.cp_comm_type, args.create_attention_mask_in_dataloader, args.transformer_impl
 
 
+@needs("training")
 def test_names_that_were_bound_before_the_patch_are_rebound():
     """As training/initialize.py of 0.17 does; the last two are burst's and the CPU mode's."""
     assert run_ranks(names_bound_before, 1) == [(["burst"], False, "local")]
@@ -67,6 +69,7 @@ def patch_module_too_late(rank):
         importlib.import_module("megatron_burst.patch")
 
 
+@needs("training")
 def test_the_patch_module_must_come_before_arguments_are_parsed():
     run_ranks(patch_module_too_late, 1)
 
@@ -94,6 +97,7 @@ def flag_without_its_check(rank):
     return said, [type(layer.self_attention.core_attention).__name__ for layer in layers]
 
 
+@needs("training")
 def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
     """validate_args may be bound where no patch finds it: in a dict, a closure, a class."""
     for said, cores in run_ranks(flag_without_its_check, 2):
@@ -144,6 +148,7 @@ def attention_without_the_flag(rank):
     return str(refused.value)
 
 
+@needs("training")
 def test_context_parallelism_that_needs_the_flag_says_so():
     """Megatron asserts that only TransformerEngine has it; a CPU has no TransformerEngine."""
     for said in run_ranks(attention_without_the_flag, 2):
@@ -199,6 +204,7 @@ def refused_by_spec(rank):
     return [built_by_spec(f"{BY_SPEC} {NO_MASK}") for _ in range(2)]
 
 
+@needs("--spec")
 def test_by_spec_the_same_is_refused_as_by_the_flag():
     """When the model is built: before anything is computed, and on every rank."""
     first, other = run_ranks(refused_by_spec, 2)
@@ -214,6 +220,7 @@ def release_said(rank):
     return [built_by_spec(f"{BY_SPEC} {NO_MASK}")[1] for _ in range(2)]
 
 
+@needs("--spec")
 def test_a_run_says_once_which_megatron_it_runs():
     megatron = find_megatron()
     line = f"burst attention: Megatron-Core {megatron.version} in {megatron.folder}"
@@ -236,6 +243,7 @@ def spec_and_flag(rank):
     return found
 
 
+@needs("--spec")
 def test_burst_twice_is_burst():
     assert run_ranks(spec_and_flag, 2) == [[["BurstCoreAttention"] * 2] * 3] * 2
 
@@ -315,6 +323,7 @@ print(megatron.training.__file__)
 """
 
 
+@needs("training")
 def test_a_checkouts_script_runs_with_its_own_megatron(tmp_path):
     """From another folder, beside an installed wheel: nothing of that is mixed in."""
     (tmp_path / "megatron").symlink_to(find_megatron().folder)

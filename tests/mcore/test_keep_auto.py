@@ -18,6 +18,7 @@ from tests.mcore.gpt import (
     config_of,
     start,
 )
+from tests.mcore.lacking import needs
 from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
 from tests.ranks import run_ranks
 
@@ -52,6 +53,7 @@ def layers_and_recomputations(rank: int) -> tuple:
     return numbers, keeping, recomputed
 
 
+@needs("recomputed MTP")
 def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
     (first, first_keep, recomputed), *_, (second, second_keep, _) = run_ranks(
         layers_and_recomputations, 4

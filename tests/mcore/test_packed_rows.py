@@ -14,6 +14,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.packed import partitioned_indices
 from megatron_burst.patching import undo_all
 from megatron_burst.schedule.layout import places_in_documents
+from tests.mcore.gpt import sharded
+from tests.mcore.lacking import needs
 
 SAMPLES = {
     "one": (48,),
@@ -76,23 +78,25 @@ def patched(monkeypatch):
     undo_all()
 
 
-def sharded() -> list[int]:
+def tokens_of_a_rank() -> list[int]:
     batch = {
         "tokens": torch.arange(24)[None], "labels": None, "cu_seqlens_padded": None,
         "cu_seqlens": torch.tensor([[0, 8, 24]], dtype=torch.int32),
     }  # fmt: skip
-    batch = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group="ours")
+    batch = sharded(batch, "ours")
     return batch["tokens"][0].tolist()
 
 
+@needs("documents without TransformerEngine")
 def test_megatron_shards_by_them_where_there_is_no_transformer_engine(patched, monkeypatch):
     monkeypatch.setattr(utils, "tex", None)
-    assert sharded() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert tokens_of_a_rank() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
     assert utils.tex is None
 
 
+@needs("documents without TransformerEngine")
 def test_transformer_engine_is_asked_where_it_is(patched, monkeypatch):
     stand_in = SimpleNamespace(thd_get_partitioned_indices=lambda *_: torch.tensor([23, 0]))
     monkeypatch.setattr(utils, "tex", stand_in)
-    assert sharded() == [23, 0]
+    assert tokens_of_a_rank() == [23, 0]
     assert utils.tex is stand_in

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.errors import BurstError
-from tests.mcore.gpt import Parallel, build, loss_and_grads, needs_training, start
+from tests.mcore.gpt import Parallel, build, loss_and_grads, start
+from tests.mcore.lacking import needs
 from tests.mcore.patched import DIFF, git_apply, patch_megatron
 from tests.mcore.pretraining import FLAGS as MODEL
 from tests.ranks import run_ranks
 
-pytestmark = needs_training
+pytestmark = needs("training")
 MODULE = "megatron.training.arguments"
 FLAGS = "--context-parallel-impl burst --burst-tune circulate=q --burst-keep all --burst-fused-loss"
 

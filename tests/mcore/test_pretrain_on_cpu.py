@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from tests.mcore.lacking import needs, parameters, why_not
 from tests.mcore.pretraining import assert_same, pretrain
 
 BURST = "--context-parallel-impl burst"
@@ -33,6 +34,15 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
     "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
 }
+pytestmark = needs("training")
+
+
+def why(run: tuple) -> str:
+    """Why this Megatron cannot run it."""
+    flags = run[1][1]
+    return why_not("torch FSDP2" if FSDP2 in flags else None) or why_not(
+        "Megatron-FSDP" if MEGATRON_FSDP in flags else None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,7 @@ def run(tmp_path_factory):
     return cache(lambda ranks, flags: pretrain(tmp_path_factory.mktemp("run"), ranks, flags))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", parameters(RUNS, why))
 def test_a_run_with_burst_gives_what_megatrons_own_gives(run, name):
     truth, got = (run(*each) for each in RUNS[name])
     assert len(truth.evaluated) == 2  # of the validation and the test set

@@ -28,10 +28,10 @@ from tests.mcore.gpt import (
     config_of,
     loss_and_grads,
     megatrons_own,
-    needs_0_19,
     relative_errors,
     start,
 )
+from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
 
@@ -155,7 +155,7 @@ def errors_of_a_model_built_by_megatron(rank):
     return cores, relative_errors(loss_and_grads(gpt), truth)
 
 
-@needs_0_19
+@needs("--spec")
 def test_megatrons_builder_makes_the_model_from_layer_spec():
     for cores, errors in run_ranks(errors_of_a_model_built_by_megatron, 2):
         assert cores == ["BurstCoreAttention"] * 2

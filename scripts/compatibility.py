@@ -1,0 +1,249 @@
+"""docs/compatibility.md: which tests pass with which release of Megatron-Core, by what they run.
+
+    python scripts/compatibility.py [RELEASE=REPORT.xml ...]
+
+Reports are those of `pytest --junitxml`; `make test-matrix` passes them. They replace their
+releases' columns of docs/compatibility.csv, of which the page is made; of two for one release the
+second counts, but for what it skips. Prints the table of totals.
+"""
+
+import csv
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CSV, PAGE = ROOT / "docs" / "compatibility.csv", ROOT / "docs" / "compatibility.md"
+RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2", "main")
+WHERE = "run"  # the first row: what a column's tests ran with, and when
+HEAD = """# Compatibility
+
+Made by `scripts/compatibility.py` of [compatibility.csv](compatibility.csv), which
+`make test-matrix` writes; do not edit it.
+
+A cell names the files in `tests/mcore/` whose tests passed, without `test_`, and in brackets the
+case, or how many. The script says which tests belong to a row; the CSV has the result of every test
+by its full name. All run on the CPU, in processes over gloo without TransformerEngine, mostly
+beside runs of Megatron's own without context parallelism. What needs a GPU is in `tests/gpu`, with
+0.19.2.
+"""
+# Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
+ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "Parallelism": {
+        "CP 4, one node": [("gpt", "flat"), ("packed", "CP4")],
+        "CP 4, two nodes": [("gpt", "two nodes|Megatron's hier.*|(kv|q) circ.*")],
+        "TP 2 with SP, CP 2": [
+            ("gpt", "tensor.*"), ("packed", "TP2.*"), ("loss", "TP2 SP CP2.*|gradients in forward"),
+        ],
+        "TP 2 without SP, CP 2": [("loss", "TP2 CP2.*|.*TP without SP")],
+        "PP 2, CP 2": [
+            ("keep", r"Setting\(pp=2, vp=1.*"), ("packed_uses", ".*under_way.*"),
+            ("loss", "TP1 CP2 PP2.*"),
+        ],
+        "PP 2, VPP 2, CP 2": [("keep", r"Setting\(pp=2, vp=2.*")],
+        "EP 2, CP 2": [("pretrain_on_cpu", "experts")],
+        "DDP, overlapped": [("loss", "DDP.*")],
+        "torch FSDP2, CP 2": [("pretrain_on_cpu", "FSDP2")],
+        "Megatron-FSDP, CP 2": [("pretrain_on_cpu", "Megatron-FSDP")],
+        "a CP group of a micro-batch's own": [("packed_uses", ".*group_of_its_own")],
+    },
+    "Model": {
+        "MHA, MQA": [("gpt", "M[HQ]A.*")],
+        "MLA": [("gpt", "(one rank, )?MLA.*"), ("packed", "MLA")],
+        "tied embeddings": [("gpt", "tied.*"), ("loss", ".* tied|DDP.* tied")],
+        "multi-token prediction": [
+            ("specs", ".*multi_token.*"), ("loss", "(MuP, |DDP, )?MTP.*"),
+            ("packed_uses", ".*multi_token.*"),
+        ],
+        "dense layers and experts": [("specs", ".*experts.*"), ("pretrain_on_cpu", "experts")],
+        "MuP": [("loss", "MuP.*")],
+    },
+    "Samples": {
+        "packed documents": [("packed", "CP[24]|full|one rank"), ("packed_rows", ".*")],
+        "packed documents, windows": [("packed", "windows.*")],
+        "documents that begin anywhere": [("packed_uses", ".*begin_anywhere.*")],
+    },
+    "Recomputation": {
+        "full and selective": [("gpt", ".*full recompute.*"), ("keep", ".*-none.*|.*-all, sel.*")],
+        "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_own", ".*")],
+        "half kept": [("keep", ".*-half.*"), ("gpt", ".*half.*"), ("packed", "kept by half")],
+        "kept as it fits": [("keep", ".*-auto"), ("keep_auto", ".*"), ("packed", "kept as.*")],
+    },
+    "Fused loss": {
+        "losses and gradients": [("loss", ".*"), ("packed_uses", ".*fused_loss.*")],
+        "gradients in forward": [("loss_window", ".*"), ("loss", ".*forward.*")],
+        "other uses, refusals": [("loss_uses", ".*")],
+    },
+    "Doors": {
+        "`python -m megatron_burst`": [("pretrain", "launcher.*|flag.*")],
+        "`import megatron_burst.patch`": [("pretrain", "import.*")],
+        "`--spec`": [("pretrain", "spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
+        "`burst_spec`": [("specs", ".*")],
+        "`megatron_burst.auto`": [("auto", ".*")],
+        "diff in `patches/`": [("patches", ".*"), ("pretrain", "diff.*")],
+        "refusals": [("arguments", ".*"), ("core_attention", ".*"), ("doors", ".*refused.*")],
+        "seams of the table": [("releases", ".*")],
+    },
+    "Runs": {
+        "`pretrain()`, three steps": [("pretrain", ".*")],
+        "one rank, half kept, fused loss": [("pretrain_on_cpu", "one rank")],
+        "checkpoint, resumed with and without burst": [("pretrain_on_cpu", ".*checkpoint.*")],
+        "evaluation alone": [("pretrain_on_cpu", "evaluation alone")],
+    },
+}  # fmt: skip
+
+
+ROW_FOR_EACH_CASE = {"Model classes": "models", "Checkpoints": "checkpoints"}  # of these files
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A test's name and, by release, "passed", "failed" or "skipped: why"."""
+
+    name: str
+    results: dict[str, str]
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0].removeprefix("test_").removesuffix(".py")
+
+    @property
+    def case(self) -> str:
+        """What is in brackets behind the function's name; without brackets that name."""
+        function = self.name.partition("::")[2]
+        return function.partition("[")[2].removesuffix("]") or function
+
+
+def read_report(path: Path) -> dict[str, str]:
+    """Results by test of a junit file, and what was run when."""
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    found = {}
+    for case in suite.iter("testcase"):
+        file = case.get("classname").rpartition(".")[2]
+        if not file:  # a module that could not be imported is a case without a class
+            file = case.get("name").rpartition(".")[2]
+        skipped = case.find("skipped")
+        failed = case.find("failure") is not None or case.find("error") is not None
+        result = "failed" if failed else "passed"
+        if skipped is not None and not failed:
+            result = f"skipped: {skipped.get('message')}"
+        found[f"{file}.py::{case.get('name')}"] = result
+    found[WHERE] = f"{suite.get('name')}, {suite.get('timestamp', '')[:10]}"
+    return found
+
+
+def read() -> list[Outcome]:
+    """The rows of the CSV."""
+    if not CSV.exists():
+        return []
+    with CSV.open(newline="") as file:
+        return [Outcome(row.pop("test"), row) for row in csv.DictReader(file)]
+
+
+def update(reports: list[tuple[str, Path]]) -> None:
+    """Replace the columns of some releases."""
+    columns: dict[str, dict[str, str]] = {}
+    for release, path in reports:
+        column, found = columns.setdefault(release, {}), read_report(path)
+        files = {name.partition("::")[0] for name in found}
+        for test in [
+            t for t, r in column.items() if r == "failed" and t.partition("::")[0] in files
+        ]:
+            del column[test]  # a module that could not be imported has no other name there
+        for test, result in found.items():
+            if test not in column or not result.startswith("skipped"):
+                column[test] = result
+    before = {test.name: test.results for test in read()}
+    for release in set(RELEASES) - columns.keys():
+        columns[release] = {name: results[release] for name, results in before.items()}
+    names = sorted(set().union(*columns.values()), key=lambda name: (name != WHERE, name))
+    with CSV.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["test", *RELEASES])
+        for name in names:
+            row = [columns[release].get(name, "") for release in RELEASES]
+            if any(row):
+                writer.writerow([name, *row])
+
+
+def tests_of(patterns: list[tuple[str, str]], tests: list[Outcome]) -> list[Outcome]:
+    """Those of a row."""
+    return [
+        test for test in tests for file, case in patterns
+        if test.file == file and re.fullmatch(case, test.case, re.DOTALL)
+    ]  # fmt: skip
+
+
+def rows_of_cases(tests: list[Outcome]) -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """Rows of files whose cases say by themselves what runs."""
+    return {
+        title: {test.case: [(file, re.escape(test.case))] for test in tests if test.file == file}
+        for title, file in ROW_FOR_EACH_CASE.items()
+    }
+
+
+def cell(tests: list[Outcome], release: str, reasons: list[str]) -> str:
+    """The files and cases that passed, in words; what failed; or the number of the reason why
+    nothing ran."""
+    results = {test: test.results[release] for test in dict.fromkeys(tests)}
+    failed = [test.name for test, result in results.items() if result == "failed"]
+    if failed:
+        return f"**fails**: `{'`, `'.join(failed)}`"
+    passed: dict[str, list[str]] = {}
+    for test, result in results.items():
+        if result == "passed":
+            passed.setdefault(test.file, []).append(test.case)
+    named = [
+        f"`{file}` [{cases[0] if len(cases) == 1 else len(cases)}]"
+        for file, cases in passed.items()
+    ]
+    lacking = dict.fromkeys(r for r in results.values() if r.startswith("skipped"))
+    for why in (result.removeprefix("skipped: ") for result in lacking):
+        if why not in reasons:
+            reasons.append(why)
+        named.append(f"no<sup>{reasons.index(why) + 1}</sup>")
+    return ", ".join(named) or "not run"
+
+
+def totals(tests: list[Outcome]) -> str:
+    """How many passed, were skipped and failed, by release."""
+    lines = ["| release | passed | skipped | failed | run |", "| --- | --- | --- | --- | --- |"]
+    (where,) = [test.results for test in tests if test.name == WHERE]
+    for release in RELEASES:
+        results = [test.results[release] for test in tests if test.name != WHERE]
+        counts = [sum(r.startswith(k) for r in results) for k in ("passed", "skipped", "failed")]
+        lines.append(f"| {release} | {' | '.join(map(str, counts))} | {where[release]} |")
+    return "\n".join(lines)
+
+
+def page(tests: list[Outcome]) -> str:
+    """The whole page."""
+    reasons: list[str] = []
+    parts = [HEAD, totals(tests)]
+    for title, rows in (ROWS | rows_of_cases(tests)).items():
+        if not rows:
+            continue
+        lines = [f"\n## {title}\n", f"| | {' | '.join(RELEASES)} |", "| --- " * 6 + "|"]
+        for row, patterns in rows.items():
+            cells = [cell(tests_of(patterns, tests), release, reasons) for release in RELEASES]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+        parts += lines
+    parts += ["\n## What releases lack\n"]
+    parts += [f"{number}. {why}" for number, why in enumerate(reasons, 1)]
+    return "\n".join(parts) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Take reports, if any, and make the page."""
+    if arguments:
+        reports = [argument.partition("=") for argument in arguments]
+        update([(release, Path(path)) for release, _, path in reports])
+    tests = read()
+    PAGE.write_text(page(tests))
+    print(totals(tests))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,69 @@
+"""What tests need and not every release of Megatron-Core has: one table, and marks by it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from megatron_burst.installed import find_megatron, minor
+
+LACKING = {  # what a test needs: releases without, and why in words that the tables of docs show
+    "--spec": ("0.16 0.17 0.18", "--spec takes a function from 0.19 on"),
+    "MLA": ("0.16", "its own MLA fails without TransformerEngine"),
+    "recomputed MTP": (
+        "0.18",
+        "its full recomputation of MTP fails: _checkpointed_forward() takes no padding_mask",
+    ),
+    "torch FSDP2": (
+        "0.16 0.17 0.18",
+        "its own FSDP2 fails: finish_grad_sync() takes no force_all_reduce",
+    ),
+    "Megatron-FSDP": (
+        "0.16 0.17",
+        "its own Megatron-FSDP trains otherwise than DDP on a CPU, also on one rank without burst",
+    ),
+    "documents anywhere": ("0.16 0.17 0.18", "--dataloader-inter-document-masking is of 0.19"),
+    "documents without TransformerEngine": (
+        "0.16 0.17",
+        "packed samples ask for TransformerEngine's version up to 0.17",
+    ),
+    "inference mode": ("0.16 0.17", "megatron.core.inference has an InferenceMode from 0.18 on"),
+    "output_processor": ("0.16 0.17", "models take an output_processor from 0.18 on"),
+}
+_HERE = find_megatron()
+
+
+def why_not(need: str | None) -> str:
+    """Why this Megatron cannot run what needs this; "" if it can."""
+    if need is None:
+        return ""
+    if need == "training":
+        return "" if _HERE.training else "the wheel comes without megatron.training"
+    releases, why = LACKING[need]
+    return why if "{}.{}".format(*minor(_HERE.version)) in releases.split() else ""
+
+
+def needs(need: str) -> pytest.MarkDecorator:
+    """A mark for a test, or for a module's `pytestmark`."""
+    return pytest.mark.skipif(bool(why_not(need)), reason=why_not(need))
+
+
+def no_option(options: Iterable[str]) -> str:
+    """Why a model cannot be built with options of `TransformerConfig`; "" if it can."""
+    from megatron.core.transformer import TransformerConfig
+
+    unknown = sorted(set(options) - TransformerConfig.__dataclass_fields__.keys())
+    return f"TransformerConfig has no {', '.join(unknown)}" if unknown else ""
+
+
+def parameters(cases: Mapping[str, Any], why: Callable[[Any], str]) -> list:
+    """Names of cases for `parametrize`; `why`: why this Megatron cannot run one, or ""."""
+    return [
+        pytest.param(name, marks=pytest.mark.skip(reason=why(case)) if why(case) else ())
+        for name, case in cases.items()
+    ]
+
+
+def present(cases: Mapping[str, Any], why: Callable[[Any], str]) -> dict[str, Any]:
+    """Those that this Megatron can run."""
+    return {name: case for name, case in cases.items() if not why(case)}
