@@ -18,7 +18,7 @@ from tests.mcore.gpt import (
     config_of,
     start,
 )
-from tests.mcore.lacking import needs
+from tests.mcore.lacking import needs, why_not
 from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
 from tests.ranks import run_ranks
 
@@ -62,7 +62,8 @@ def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_predict
     assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
     assert first_keep == [layers[:2] for layers in first]
     assert second_keep == [layers[:2] for layers in second]
-    assert recomputed == [5, 3, 2, 1, 0]  # of five layers, of which two have number 1
+    # of five layers, of which two have number 1, or MTP's 5
+    assert recomputed == ([5, 4, 3, 2, 0] if why_not("MTP layers from 1") else [5, 3, 2, 1, 0])
 
 
 def free_memory_differs(rank: int) -> tuple:

@@ -323,7 +323,9 @@ def losses(rank: int) -> dict:
     errors = {}
     for tp in (1, 2):
         start(Parallel(tp=tp))
-        truths = one_by_one(SAMPLE, Parallel(tp=tp), GQA), with_loss(Parallel(tp=tp), 1)
+        truths = [one_by_one(SAMPLE, Parallel(tp=tp), GQA)]
+        if not why_not("MTP of an empty document"):
+            truths.append(with_loss(Parallel(tp=tp), 1))
         for mtp, truth in enumerate(truths):
             for cp in (2,) if mtp or tp == 2 else (2, 4):
                 run = with_loss(Parallel(cp=cp, tp=tp), mtp)
@@ -334,6 +336,6 @@ def losses(rank: int) -> dict:
 def test_the_fused_loss_and_multi_token_prediction():
     """The first beside documents alone; the second beside one rank, packed too."""
     for errors in run_ranks(losses, 4, timeout_s=300):
-        assert len(errors) == 5
+        assert len(errors) == (3 if why_not("MTP of an empty document") else 5)
         for case, found in errors.items():
             assert max(found.values()) <= TOLERANCE, (case, found)
