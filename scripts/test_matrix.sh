@@ -27,10 +27,13 @@ run() { # a column's name, where its Megatron is from, tests
     reports+=("$column=$report")
 }
 
-checkout() { # a commit of MEGATRON_LM; prints the folder with its files
+checkout() { # a commit of MEGATRON_LM; prints the folder with its files, and a wheel's built ones
     local folder=$PWD/.cache/megatron-lm/$1
     rm -rf "$folder" && mkdir -p "$folder"
     git -C "$MEGATRON_LM" archive "$1" megatron | tar -x -C "$folder"
+    rm -f "$folder/megatron/core/datasets/Makefile"
+    cp "$venv"/lib/python*/site-packages/megatron/core/datasets/helpers_cpp*.so \
+        "$folder/megatron/core/datasets"
     echo "$folder"
 }
 
@@ -48,6 +51,7 @@ done
 if [ -n "${MEGATRON_LM:-}" ]; then
     venv=.venv environment=(env PYTHONPATH="$(checkout HEAD)")
     run main "$(git -C "$MEGATRON_LM" rev-parse --short HEAD)" "${all[@]}" "${training[@]}" "$@"
+    with 0.16.1
     with 0.16.1 PYTHONPATH="$(checkout core_v0.16.1)"
     run 0.16.1 "wheel; tag core_v0.16.1" "${training[@]}" "$@"
 fi

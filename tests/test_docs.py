@@ -98,7 +98,8 @@ def test_the_page_of_compatibility_is_made_of_its_results():
         assert f"def {name.partition('[')[0]}(" in text, test.name
     for release in COMPATIBILITY["RELEASES"]:
         results = [test.results[release] for test in tests[1:]]
-        assert results.count("passed") > 200 and "failed" not in results, release
+        if any(results):
+            assert results.count("passed") > 200 and "failed" not in results, release
 
 
 def test_every_row_of_compatibility_has_tests():

@@ -243,6 +243,7 @@ def spec_and_flag(rank):
     return found
 
 
+@needs("MTP")
 @needs("--spec")
 def test_burst_twice_is_burst():
     assert run_ranks(spec_and_flag, 2) == [[["BurstCoreAttention"] * 2] * 3] * 2

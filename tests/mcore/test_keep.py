@@ -24,7 +24,7 @@ from tests.mcore.pipeline import (
 from tests.ranks import run_ranks
 
 # three micro-batches: the first stage of 1F1B begins one, alternates, and ends one
-HAS_MTP = not why_not("recomputed MTP")
+HAS_MTP = not (why_not("MTP") or why_not("recomputed MTP"))
 MTP = Setting(pp=2, cp=2, mtp=HAS_MTP, micro_batches=3)
 VPP = Setting(pp=2, vp=2, cp=2, mtp=HAS_MTP)
 TWO = Setting(

@@ -53,6 +53,7 @@ def layers_and_recomputations(rank: int) -> tuple:
     return numbers, keeping, recomputed
 
 
+@needs("MTP")
 @needs("recomputed MTP")
 def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_prediction():
     (first, first_keep, recomputed), *_, (second, second_keep, _) = run_ranks(

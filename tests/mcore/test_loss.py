@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mcore.gpt import SEQ, VOCAB
-from tests.mcore.lacking import no_option, parameters, present
+from tests.mcore.lacking import no_option, parameters, present, why_not
 from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of
 from tests.ranks import run_ranks
 
@@ -156,7 +156,7 @@ def evaluation(case: Case, model, batch, truth) -> float:
 
 def why(case: Case) -> str:
     """Why this Megatron cannot run it."""
-    return no_option(case.options)
+    return no_option(case.options) or why_not("MTP" if case.mtp else None)
 
 
 def compare_all(rank):

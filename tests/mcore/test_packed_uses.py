@@ -46,6 +46,7 @@ from tests.mcore.test_packed import GQA, RECOMPUTED, TOLERANCE
 from tests.ranks import run_ranks
 
 ALL = BurstConfig(keep="all")
+NO_MTP = why_not("MTP") or why_not("MTP of an empty document")
 TWO_GROUPS = Model()  # fewer KV heads than four ranks
 
 
@@ -324,7 +325,7 @@ def losses(rank: int) -> dict:
     for tp in (1, 2):
         start(Parallel(tp=tp))
         truths = [one_by_one(SAMPLE, Parallel(tp=tp), GQA)]
-        if not why_not("MTP of an empty document"):
+        if not NO_MTP:
             truths.append(with_loss(Parallel(tp=tp), 1))
         for mtp, truth in enumerate(truths):
             for cp in (2,) if mtp or tp == 2 else (2, 4):
@@ -336,6 +337,6 @@ def losses(rank: int) -> dict:
 def test_the_fused_loss_and_multi_token_prediction():
     """The first beside documents alone; the second beside one rank, packed too."""
     for errors in run_ranks(losses, 4, timeout_s=300):
-        assert len(errors) == (3 if why_not("MTP of an empty document") else 5)
+        assert len(errors) == (3 if NO_MTP else 5)
         for case, found in errors.items():
             assert max(found.values()) <= TOLERANCE, (case, found)
