@@ -89,7 +89,6 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Runs": {
         "`pretrain()`, three steps": [("pretrain", ".*")],
         "one rank, half kept, fused loss": [("pretrain_on_cpu", "one rank")],
-        "checkpoint, resumed with and without burst": [("pretrain_on_cpu", ".*checkpoint.*")],
         "evaluation alone": [("pretrain_on_cpu", "evaluation alone")],
     },
 }  # fmt: skip

@@ -10,8 +10,10 @@ from functools import cache
 
 import pytest
 
+from tests.mcore.lacking import needs
 from tests.mcore.pretraining import Pretrained, assert_same, pretrain
 
+pytestmark = needs("training")
 BURST = "--context-parallel-impl burst --context-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 PIPELINE = "--pipeline-model-parallel-size 2"

@@ -28,11 +28,13 @@ from tests.mcore.gpt import (
     relative_errors,
     start,
 )
+from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
 pytestmark = needs_0_19
 ALONE, CP2, CP4 = Parallel(), Parallel(cp=2), Parallel(cp=4)
 LATENT = Model(latent=True)
+pytestmark = needs("model classes")
 EXACT = 1e-9
 SINGLE = 1e-5  # Megatron's delta rule is in float32, 6e-8 a rounding, over 64 tokens
 
