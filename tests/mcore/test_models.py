@@ -24,17 +24,15 @@ from tests.mcore.gpt import (
     core_for_latent,
     logits_of,
     loss_and_grads,
-    needs_0_19,
     relative_errors,
     start,
 )
 from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
-pytestmark = needs_0_19
+pytestmark = needs("model classes")
 ALONE, CP2, CP4 = Parallel(), Parallel(cp=2), Parallel(cp=4)
 LATENT = Model(latent=True)
-pytestmark = needs("model classes")
 EXACT = 1e-9
 SINGLE = 1e-5  # Megatron's delta rule is in float32, 6e-8 a rounding, over 64 tokens
 
