@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
+from inspect import Parameter
 from types import ModuleType
 from typing import Any
 
@@ -81,8 +82,10 @@ class Patch:
         except (ImportError, AttributeError) as error:
             return f"megatron_burst: {self.target} cannot be imported: {error}"
         original = getattr(owner, name, None)
-        found = tuple(inspect.signature(original).parameters) if callable(original) else None
-        if found in (self.parameters, *self.others):
+        found = _parameters_of(original)
+        known = self.parameters, *self.others
+        # somebody's wrapper may take any options besides (mcore-bridge's apply_rotary_pos_emb)
+        if found in known or _parameters_of(original, without=Parameter.VAR_KEYWORD) in known:
             return None
         return (
             f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
@@ -189,6 +192,14 @@ def undo_all() -> None:
     """
     while _UNDO:
         _UNDO.pop()()
+
+
+def _parameters_of(function: Any, without: Any = None) -> tuple[str, ...] | None:
+    """Names of a function's parameters, but those of a kind; None if it is no function."""
+    if not callable(function):
+        return None
+    found = inspect.signature(function).parameters.items()
+    return tuple(name for name, parameter in found if parameter.kind is not without)
 
 
 def _named(path: str) -> Any:

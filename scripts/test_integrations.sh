@@ -3,8 +3,9 @@
 #
 #     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] scripts/test_integrations.sh [pytest's arguments]
 #
-# Each gets an environment below .venvs/. Megatron-Bridge imports TransformerEngine, whose PyTorch part
-# is built from source where a CUDA toolkit is, or taken from WHEELS.
+# Each gets an environment below .venvs/. Megatron-Bridge and mcore-bridge import TransformerEngine, whose
+# PyTorch part is built from source where a CUDA toolkit is, or taken from WHEELS. What is in no registry
+# is a clone, which SLIME and ROLL name; without one its tests are skipped.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -13,6 +14,10 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 environments='
 bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
 nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+verl    | verl==0.9.1 mbridge==0.15.1 |
+ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
+slime   | numpy<2 transformers ray pybase64 six pyyaml httpx omegaconf wandb tensorboard |
+roll    | megatron-core==0.18.2 transformers accelerate peft |
 '
 [ -z "${WHEELS:-}" ] || export UV_FIND_LINKS=$WHEELS
 table=""

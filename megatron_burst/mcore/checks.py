@@ -92,6 +92,7 @@ def check_packed(
     call = SimpleNamespace(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
+        cp_partition_mode=getattr(params, "cp_partition_mode", None),
         local_cp_size=params.local_cp_size,
         cp_group_size=cp_group.size() if own else packed.group_size(params),
         keep="none" if own else keep,

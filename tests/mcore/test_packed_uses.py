@@ -217,6 +217,21 @@ def test_what_takes_positions_of_the_layers_group_is_refused_with_another():
         check_packed(params, "none", four, 1)
 
 
+def test_rows_that_are_not_in_zigzag_are_refused():
+    """Megatron's branch dev names them so, for which verl and ms-swift shard DeepSeek-V4's."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_burst.mcore.checks import check_packed
+
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]))
+    params.cp_partition_mode = "zigzag"
+    check_packed(params, "none", SimpleNamespace(size=lambda: 2))
+    params.cp_partition_mode = "contiguous"
+    check_packed(params, "none", SimpleNamespace(size=lambda: 1))
+    with pytest.raises(BurstError, match=r"in zigzag; got cp_partition_mode=contiguous; leave it"):
+        check_packed(params, "none", SimpleNamespace(size=lambda: 2))
+
+
 # ---- documents anywhere, the loss, multi-token prediction -----------------------------------
 
 

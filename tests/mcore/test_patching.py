@@ -154,6 +154,14 @@ def test_a_patch_refuses_a_function_with_other_parameters(stub, parameters):
     assert stub.add(1) == 2
 
 
+def test_a_patch_takes_a_wrapper_that_passes_on_any_options(stub):
+    """mcore-bridge binds such a one in place of Megatron's apply_rotary_pos_emb."""
+    own = stub.add
+    stub.add = lambda a, b=1, **options: own(a, b, **options)
+    patch_of().apply()
+    assert patch_of().live and stub.add(1) == 4
+
+
 @pytest.mark.parametrize("found", [None, 3])
 def test_a_patch_refuses_what_is_no_function(stub, found):
     stub.add = found

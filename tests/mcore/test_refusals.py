@@ -108,6 +108,9 @@ CASES = {
     "packed": {
         "cu_seqlens_q": (["none"], []),
         "cu_seqlens_kv": (["other boundaries"], []),
+        "cp_partition_mode": (
+            ["contiguous"], ["zigzag", dict(cp_partition_mode="contiguous", cp_group_size=1)]
+        ),
         "local_cp_size": ([2], [4]),
         "mtp_num_layers": ([1], [0]),
         "keep": (["auto"], ["none", "half", "all"]),
