@@ -280,6 +280,32 @@ def test_sub_classes_of_transformer_engines_attention_run_burst_or_are_refused()
             assert f"got {name if 'TE' in name else 'none'} in ModuleSpec" in sentence
 
 
+def saved(rank, folder):
+    """A provider, saved as Bridge saves it and loaded; what a model of it runs."""
+    import yaml
+    from megatron.bridge.training.model_load_save import load_model_config
+    from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    importlib.import_module("megatron_burst.auto")
+    provider = gpt_provider(CP2)
+    provider.transformer_layer_spec = type(provider).transformer_layer_spec  # Bridge's own
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    held = {"model": _ConfigContainerBase._convert_value_to_dict(provider)}
+    with safe_yaml_representers():
+        (own / "run_config.yaml").write_text(yaml.safe_dump(held))
+    loaded, _ = load_model_config(str(own))
+    start(CP2)
+    loaded.transformer_layer_spec = layers
+    return loaded.cp_comm_type, cores_of(built(loaded))
+
+
+def test_a_saved_configuration_runs_burst_again(tmp_path):
+    same = "burst", ["BurstTECoreAttention"] * 2
+    assert run_ranks(saved, 2, str(tmp_path)) == [same, same]
+
+
 def without_burst(rank):
     """What TransformerEngine says to such a configuration, in the first forward pass."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
