@@ -120,12 +120,15 @@ class Patch:
         found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
         method = type(found) if isinstance(found, staticmethod | classmethod) else None
         function = found.__func__ if method else found
-        # not before it is called: it may import what is just being imported, see `when_imported`
-        becomes = functools.cache(functools.partial(_named, self.becomes))
+        becomes: list[Callable[..., Any]] = []
 
         @functools.wraps(function)
         def replacement(*args, **options):
-            return becomes()(function, *given, *args, **options)
+            if not becomes:
+                # not before it is called: it may import what is just being imported, see
+                # `when_imported`; in a list, which torch.compile can look into
+                becomes.append(_named(self.becomes))
+            return becomes[0](function, *given, *args, **options)
 
         setattr(replacement, _MARK, (self.becomes, function))
         _rebind(owner, name, method(replacement) if method else replacement)

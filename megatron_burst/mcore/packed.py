@@ -222,6 +222,8 @@ def run_over_own_group(forward, /, self, *args, packed_seq_params=None, **option
             "pass --no-rope-fusion",
         )
         require("packed samples", [need])
+    if own_group is None:  # torch.compile has no context variables
+        return forward(self, *args, packed_seq_params=params, **options)
     token = _OWN_GROUP.set(own_group)
     try:
         return forward(self, *args, packed_seq_params=params, **options)

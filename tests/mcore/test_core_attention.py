@@ -8,6 +8,8 @@ import re
 
 import pytest
 import torch
+import torch._dynamo
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import attention
@@ -18,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.checks import check_call, check_layer, check_tokens
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
+from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.terms import window_of
 from tests.mcore.gpt import Parallel, config_of, start
@@ -270,3 +273,34 @@ def test_a_layer_is_full_attention_with_the_mask_and_scale_that_megatron_passes(
         assert shapes == [(8, 2, 4 * 5)] * 2
         assert errors.keys() == {True, False} and max(errors.values()) <= 1e-12, errors
         assert state == []  # checkpoints of Megatron's DotProductAttention fit
+
+
+def compiled(rank):
+    """Where torch.compile breaks a layer in burst's files, and gradients of its input: eager,
+    compiled."""
+    start(Parallel(cp=2))
+    torch.compiler.set_stance("default")  # which CPU mode turns off
+    spec = burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer = build_module(spec, config=config_of(Parallel(cp=2)), layer_number=1)
+    hidden = torch.randn(8, 1, 64, dtype=torch.float64)
+
+    def run(x):
+        return layer(x * 2, attention_mask=None)[0].sin()
+
+    run(hidden)  # patches find what they call
+    torch._dynamo.reset()
+    reasons = torch._dynamo.explain(run)(hidden).break_reasons
+    ends = [(reason.user_stack[-1], reason.reason) for reason in reasons]
+    ours = {(end.name, end.lineno) for end, why in ends
+            if "megatron_burst/" in end.filename or "megatron_burst runs" in why}  # fmt: skip
+    grads = []
+    for each in (run, torch.compile(run, backend="eager")):
+        leaf = hidden.clone().requires_grad_()
+        each(leaf).sum().backward()
+        grads.append(leaf.grad)
+    return ours, torch.equal(*grads)
+
+
+def test_burst_is_one_graph_break_of_a_compiled_layer_and_changes_nothing():
+    for ours, equal in run_ranks(compiled, 2):
+        assert [name for name, _ in ours] == ["forward"] and equal, ours
