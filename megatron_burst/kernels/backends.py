@@ -69,6 +69,8 @@ class Capability:
         archs: major compute capabilities; empty means any.
         max_dim_on: largest head dimension by major compute capability, where it is not max_dim.
         wide_pairs: head dimensions of queries and values past those, which it has too.
+        wrong_pairs_on: head dimensions for which it computes wrong gradients, by major compute
+            capability.
         speed: for the reason that is printed.
     """
 
@@ -90,6 +92,7 @@ class Capability:
     min_dim: int = 1
     max_dim_on: Mapping[int, int] = field(default_factory=dict)
     wide_pairs: frozenset[tuple[int, int]] = frozenset()
+    wrong_pairs_on: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend cannot do the problem, or None if it can."""
@@ -116,6 +119,8 @@ class Capability:
                 return f"its smallest head dimension is {self.min_dim}"
             if dim % self.dim_multiple:
                 return f"it needs head dimensions that are multiples of {self.dim_multiple}"
+        if dims in self.wrong_pairs_on.get(problem.arch, ()):
+            return f"its gradients are wrong for head dimensions {dims[0]}/{dims[1]} on such GPUs"
         return None
 
     def max_dim_of(self, arch: int) -> int:

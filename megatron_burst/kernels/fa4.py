@@ -26,6 +26,13 @@ class FlashAttention4:
     Backward takes delta by `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is delta
     for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
 
+    On Hopper its backward takes 80 query rows at a time for a QK dimension of 128 where nothing is
+    masked. Its preprocessing (flash_bwd_preprocess.py) works on as many rows at a time as 256
+    threads hold: 16 for a V dimension that is a multiple of 128, else 32 or 64, of which 80 is no
+    multiple. It then writes zeros past the last row: into the next head's delta and, behind the
+    last head, into whatever lies there, such as the first 16 log-sum-exps. So it gets none of
+    these head dimensions.
+
     On Hopper its backward rounds head dimensions up to 16 in the kernel and to 32 around it
     (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not given other multiples of 8. On
     Blackwell it goes to 128 and has 192/128 (_validate_head_dims); its kernel of 256 takes no dlse.
@@ -45,6 +52,7 @@ class FlashAttention4:
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
         wide_pairs=frozenset({(192, 128)}),
+        wrong_pairs_on={9: frozenset((128, dim_v) for dim_v in range(32, 256, 32) if dim_v % 128)},
         speed="FlashAttention-4, the fastest on Hopper",
     )
 

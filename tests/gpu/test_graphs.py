@@ -8,6 +8,7 @@ once and never again.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_burst import BurstError, burst_attention, linear_cross_entropy
+from megatron_burst import BurstConfig, BurstError, burst_attention, linear_cross_entropy
 from tests.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
@@ -29,7 +30,8 @@ pytestmark = [
 
 def attention(x):
     """Of a shard [1, tokens, 3 h d]."""
-    return burst_attention(*x.unflatten(-1, (3, HEADS, DIM)).unbind(2)).flatten(2)
+    config = BurstConfig(deterministic=True)  # bits are compared
+    return burst_attention(*x.unflatten(-1, (3, HEADS, DIM)).unbind(2), config=config).flatten(2)
 
 
 def parts():
@@ -95,6 +97,7 @@ FLAGS = f"""
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --bf16
 --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 1 --eval-interval 1000
 --num-workers 0 --split 98,1,1 --transformer-impl transformer_engine
+--no-gradient-accumulation-fusion
 --context-parallel-impl burst --context-parallel-size {WORLD}
 """.split()
 
@@ -104,9 +107,10 @@ def losses_of(folder, *flags):
     log = folder / "steps.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={WORLD}", "-m", "megatron_burst", SCRIPT, *FLAGS]
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # as Megatron wants
     done = subprocess.run(
         [*map(str, command), *flags, "--step-log", str(log)],
-        cwd=folder, capture_output=True, text=True, timeout=280, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]

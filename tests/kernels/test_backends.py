@@ -170,3 +170,15 @@ def test_the_planner_knows_which_kernels_do_rectangular_causal_tiles():
     """It has no torch, so it cannot look."""
     able = {name for name, b in backends().items() if b.capability.rectangular_causal}
     assert {*_RECTANGULAR} == able | {"auto"}
+
+
+def test_flash_attention_4_is_not_given_pairs_whose_gradients_it_gets_wrong():
+    """On Hopper its preprocessing of 80 rows writes past them unless 16 rows are done at a time."""
+    capability = backends()["fa4"].capability
+    for dims, right in (((128, 64), False), ((128, 96), False), ((128, 160), False),
+                        ((128, 128), True), ((64, 128), True), ((96, 64), True),
+                        ((192, 128), True)):  # fmt: skip
+        given = problem("cuda", torch.bfloat16, *dims)
+        assert (capability.refusal(given) is None) == right, dims
+        assert choose_backend(given, "auto")[1].value != "fa4" or right
+    assert capability.refusal(replace(problem("cuda", torch.bfloat16, 128, 64), arch=10)) is None
