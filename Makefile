@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu-test test-matrix test-integrations conformance lint format clean
+.PHONY: help demo test test-fast gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -42,6 +42,12 @@ test-integrations: ## run burst in the frameworks that build on Megatron, e.g. F
 # TE=clone and MEGATRON_LM=clone name what to run; without them it says what to clone.
 conformance: ## run tests of TransformerEngine and Megatron-LM with burst in place (TE=, MEGATRON_LM=)
 	@$(RUN) -m conformance.run $(ARGS)
+
+docs: ## build the documentation as a site in site/, open each page in a browser
+	@$(RUN) docs/reference_pages.py
+	@$(RUN) -m pytest -q tests/test_site.py $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 lint: ## check style, formatting and types
 	@$(RUN) -m ruff check $(ARGS)

@@ -4,23 +4,31 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from megatron_burst.config import Tuning
 from tests.schedule.support import table
 
 ROOT = Path(__file__).parents[1]
+PAGES = runpy.run_path(str(ROOT / "docs" / "reference_pages.py"))["PAGES"]
+
+
+def documents():
+    docs = {*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")}
+    return [*ROOT.glob("*.md"), *sorted(docs)]
 
 
 def test_tests_named_in_documents_exist():
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     there = set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
     named = set()
-    for path in (ROOT / "docs").glob("*.md"):
+    for path in (ROOT / "docs").rglob("*.md"):
         named |= set(re.findall(r"`(test_\w+)`", path.read_text()))
     assert len(named) > 10 and named <= there, named - there
 
 
 def test_relative_links_lead_somewhere():
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in documents():
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / link).exists(), (path, link)
 
@@ -35,7 +43,7 @@ def anchors(path):
 
 def test_links_to_headings_lead_somewhere():
     checked = 0
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in documents():
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text()):
             target = path.parent / file if file else path
             assert anchor in anchors(target), (path, file, anchor)
@@ -57,7 +65,7 @@ def unwanted(path, text):
 
 def test_documents_use_one_word_for_a_thing():
     found = set()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in documents():
         if path.name != "CONTRIBUTING.md":
             found |= unwanted(path, re.sub(r"`[^`\n]*`", "", path.read_text()))
     assert not found
@@ -74,6 +82,12 @@ def test_code_and_file_names_use_the_same_words():
                 text = f"{path.relative_to(ROOT)}\n{path.read_text()}"
                 found |= unwanted(path, re.sub(r"([a-z])([A-Z])", r"\1 \2", text))
     assert not found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_reference_pages_are_what_the_code_says(name):
+    """`make docs` makes them again."""
+    assert (ROOT / "docs" / name).read_text() == PAGES[name]()
 
 
 def test_every_tuning_is_in_its_document():

@@ -1,0 +1,131 @@
+"""Makes the pages that the code describes best: flags, the command line, refusals.
+
+python docs/reference_pages.py
+"""
+
+import ast
+import re
+from argparse import SUPPRESS, Action, ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from megatron_burst.cli.main import app
+from megatron_burst.mcore.args import add_flags
+from megatron_burst.mcore.refusals import TABLE
+
+DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "megatron_burst"
+
+
+def flags() -> str:
+    """A table of what burst adds to Megatron's parser."""
+    parser = ArgumentParser(add_help=False)
+    add_flags(parser)
+    lines = [
+        "# Flags",
+        "",
+        "All that burst adds to Megatron's own command line, from the code. What for: "
+        "[how to](../how-to/README.md); options for experiments: [tunings](../tuning.md).",
+    ]
+    for group in parser._action_groups[2:]:
+        lines += ["", f"## {group.title}", "", group.description or "", ""]
+        lines += ["| flag | values | meaning |", "| --- | --- | --- |"]
+        lines += [_row(action) for action in group._group_actions]
+    return "\n".join([*lines, ""])
+
+
+def _row(action: Action) -> str:
+    values = ", ".join(f"`{x}`" for x in action.choices or ()) or f"`{action.metavar or 'on'}`"
+    default = "" if action.default in (None, False, SUPPRESS) else f" (default `{action.default}`)"
+    cells = f"`{action.option_strings[0]}`", values + default, action.help or ""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def command_line() -> str:
+    """What `megatron-burst --help` says, of all commands."""
+    command = get_command(app)
+    text = get_docs_for_click(
+        obj=command, ctx=typer.Context(command), name="megatron-burst", title="Command line"
+    )
+    return re.sub(r"<([a-z|0-9_ ]+)>", r"&lt;\1&gt;", text)
+
+
+class Refused(NamedTuple):
+    """A sentence of the code: what must hold, and what to change where it does not."""
+
+    where: str
+    must: str
+    change: str
+
+
+def refusals() -> str:
+    """A table of every sentence with which burst refuses something."""
+    every = sorted({*_of_the_code(), *_of_megatron()})
+    lines = [
+        "# Errors",
+        "",
+        "Every sentence with which burst refuses an input, an option or an environment, from the "
+        "code. The first column is the condition and its reason, the second what to change. Parts "
+        "in braces are filled in. The message also says who asks and what was got. Nothing has "
+        "been computed or sent when one is raised.",
+        "",
+        f"{len(every)} sentences.",
+    ]
+    for where in dict.fromkeys(row.where for row in every):
+        lines += ["", f"## {where}", "", "| what must hold, and why | what to change |"]
+        lines += ["| --- | --- |"]
+        lines += [f"| {_cell(x.must)} | {_cell(x.change)} |" for x in every if x.where == where]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def _of_megatron() -> Iterator[Refused]:
+    """Rows of the table of refusals."""
+    for row in TABLE:
+        asked = row.asked or f"--{row.argument.replace('_', '-')}"
+        change = row.change if isinstance(row.change, str) else "(depends on the value)"
+        yield Refused("mcore: Megatron's options", f"{asked}: {row.why}", change)
+
+
+def _of_the_code() -> Iterator[Refused]:
+    """Sentences of `BurstError("who: must; got ...; change")` and of needs."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        where = inside.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            sentence = _text(node.args[0]) if isinstance(node, ast.Call) and node.args else ""
+            if sentence.count("; got") == 1 and ": " in sentence:
+                must, _, rest = sentence.partition(": ")[2].partition("; got")
+                yield Refused(where, must, rest.partition("; ")[2] or "see the message")
+            need = [*map(_text, node.elts)] if isinstance(node, ast.Tuple) else []
+            if len(need) == 4 and " must " in need[1] and need[3]:
+                yield Refused(where, need[1], need[3])
+
+
+def _text(node: ast.AST) -> str:
+    """A string's text with its placeholders in braces; "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        parts = (x if isinstance(x, ast.Constant) else ast.unparse(x.value) for x in node.values)
+        return "".join(x.value if isinstance(x, ast.Constant) else f"{{{x}}}" for x in parts)
+    return ""
+
+
+PAGES = {
+    "reference/flags.md": flags,
+    "reference/command-line.md": command_line,
+    "reference/errors.md": refusals,
+}
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Opens pages in a real browser (Qt WebEngine, which is Chromium) without a display.
+
+python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...
+
+Prints JSON, by page: its first heading, pictures that did not load, what the console said.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(  # before Qt is loaded
+    QT_QPA_PLATFORM="offscreen",
+    QTWEBENGINE_DISABLE_SANDBOX="1",  # tests run as root in containers
+    QTWEBENGINE_CHROMIUM_FLAGS="--disable-gpu",
+    QT_LOGGING_RULES="*=false",
+)
+
+from PySide6.QtCore import QTimer, QUrl  # noqa: E402
+from PySide6.QtWebEngineCore import QWebEnginePage  # noqa: E402
+from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
+from PySide6.QtWidgets import QApplication  # noqa: E402
+
+_LOOK = """JSON.stringify({
+    heading: document.querySelector("article h1")?.firstChild?.textContent ?? "",
+    missing: [...document.images].filter(x => x.complete && !x.naturalWidth).map(x => x.src),
+    scripts: [...document.querySelectorAll("script[src], link[rel=stylesheet]")]
+        .map(x => x.src || x.href),
+})"""
+_PAINTED_MS = 300
+
+
+class Page(QWebEnginePage):
+    """A page that keeps what its scripts say."""
+
+    def __init__(self, view: QWebEngineView) -> None:
+        super().__init__(view)
+        self.said: list[str] = []
+
+    def javaScriptConsoleMessage(self, level, message, line, source) -> None:  # noqa: N802
+        self.said.append(f"{source}:{line}: {message}")
+
+
+class Visit:
+    """Opens one page after the other."""
+
+    def __init__(self, app: QApplication, shots: Path, pages: list[Path]) -> None:
+        self.app, self.shots, self.todo, self.found = app, shots, pages, {}
+        self.view = QWebEngineView()
+        self.page = Page(self.view)
+        self.view.setPage(self.page)
+        self.view.resize(1300, 1000)
+        self.view.loadFinished.connect(self.look)
+        self.view.show()
+        self.open()
+
+    def open(self) -> None:
+        if not self.todo:
+            self.app.quit()
+            return
+        self.page.said = []
+        self.view.load(QUrl.fromLocalFile(str(self.todo[0].resolve())))
+
+    def look(self, loaded: bool) -> None:
+        self.page.runJavaScript(_LOOK, lambda text: self.note(loaded, text))
+
+    def note(self, loaded: bool, text: str) -> None:
+        self.found[str(self.todo[0])] = json.loads(text) | {"loaded": loaded}
+        QTimer.singleShot(_PAINTED_MS, self.shoot)
+
+    def shoot(self) -> None:
+        page = self.todo.pop(0)
+        self.found[str(page)]["console"] = self.page.said
+        name = "-".join(page.with_suffix(".png").parts[-2:])
+        self.view.grab().save(str(self.shots / name))
+        self.open()
+
+
+if __name__ == "__main__":
+    application = QApplication(sys.argv[:1])
+    visit = Visit(application, Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    application.exec()
+    print(json.dumps(visit.found))

@@ -1,0 +1,68 @@
+"""The documentation as a site: every link leads somewhere, every page opens in a real browser."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BROWSER = ROOT / "tests" / "browser.py"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built; mkdocs is strict: a link or an anchor that leads nowhere fails."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    made = subprocess.run(
+        [*command, "--config-file", ROOT / "mkdocs.yml", "--site-dir", folder],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+def browser():
+    """Whether Qt's browser starts here; else why not."""
+    try:
+        import PySide6.QtWebEngineWidgets  # noqa: F401, PLC0415
+    except ImportError as error:  # a system library that a container lacks
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(bool(browser()), reason=f"no browser: {browser()}")
+def test_every_page_opens_in_a_browser(site):
+    """With its heading and its pictures, nothing on the console, nothing from another server."""
+    pages = sorted(page for page in site.rglob("*.html") if page.name != "404.html")
+    assert len(pages) > 30
+    shots = Path(os.environ.get("SCREENSHOTS", site / "screenshots"))
+    shots.mkdir(exist_ok=True, parents=True)
+    run = subprocess.run(
+        [sys.executable, BROWSER, shots, *pages], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found) == len(pages)
+    for page, seen in found.items():
+        assert seen["loaded"] and seen["heading"], page
+        assert not seen["missing"] and not seen["console"], (page, seen)
+        assert all(source.startswith("file:") for source in seen["scripts"]), (page, seen)
+
+
+def test_every_option_and_refusal_has_its_line(site):
+    flags = (site / "reference" / "flags.html").read_text()
+    assert {"--context-parallel-impl", "--burst-keep", "--burst-fused-loss"} <= set(
+        re.findall(r"<code>(--[a-z-]+)</code>", flags)
+    )
+    errors = (site / "reference" / "errors.html").read_text()
+    assert errors.count("<tr>") > 200
+    assert "the calling rank must belong to the group" in errors  # a need of attention.py
+    assert "--cu-seqlens must name a file of whole numbers" in errors  # a BurstError of cli/
+    commands = (site / "reference" / "command-line.html").read_text()
+    assert all(f"megatron-burst {name}" in commands for name in ("plan", "doctor", "calibrate"))
