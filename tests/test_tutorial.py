@@ -1,0 +1,26 @@
+"""The tutorial notebook runs, and its cells say what its own text promises."""
+
+import re
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "tutorial.ipynb"
+
+
+def printed(cell):
+    """All that a cell printed."""
+    return "".join(output.get("text", "") for output in cell.get("outputs", []))
+
+
+def test_the_tutorial_runs(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, resources=where).execute()
+    text = "\n".join(map(printed, notebook.cells))
+    errors = [float(error) for error in re.findall(r"largest error (\S+)", text)]
+    assert len(errors) == 2 and all(error < 1e-5 for error in errors)  # fp32, four ranks
+    gradients = [float(error) for error in re.findall(r"largest difference (\S+)", text)]
+    assert len(gradients) == 2 and all(error < 1e-6 for error in gradients)
+    assert (tmp_path / "tutorial.png").stat().st_size > 10_000
