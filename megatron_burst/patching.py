@@ -42,7 +42,7 @@ class Patch:
         releases: the first and the last that have the place, as (major, minor).
         why: what it is for and why no public seam does.
         package: the distribution that it comes with.
-        with_te: whether it is there only where Megatron finds TransformerEngine.
+        te: whether Megatron must have found TransformerEngine, or must not; None: either.
     """
 
     group: str
@@ -51,7 +51,7 @@ class Patch:
     parameters: tuple[str, ...]
     why: str
     package: str = "megatron-core"
-    with_te: bool = False
+    te: bool | None = None
     others: tuple[tuple[str, ...], ...] = ()
     releases: tuple[tuple[int, int], tuple[int, int]] = EVERY_RELEASE
 

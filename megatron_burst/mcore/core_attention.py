@@ -223,7 +223,7 @@ class BurstForward:
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         check_run()
-        apply("seams", "packed")
+        apply("seams")
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
@@ -264,6 +264,7 @@ class BurstForward:
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         mtp_num_layers = self.layer_config.mtp_num_layers
         check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
+        packed.check_rotated(packed_seq_params, self.cp_group)
         check_tokens(query, key)
         group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]

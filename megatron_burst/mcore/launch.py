@@ -171,6 +171,7 @@ def with_flags(
     add_megatron_arguments, /, parser: ArgumentParser, on_impl: str | type[Action] = SwitchOn
 ) -> ArgumentParser:
     """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
+    _refuse_yaml()
     parser = add_megatron_arguments(parser)
     add_flags(parser, on_impl)
     take_plans(parser)
@@ -193,6 +194,8 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     if wants_burst(args):
         patches.apply("attention", "asked", "packed")
         say_attention_backend(args)
+    else:
+        _hint_at_burst(args)
     patches.switch_on_keep(burst)
     if has_loss:
         patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
@@ -200,26 +203,28 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     return validated
 
 
-def refuse_yaml(load_yaml, /, yaml_path):
-    """`load_yaml` that refuses burst: its result replaces the command line."""
-    own = any(word.startswith("--burst-") for word in sys.argv)
-    if own or {"burst", "--context-parallel-impl=burst"} & set(sys.argv):
+def _refuse_yaml() -> None:
+    """Refuse burst with a YAML file, which replaces what is parsed of the command line."""
+    words = sys.argv[1:]
+    given = [word for word in words if word.partition("=")[0] == "--yaml-cfg"]
+    own = any(word.startswith("--burst-") for word in words)
+    if given and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
         raise BurstError(
             f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command line; "
-            f"got --yaml-cfg {yaml_path}; pass the file's values as flags"
+            "got --yaml-cfg; pass the file's values as flags"
         )
-    return load_yaml(yaml_path)
 
 
-def hint_at_burst(init, /, self, config, *arguments, **options) -> None:
-    """The constructor of Megatron's local attention, which holds whole sequences."""
-    if config.context_parallel_size > 1:
-        raise BurstError(
+def _hint_at_burst(args: Namespace) -> None:
+    """Say what Megatron's assertion does not: a rank of it attends within its own rows."""
+    local = getattr(args, "transformer_impl", None) == "local"
+    alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
+    if local and not alone and args.rank == 0:
+        say(
             "Megatron's local attention: the context parallel size must be 1, because it attends "
-            f"within a rank; got --context-parallel-size {config.context_parallel_size}; pass "
+            f"within a rank; got --context-parallel-size {args.context_parallel_size}; pass "
             f"{FLAG}, or install transformer-engine"
         )
-    init(self, config, *arguments, **options)
 
 
 def compile_unless_built(compile_helpers) -> None:

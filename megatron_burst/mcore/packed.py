@@ -1,6 +1,7 @@
 """Megatron's packed samples (PackedSeqParams) as burst takes them, and what Megatron lacks for them
 without TransformerEngine, or where documents begin anywhere in a sample."""
 
+import copy
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
 _FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
-# The group of the micro-batch whose layer runs, if it has its own.
+# The group of the micro-batch whose layer runs, where layers follow it.
 _OWN_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("own group", default=None)
 # a group of this rank alone, as long as the default group lives
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -89,11 +90,14 @@ def layout_of(cp_size: int) -> Layout:
     --dataloader-inter-document-masking, whose documents are of any length
     (get_batch_on_this_cp_rank, core/utils.py:2601, is then told to shard the whole sample).
     """
+    return Layout.ZIGZAG if cp_size == 1 or documents_lie_anywhere() else Layout.DOCUMENTS
+
+
+def documents_lie_anywhere() -> bool:
+    """Whether samples are sharded as a whole, and so have documents of any length."""
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
-    if cp_size == 1 or (anywhere and not getattr(args, "sft", False)):
-        return Layout.ZIGZAG
-    return Layout.DOCUMENTS
+    return bool(anywhere and not getattr(args, "sft", False))
 
 
 def _longest(max_seqlen: int | Tensor | None) -> int | None:
@@ -129,6 +133,57 @@ def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
     if found is None:
         found = _FOUND[key] = find(), boundaries
     return found[0]
+
+
+# ---- a micro-batch's own group --------------------------------------------------------------
+
+
+def follow_groups(layer: torch.nn.Module) -> None:
+    """Have an attention layer rotate packed samples over a micro-batch's own group.
+
+    Megatron rotates over the layer's (transformer/attention.py:1505), which is another one for as
+    long as the layer's forward runs.
+    """
+    layer.register_forward_pre_hook(_take_own_group, with_kwargs=True)
+    layer.register_forward_hook(_give_back_group, always_call=True)
+
+
+def check_rotated(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> None:
+    """Refuse a micro-batch with a group of its own in a layer that does not follow it."""
+    group = group_of(params, cp_group)
+    need: Need = (
+        not is_packed(params) or group is cp_group or group is _OWN_GROUP.get(),
+        "the group of a packed micro-batch must be the layer's in models that only name burst in "
+        "their spec, because Megatron's RoPE takes positions of the layer's group",
+        f"a group of {group.size()} ranks in a layer of {cp_group.size()}",
+        "import megatron_burst.auto, or start the script by python -m megatron_burst",
+    )
+    require("packed samples", [need])
+
+
+def _take_own_group(layer, args, options) -> None:
+    params, groups = options.get("packed_seq_params"), layer.pg_collection
+    own = group_of(params, groups.cp) if is_packed(params) else groups.cp
+    _OWN_GROUP.set(own)
+    layer.groups_of_all = groups
+    if own is groups.cp:
+        return
+    fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
+    need: Need = (
+        not fused or own.size() == groups.cp.size(),
+        "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, whose "
+        "kernels take positions of the layer's group",
+        f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
+        "pass --no-rope-fusion",
+    )
+    require("packed samples", [need])
+    layer.pg_collection = copy.copy(groups)
+    layer.pg_collection.cp = own
+
+
+def _give_back_group(layer, args, output) -> None:
+    layer.pg_collection = layer.groups_of_all
+    _OWN_GROUP.set(None)
 
 
 # ---- TransformerEngine's rows of a rank -----------------------------------------------------
@@ -196,39 +251,14 @@ def shard_without_te(shard, /, batch, cp_group):
 def rotate_anywhere(
     rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, *more, **options
 ):
-    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too, and over the group
-    of a micro-batch's own."""
+    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-    group = _OWN_GROUP.get() or group
-    if cu_seqlens is None or group.size() == 1 or layout_of(group.size()) is Layout.DOCUMENTS:
+    if cu_seqlens is None or group.size() == 1 or not documents_lie_anywhere():
         return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
     rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
     rotated = rotate(t.unsqueeze(1), freqs[rows], config, None, mscale, group, *more, **options)
     return rotated.squeeze(1)
-
-
-def run_over_own_group(forward, /, self, *args, packed_seq_params=None, **options):
-    """A layer's forward, which rotates queries and keys of packed samples."""
-    params, own_group = packed_seq_params, None
-    if is_packed(params) and not (params.cp_group is None and params.local_cp_size is None):
-        own_group = group_of(params, self.pg_collection.cp)
-        fused = self.config.multi_latent_attention and self.config.apply_rope_fusion
-        need: Need = (
-            not fused or own_group.size() == self.pg_collection.cp.size(),
-            "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, whose "
-            "kernels take positions of the layer's group",
-            f"a group of {own_group.size()} ranks in a layer of {self.pg_collection.cp.size()}",
-            "pass --no-rope-fusion",
-        )
-        require("packed samples", [need])
-    if own_group is None:  # torch.compile has no context variables
-        return forward(self, *args, packed_seq_params=params, **options)
-    token = _OWN_GROUP.set(own_group)
-    try:
-        return forward(self, *args, packed_seq_params=params, **options)
-    finally:
-        _OWN_GROUP.reset(token)
 
 
 def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:

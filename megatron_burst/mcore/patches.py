@@ -62,10 +62,6 @@ _CORES = (
     "specs name Megatron's own core attention, and --spec does not reach the layers of "
     "multi-token prediction"
 )
-_OWN_ROPE = (
-    "rotates packed samples by the layer's group (transformer/attention.py:1505), also where the "
-    "micro-batch has its own"
-)
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
 _BUILT = "attaches the fused loss to models as they are built, whoever builds them"
@@ -87,7 +83,7 @@ def rows(*groups: str) -> tuple[Patch, ...]:
     """The patches of some groups, or of all but CPU mode's, that this Megatron has a place for."""
     wanted = [p for p in TABLE if p.group in groups or (not groups and p.group[:3] != "cpu")]
     there = [patch for patch in wanted if _is_there(patch)]
-    return tuple(patch for patch in there if not patch.with_te or _has_te())
+    return tuple(patch for patch in there if patch.te is None or patch.te == _has_te())
 
 
 def _is_there(patch: Patch) -> bool:
@@ -144,13 +140,13 @@ def _has_te() -> bool:
     return bool(importlib.import_module(_TE).HAVE_TE)
 
 
-def _of(group: str, *rows: tuple[str, str, str, str], with_te: bool = False) -> Iterator[Patch]:
+def _of(group: str, *rows: tuple[str, str, str, str], te: bool | None = None) -> Iterator[Patch]:
     """Patches of a group: what is replaced, what it becomes, its parameters, why."""
     for place, becomes, parameters, why in rows:
         yield Patch(
             group, place, becomes, tuple(parameters.split()), why,
             package=place.partition(".")[0].replace("megatron", "megatron-core"),
-            with_te=with_te,
+            te=te,
             others=tuple(tuple(form.split()) for form in OTHER_FORMS.get(place, {}).values()),
             releases=RELEASES.get(place, EVERY_RELEASE),
         )  # fmt: skip
@@ -164,13 +160,6 @@ TABLE: tuple[Patch, ...] = (
          "adds burst's flags: Megatron's parser has no hook for plugins"),
         (f"{_ARGUMENTS}:validate_args", f"{_LAUNCH}:validate_flags", "args defaults",
          "checks burst's flags, and switches burst on if they ask for it"),
-        ("megatron.training.yaml_arguments:load_yaml", f"{_LAUNCH}:refuse_yaml", "yaml_path",
-         "refuses burst with --yaml-cfg, which drops the command line unseen"),
-        (f"{_DOT_PRODUCT}.__init__", f"{_LAUNCH}:hint_at_burst",
-         "self config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
-         "cp_comm_type pg_collection",
-         "names burst's flag where Megatron asserts that context parallelism needs "
-         "TransformerEngine"),
     ),
     # also for scripts without burst
     *_of(
@@ -197,7 +186,7 @@ TABLE: tuple[Patch, ...] = (
          "a script may go past the validate_args that sets cp_comm_type, and the flag would be "
          "off"),
     ),
-    # what packed samples need, with burst in a model or asked for
+    # what packed samples need
     *_of(
         "packed",
         (DOCUMENTS,
@@ -205,22 +194,16 @@ TABLE: tuple[Patch, ...] = (
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
         (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
+        te=False,
+    ),
+    # what --dataloader-inter-document-masking needs
+    *_of(
+        "anywhere",
         (ROTARY,
          f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
-         "takes each document to be sharded for itself (rope_utils.py:184), also with "
-         "--dataloader-inter-document-masking, whose samples are sharded as a whole"),
-        (f"{_ATTENTION}:Attention.forward", f"{_PACKED}:run_over_own_group",
-         "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
-         "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
-         "sequence_len_offset inference_params",
-         _OWN_ROPE),
-        (f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.forward",
-         f"{_PACKED}:run_over_own_group",
-         "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
-         "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params "
-         "position_ids sequence_len_offset inference_params",
-         _OWN_ROPE),
+         "takes each document to be sharded for itself (rope_utils.py:184), and these samples "
+         "are sharded as a whole"),
     ),
     # what burst relies on as it is
     *_of(
@@ -259,7 +242,7 @@ TABLE: tuple[Patch, ...] = (
          "function args kwargs", "the same for the checkpoint that fp8 and fp4 layers use"),
         (f"{_TE}:TEDotProductAttention.forward", f"{_RECOMPUTE}:own_kept",
          f"{_FORWARD} num_splits", _OWN),
-        with_te=True,
+        te=True,
     ),
     # what --burst-keep-offload inputs applies; given most GiB
     *_of(
@@ -272,7 +255,7 @@ TABLE: tuple[Patch, ...] = (
         (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
          _INPUTS),
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
-        with_te=True,
+        te=True,
     ),
     # what --burst-fused-loss applies; given its configuration
     *_of(

@@ -136,6 +136,11 @@ def _cuda_graphs() -> Iterator[Refusal]:
         yield _on_gpus(name, "CUDA graphs")
 
 
+def _by_spec(name: str, allowed, why: str) -> Iterator[Refusal]:
+    change = f"start the script by python -m megatron_burst, with {FLAG} instead of --spec"
+    yield Refusal("spec", name, allowed, f"{why}, and --spec leaves Megatron as it is", change)
+
+
 def _packed(o: Options) -> bool:
     return getattr(o, "packed_seq_params", None) == "thd"
 
@@ -188,6 +193,13 @@ TABLE: tuple[Refusal, ...] = (
         "Megatron builds layers of multi-token prediction without --spec",
         f"start the script by python -m megatron_burst, with {FLAG} instead of --spec",
         got="--mtp-num-layers {value}"),
+    *_by_spec("burst_keep", OFF, "hooks of torch's and Megatron's checkpoints find what is kept"),
+    *_by_spec("burst_keep_offload", (*OFF, "results"), "layers' inputs are caught on their way "
+              "into Megatron's checkpoints"),
+    *_by_spec("dataloader_inter_document_masking", OFF, "Megatron's RoPE takes each document to "
+              "be sharded for itself"),
+    *_by_spec("sft", lambda sft, o: not sft or o.has_te, "without TransformerEngine nothing tells "
+              "Megatron which rows of packed samples a rank has"),
     # burst attention, by arguments, configurations and layers
     Refusal("attention", "attention_dropout", (0.0,), "kernels of a ring drop no weights",
         "pass --attention-dropout 0"),

@@ -5,13 +5,16 @@ import dataclasses
 import functools
 import inspect
 import sys
+from argparse import Namespace
 from typing import Any, cast
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import find_megatron
 from megatron_burst.mcore import patches
+from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
 from megatron_burst.mcore.core_attention import (
     PER_LAYER,
@@ -19,6 +22,8 @@ from megatron_burst.mcore.core_attention import (
     burst_core_of,
     burst_replacements,
 )
+from megatron_burst.mcore.options import burst_config_of
+from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
 from megatron_burst.mcore.refusals import check
 from megatron_burst.patching import when_imported
 
@@ -48,8 +53,18 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         check_run()
         check("attention", config.transformer, WHO, skip=PER_LAYER)
         if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
-            check("spec", config.transformer, "--spec megatron_burst.spec layer_spec")
+            _check_by_spec(config.transformer)
     return burst_spec(default_layer_spec(config, vp_stage))
+
+
+def _check_by_spec(config: Any) -> None:
+    """Refuse what only functions put in place of Megatron's and torch's reach."""
+    burst = burst_config_of(config)
+    asked = vars(global_args() or Namespace()) | dict(
+        mtp_num_layers=config.mtp_num_layers, burst_keep=burst.keep,
+        burst_keep_offload=burst.keep_offload, has_te=HAVE_TE,
+    )  # fmt: skip
+    check("spec", Namespace(**asked), "--spec megatron_burst.spec layer_spec")
 
 
 def burst_spec(spec: Any) -> Any:
@@ -132,8 +147,11 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     given = bound.arguments
     runs_burst = _asks_for_burst(**given)
     if runs_burst:
+        patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
         given["submodules"] = _with_burst(**given)
     init(*bound.args, **bound.kwargs)
+    if runs_burst and not self._forward_pre_hooks:  # once: MLA's constructor calls Attention's
+        follow_groups(self)
     if runs_burst:
         _check_core(type(self.core_attention), **given)  # of a function, or of params
 

@@ -271,11 +271,11 @@ def test_flash_attention_4_under_transformer_engines_context_parallelism(environ
 
 
 def test_a_seam_that_does_not_fit_is_found(monkeypatch):
-    from megatron.training import yaml_arguments
+    from megatron.training import arguments
 
-    monkeypatch.setattr(yaml_arguments, "load_yaml", lambda path, more: None)
-    (found,) = [patch for patch in rows() if patch.target.endswith("load_yaml")]
-    assert "('yaml_path',)" in found.misfit() and "('path', 'more')" in found.misfit()
+    monkeypatch.setattr(arguments, "validate_args", lambda args, more: None)
+    (found,) = [patch for patch in rows() if patch.target.endswith("validate_args")]
+    assert "('args', 'defaults')" in found.misfit() and "('args', 'more')" in found.misfit()
     assert not found.live
 
 

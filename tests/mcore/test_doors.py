@@ -137,22 +137,26 @@ def attention_without_the_flag(rank):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megatron_burst.mcore import cpu_mode
     from megatron_burst.mcore.launch import prepare
 
+    cpu_mode.install()
     start_groups(Parallel(cp=2))
     prepare([])
     layer = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-    with pytest.raises(BurstError) as refused:
+    with pytest.raises(AssertionError):
         DotProductAttention(config=config_of(Parallel(cp=2), cp_comm_type="p2p"), **layer)
-    DotProductAttention(config=config_of(), **layer)
-    return str(refused.value)
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+    return [parse(f"{flags} --transformer-impl local")[1] for flags in (CP2, STOCK, BY_SPEC)]
 
 
 @needs("training")
 def test_context_parallelism_that_needs_the_flag_says_so():
     """Megatron asserts that only TransformerEngine has it; a CPU has no TransformerEngine."""
-    for said in run_ranks(attention_without_the_flag, 2):
-        assert "got --context-parallel-size 2; pass --context-parallel-impl burst" in said
+    hint = "got --context-parallel-size 2; pass --context-parallel-impl burst"
+    first, second = run_ranks(attention_without_the_flag, 2)
+    assert [hint in said for said in first] == [True, False, False]
+    assert not any(hint in said for said in second)
 
 
 # ---- by spec ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from tests.mcore import pipeline
 from tests.mcore.gpt import (
     FULL_RECOMPUTE,
@@ -140,6 +141,7 @@ def own_group(gpt, group, kind: str) -> Run:
 def own_groups(rank: int) -> dict:
     """Errors beside the same model in this rank alone, by size and format."""
     start(Parallel())
+    patches.apply("attention")  # by a spec alone layers do not follow a micro-batch's group
     groups, errors = groups_of_size(), {}
     for kind in ("thd", "sbhd"):
         runs = {}
@@ -203,15 +205,20 @@ def test_what_takes_positions_of_the_layers_group_is_refused_with_another():
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_burst.mcore.checks import check_packed
-    from megatron_burst.mcore.packed import run_over_own_group
+    from megatron_burst.mcore.packed import check_rotated, follow_groups
 
     two, four = (SimpleNamespace(size=lambda size=size: size) for size in (2, 4))
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), cp_group=two)
     params.local_cp_size, params.cu_seqlens_kv = 2, params.cu_seqlens_q
     fused = SimpleNamespace(multi_latent_attention=True, apply_rope_fusion=True)
-    layer = SimpleNamespace(config=fused, pg_collection=SimpleNamespace(cp=four))
+    layer = torch.nn.Identity()
+    layer.config, layer.pg_collection = fused, SimpleNamespace(cp=four)
+    follow_groups(layer)
     with pytest.raises(BurstError, match=r"fused RoPE.*got a group of 2.*of 4; pass --no-rope-fu"):
-        run_over_own_group(lambda *_, **__: None, layer, packed_seq_params=params)
+        layer(torch.zeros(1), packed_seq_params=params)
+    assert layer.pg_collection.cp is four
+    with pytest.raises(BurstError, match=r"spec.*got a group of 2.*of 4; import megatron_burst.au"):
+        check_rotated(params, four)
     check_packed(params, "none", four)
     with pytest.raises(BurstError, match=r"multi-token prediction.*got mtp_num_layers=1 and a gr"):
         check_packed(params, "none", four, 1)
@@ -247,6 +254,7 @@ def anywhere(rank: int) -> dict:
         whole = ANYWHERE.batch()
         params = params_of(whole, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
         with mock.patch.object(module, "global_args", return_value=args):
+            patches.apply("attention")
             gpt = burst_model(parallel, TWO_GROUPS)
             mine = shard(dict(whole), use_per_sequence_balancing=True)
             errors[parallel.cp] = relative_errors(packed(gpt, mine, params), truth)

@@ -8,10 +8,12 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import os
 import re
 import runpy
 import sys
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
@@ -19,8 +21,13 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.patches import TABLE
 from megatron_burst.patching import Patch, _owner_of, undo_all
-from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore import gpt
+from tests.mcore.test_arguments import STOCK
 from tests.ranks import run_ranks
+
+BY_FLAG = f"""{STOCK} --context-parallel-size 2 --context-parallel-impl burst
+    --attention-dropout 0 --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-rope-fusion"""
 
 
 def doubled(original, a, b=1):
@@ -186,7 +193,7 @@ def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
 def places():
     """What stands where Megatron and torch can be patched, as it lies there."""
     rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
-    places = [_owner_of(patch.place) for patch in rows if patch.becomes and not patch.with_te]
+    places = [_owner_of(patch.place) for patch in rows if patch.becomes and not patch.te]
     return [vars(owner)[name] for owner, name in places]
 
 
@@ -291,8 +298,6 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
     flags = [
         "megatron.training.arguments.add_megatron_arguments",
         "megatron.training.arguments.validate_args",
-        "megatron.training.yaml_arguments.load_yaml",
-        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         "megatron.core.datasets.utils.compile_helpers",
     ]
     assert at_first == [] and prepared == flags
@@ -304,8 +309,6 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.transformer.attention.Attention.__init__",
         "megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
         "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
-        "megatron.core.transformer.attention.Attention.forward",
-        "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.forward",
         "torch.utils.checkpoint.CheckpointFunction.forward",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
@@ -322,6 +325,90 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
     ]
     assert [target for target, _ in listed if target not in seams] == asked
     assert all(why for _, why in listed) and len(listed) == len(asked) + len(seams)
+
+
+LAUNCHED = {  # with a checkout the helpers are made, with TransformerEngine it shards documents
+    "megatron.training.arguments.add_megatron_arguments",
+    "megatron.training.arguments.validate_args",
+    "megatron.core.datasets.utils.compile_helpers",
+    "megatron.core.transformer.attention.Attention.__init__",
+    "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__",
+    "megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
+}
+
+
+def names_of_others() -> dict:
+    """All names of Megatron's and torch's modules and classes that are loaded, and their values."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("megatron", "torch"):
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{inner}": x for inner, x in list(vars(value).items())}
+    return found
+
+
+def rebound(before: dict) -> set[str]:
+    """Functions that names stood for then and do not now: where they are defined."""
+    now = names_of_others()
+    changed = [
+        value for name, value in before.items()
+        if callable(value) and name in now and now[name] is not value
+    ]  # fmt: skip
+    return {f"{value.__module__}.{value.__qualname__}" for value in changed}
+
+
+def launched(rank):
+    """What is bound anew while the flag is parsed, checked and a model built and run."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_burst.mcore import launch
+
+    gpt.start(gpt.Parallel(cp=2))
+    arguments = importlib.import_module("megatron.training.arguments")
+    parse = importlib.import_module("tests.mcore.test_arguments").parse
+    before = names_of_others()
+    launch.prepare([])
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+    with mock.patch.object(arguments, "get_device_arch_version", return_value=10):
+        parse(BY_FLAG)
+    model = gpt.build(
+        gpt.config_of(gpt.Parallel(cp=2)), get_gpt_layer_local_spec(normalization="RMSNorm")
+    )
+    gpt.loss_and_grads(model)
+    core = type(model.decoder.layers[0].self_attention.core_attention).__name__
+    return core, rebound(before)
+
+
+def test_a_launched_run_binds_six_names_anew():
+    assert run_ranks(launched, 2) == [("BurstCoreAttention", LAUNCHED)] * 2
+
+
+def by_spec(rank):
+    """The same of a model that --spec builds, without a launcher."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    gpt.start(gpt.Parallel(cp=2))
+    before = names_of_others()
+    from megatron_burst.spec import layer_spec
+
+    config = GPTModelConfig(
+        transformer=gpt.config_of(gpt.Parallel(cp=2), transformer_impl="local"),
+        transformer_layer_spec=layer_spec, vocab_size=gpt.VOCAB, seq_length=gpt.SEQ,
+        position_embedding_type="rope", parallel_output=False,
+    )  # fmt: skip
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModelBuilder(config).build_model(groups).double()
+    gpt.loss_and_grads(model)
+    core = type(model.decoder.layers[0].self_attention.core_attention).__name__
+    return core, rebound(before)
+
+
+def test_by_spec_nothing_is_bound_anew():
+    assert run_ranks(by_spec, 2) == [("BurstCoreAttention", set())] * 2
 
 
 def import_the_patch_module(rank):

@@ -66,7 +66,13 @@ CASES = {
             ["burst", ["p2p", "burst"], dict(cp_comm_type=None, context_parallel_size=1)],
         )
     },
-    "spec": {"mtp_num_layers": ([1], [0])},
+    "spec": {
+        "mtp_num_layers": ([1], [0]),
+        "burst_keep": (["all", "half", "auto"], ["none"]),
+        "burst_keep_offload": (["inputs", "both"], ["none", "results"]),
+        "dataloader_inter_document_masking": FLAG,
+        "sft": ([dict(sft=True, has_te=False)], [False, dict(sft=True, has_te=True)]),
+    },
     "attention": GRAPHS | {
         "attention_dropout": ([0.1], [0.0]),
         "reset_attention_mask": FLAG,

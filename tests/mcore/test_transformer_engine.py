@@ -85,7 +85,7 @@ def test_signatures_are_those_of_megatrons_wrapper():
     ]
 
 
-WITH_TE = [row for row in TABLE if row.with_te and row.place.startswith("megatron.")]
+WITH_TE = [row for row in TABLE if row.te and row.place.startswith("megatron.")]
 
 
 @pytest.mark.parametrize("row", WITH_TE, ids=lambda row: row.target)
