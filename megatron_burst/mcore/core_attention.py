@@ -216,6 +216,7 @@ class BurstForward:
     layer_number: int
     topology: Topology
     hcp_of: dist.ProcessGroup  # the group that `hcp_groups` tile
+    follows_groups: bool = False  # whether RoPE is over the group of a micro-batch's own
 
     @classmethod
     def of(
@@ -264,7 +265,7 @@ class BurstForward:
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         mtp_num_layers = self.layer_config.mtp_num_layers
         check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
-        packed.check_rotated(packed_seq_params, self.cp_group)
+        packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
         check_tokens(query, key)
         group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]

@@ -3,7 +3,6 @@ without TransformerEngine, or where documents begin anywhere in a sample."""
 
 import copy
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,8 +21,6 @@ from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
 _FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
-# The group of the micro-batch whose layer runs, where layers follow it.
-_OWN_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("own group", default=None)
 # a group of this rank alone, as long as the default group lives
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -144,15 +141,19 @@ def follow_groups(layer: torch.nn.Module) -> None:
     Megatron rotates over the layer's (transformer/attention.py:1505), which is another one for as
     long as the layer's forward runs.
     """
+    if _take_own_group in layer._forward_pre_hooks.values():  # MLA's constructor calls Attention's
+        return
     layer.register_forward_pre_hook(_take_own_group, with_kwargs=True)
     layer.register_forward_hook(_give_back_group, always_call=True)
 
 
-def check_rotated(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> None:
+def check_rotated(
+    params: PackedSeqParams | None, cp_group: dist.ProcessGroup, follows: bool
+) -> None:
     """Refuse a micro-batch with a group of its own in a layer that does not follow it."""
     group = group_of(params, cp_group)
     need: Need = (
-        not is_packed(params) or group is cp_group or group is _OWN_GROUP.get(),
+        not is_packed(params) or group is cp_group or follows,
         "the group of a packed micro-batch must be the layer's in models that only name burst in "
         "their spec, because Megatron's RoPE takes positions of the layer's group",
         f"a group of {group.size()} ranks in a layer of {cp_group.size()}",
@@ -164,7 +165,6 @@ def check_rotated(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -
 def _take_own_group(layer, args, options) -> None:
     params, groups = options.get("packed_seq_params"), layer.pg_collection
     own = group_of(params, groups.cp) if is_packed(params) else groups.cp
-    _OWN_GROUP.set(own)
     layer.groups_of_all = groups
     if own is groups.cp:
         return
@@ -183,7 +183,6 @@ def _take_own_group(layer, args, options) -> None:
 
 def _give_back_group(layer, args, output) -> None:
     layer.pg_collection = layer.groups_of_all
-    _OWN_GROUP.set(None)
 
 
 # ---- TransformerEngine's rows of a rank -----------------------------------------------------

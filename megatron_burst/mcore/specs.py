@@ -150,10 +150,12 @@ def build_burst(init, /, self, *arguments, **options) -> None:
         patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
         given["submodules"] = _with_burst(**given)
     init(*bound.args, **bound.kwargs)
-    if runs_burst and not self._forward_pre_hooks:  # once: MLA's constructor calls Attention's
-        follow_groups(self)
     if runs_burst:
         _check_core(type(self.core_attention), **given)  # of a function, or of params
+        follow_groups(self)
+        self.core_attention.burst = dataclasses.replace(
+            self.core_attention.burst, follows_groups=True
+        )
 
 
 def refuse_unset(init, /, self, *arguments, **options) -> None:
