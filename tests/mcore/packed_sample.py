@@ -84,13 +84,17 @@ def params_of(batch: dict, **others):
 
 
 def shard(batch: dict, group=None, **options) -> dict:
-    """What this context-parallel rank has of it, by Megatron's own function.
+    """What this context-parallel rank has of it, by Megatron's own function, as launched runs have
+    it without TransformerEngine.
 
     Up to 0.17 that is one that asks for TransformerEngine: it gets a stand-in.
     """
     from megatron.core import parallel_state, utils
 
+    from megatron_burst.mcore import patches
     from megatron_burst.mcore.packed import partitioned_indices
+
+    patches.apply("packed")
 
     group = group or parallel_state.get_context_parallel_group()
     own = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
