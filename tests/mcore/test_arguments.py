@@ -249,9 +249,9 @@ def yaml_of(rank):
     """Megatron's --yaml-cfg replaces the parsed flags, burst's with them."""
     from megatron.training import yaml_arguments
 
-    loaded = Namespace(rank=0)
-    yaml_arguments.load_yaml = lambda yaml_path: loaded  # needs PyYAML
     start()
+    loaded = Namespace(**parse(CP4, validate=False)[0])
+    yaml_arguments.load_yaml = lambda yaml_path: loaded  # needs PyYAML
     for flag in ("--context-parallel-impl burst", "--context-parallel-impl=burst"):
         for file in ("--yaml-cfg a.yaml", "--yaml-cfg=a.yaml"):
             with pytest.raises(BurstError, match=r"cannot run with --yaml-cfg.*got --yaml-cfg"):
