@@ -17,10 +17,10 @@ os.environ.update(  # before Qt is loaded
     QT_LOGGING_RULES="*=false",
 )
 
-from PySide6.QtCore import QTimer, QUrl  # noqa: E402
-from PySide6.QtWebEngineCore import QWebEnginePage  # noqa: E402
-from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
-from PySide6.QtWidgets import QApplication  # noqa: E402
+from PySide6.QtCore import QTimer, QUrl
+from PySide6.QtWebEngineCore import QWebEnginePage
+from PySide6.QtWebEngineWidgets import QWebEngineView
+from PySide6.QtWidgets import QApplication
 
 _LOOK = """JSON.stringify({
     heading: document.querySelector("article h1")?.firstChild?.textContent ?? "",
@@ -38,7 +38,7 @@ class Page(QWebEnginePage):
         super().__init__(view)
         self.said: list[str] = []
 
-    def javaScriptConsoleMessage(self, level, message, line, source) -> None:  # noqa: N802
+    def javaScriptConsoleMessage(self, level, message, line, source) -> None:
         self.said.append(f"{source}:{line}: {message}")
 
 

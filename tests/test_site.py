@@ -30,7 +30,7 @@ def site(tmp_path_factory):
 def browser():
     """Whether Qt's browser starts here; else why not."""
     try:
-        import PySide6.QtWebEngineWidgets  # noqa: F401, PLC0415
+        import PySide6.QtWebEngineWidgets  # noqa: F401
     except ImportError as error:  # a system library that a container lacks
         return str(error)
     return ""
