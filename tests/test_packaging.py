@@ -241,7 +241,9 @@ def test_make_installs_the_tested_set_again_when_it_changes(tmp_path):
         return (tmp_path / "tools" / "calls").read_text().splitlines()
 
     (first,) = calls()
-    assert "--constraints constraints.txt" in first and first.endswith("-e .[dev]")
+    assert "--constraints .venv/constraints.txt" in first and first.endswith("-e .[dev]")
+    tested = (tmp_path / ".venv" / "constraints.txt").read_text()
+    assert tested == (tmp_path / "constraints.txt").read_text()
     assert calls() == [first]
     with (tmp_path / "constraints.txt").open("a") as file:
         file.write("packaging==26.3\n")

@@ -16,7 +16,9 @@ from torch import Tensor
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
+from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
+from megatron_burst.mcore.refusals import OFF
 from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
@@ -134,32 +136,53 @@ def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
 
 # ---- a micro-batch's own group --------------------------------------------------------------
 
+_GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
 
-def follow_groups(layer: torch.nn.Module) -> None:
+
+def follow_groups(layer: torch.nn.Module) -> bool:
     """Have an attention layer rotate packed samples over a micro-batch's own group.
 
     Megatron rotates over the layer's (transformer/attention.py:1505), which is another one for as
     long as the layer's forward runs.
+
+    Returns:
+        whether it does: not with CUDA graphs, which Megatron makes of layers without hooks alone
+        (transformer/cuda_graphs.py:1964).
     """
-    if _take_own_group in layer._forward_pre_hooks.values():  # MLA's constructor calls Attention's
-        return
-    layer.register_forward_pre_hook(_take_own_group, with_kwargs=True)
-    layer.register_forward_hook(_give_back_group, always_call=True)
+    if any(getattr(layer.config, name, None) not in (None, *OFF) for name in _GRAPHS):
+        return False
+    # MLA's constructor calls Attention's
+    if _take_own_group not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_take_own_group, with_kwargs=True)
+        layer.register_forward_hook(_give_back_group, always_call=True)
+    return True
 
 
 def check_rotated(
     params: PackedSeqParams | None, cp_group: dist.ProcessGroup, follows: bool
 ) -> None:
-    """Refuse a micro-batch with a group of its own in a layer that does not follow it."""
+    """Refuse samples that Megatron's RoPE would rotate as others: of a group of the micro-batch's
+    own in a layer that does not follow it, or of documents that begin anywhere."""
+    if not is_packed(params):
+        return
     group = group_of(params, cp_group)
-    need: Need = (
-        not is_packed(params) or group is cp_group or follows,
-        "the group of a packed micro-batch must be the layer's in models that only name burst in "
-        "their spec, because Megatron's RoPE takes positions of the layer's group",
-        f"a group of {group.size()} ranks in a layer of {cp_group.size()}",
-        "import megatron_burst.auto, or start the script by python -m megatron_burst",
-    )
-    require("packed samples", [need])
+    change = "import megatron_burst.auto, or start the script by python -m megatron_burst"
+    require("packed samples", [
+        (group is cp_group or follows,
+         "the group of a packed micro-batch must be the layer's with CUDA graphs and in models "
+         "that only name burst in their spec, because Megatron's RoPE takes positions of the "
+         "layer's group",
+         f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
+        (cp_group.size() == 1 or not documents_lie_anywhere() or _rotates_anywhere(),
+         "documents must not begin anywhere in models that only name burst in their spec, because "
+         "Megatron's RoPE takes each to be sharded for itself",
+         "--dataloader-inter-document-masking", change),
+    ])  # fmt: skip
+
+
+def _rotates_anywhere() -> bool:
+    """Whether burst's RoPE is in force."""
+    return all(patch.live for patch in patches.rows("anywhere"))
 
 
 def _take_own_group(layer, args, options) -> None:
@@ -176,7 +199,13 @@ def _take_own_group(layer, args, options) -> None:
         f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
         "pass --no-rope-fusion",
     )
-    require("packed samples", [need])
+    again: Need = (
+        not getattr(layer, "recompute_up_proj", False),
+        "the group of a packed micro-batch must be the layer's where RoPE is recomputed in "
+        "backward, because that is over the layer's group", "recomputation of mla_up_proj",
+        "leave mla_up_proj out of --recompute-modules",
+    )  # fmt: skip
+    require("packed samples", [need, again])
     layer.pg_collection = copy.copy(groups)
     layer.pg_collection.cp = own
 

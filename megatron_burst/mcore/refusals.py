@@ -97,6 +97,7 @@ def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: st
 
 
 _BESIDE_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}
+_IN_WHOLE_LAYERS = {"mlp", "moe"}  # of Megatron's own graphs (transformer/transformer_layer.py:562)
 # as releases name it, that of 0.18 and 0.19 until their parser has moved it first
 _CAPTURED = "cuda_graph_scope_deprecated", "cuda_graph_scope", "cuda_graph_modules"
 
@@ -109,11 +110,11 @@ def _captured(o: Options) -> set[str]:
 
 
 def _spares_attention(impl: object, o: Options) -> bool:
-    """Whether no CUDA graph captures attention."""
-    parts = _captured(o)
-    return impl in (None, *OFF) or (
-        impl != "full_iteration" and bool(parts) and parts <= _BESIDE_ATTENTION
-    )
+    """Whether no CUDA graph captures attention: layers of hybrids have it alone, or not."""
+    parts, beside = _captured(o), _BESIDE_ATTENTION
+    if impl == "local" and not getattr(o, "hybrid_layer_pattern", None):
+        beside = beside - _IN_WHOLE_LAYERS
+    return impl in (None, *OFF) or (impl != "full_iteration" and bool(parts) and parts <= beside)
 
 
 def _spares_loss(impl: object, o: Options) -> bool:
@@ -123,8 +124,9 @@ def _spares_loss(impl: object, o: Options) -> bool:
 
 def _cuda_graphs() -> Iterator[Refusal]:
     change = (
-        "leave it out, or capture parts beside attention alone (--cuda-graph-modules mlp, moe, "
-        "moe_router, moe_preprocess or mamba, --cuda-graph-scope in older releases)"
+        "leave it out, or capture parts beside attention alone (--cuda-graph-modules moe_router, "
+        "moe_preprocess or mamba, mlp and moe too by transformer_engine and in hybrids, as "
+        "--cuda-graph-scope in older releases)"
     )
     for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
         yield Refusal("attention", name, _spares_attention,

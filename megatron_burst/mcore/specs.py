@@ -152,9 +152,8 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     init(*bound.args, **bound.kwargs)
     if runs_burst:
         _check_core(type(self.core_attention), **given)  # of a function, or of params
-        follow_groups(self)
         self.core_attention.burst = dataclasses.replace(
-            self.core_attention.burst, follows_groups=True
+            self.core_attention.burst, follows_groups=follow_groups(self)
         )
 
 

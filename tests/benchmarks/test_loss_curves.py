@@ -48,7 +48,8 @@ def losses(folder, name, text, ranks=2):
 def test_runs_see_the_same_batches_and_another_order_sees_others(tmp_path, text):
     names = "packed:burst-plain", "packed:burst", "packed:burst-plain-other", "whole:burst"
     plain, burst, other, whole = (losses(tmp_path / f"{n}", n, text) for n in names)
-    assert len(plain) == STEPS and plain[-1] < plain[0] - 0.1
+    half = STEPS // 2
+    assert len(plain) == STEPS and sum(plain[half:]) < sum(plain[:half])  # it learns
     assert burst == pytest.approx(plain, rel=TOLERANCE)
     for different in (other, whole):  # the first sample may be of one document only
         assert different != pytest.approx(plain, rel=100 * TOLERANCE)

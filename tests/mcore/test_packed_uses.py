@@ -218,15 +218,47 @@ def test_what_takes_positions_of_the_layers_group_is_refused_with_another():
     fused = SimpleNamespace(multi_latent_attention=True, apply_rope_fusion=True)
     layer = torch.nn.Identity()
     layer.config, layer.pg_collection = fused, SimpleNamespace(cp=four)
-    follow_groups(layer)
+    assert follow_groups(layer)
     with pytest.raises(BurstError, match=r"fused RoPE.*got a group of 2.*of 4; pass --no-rope-fu"):
         layer(torch.zeros(1), packed_seq_params=params)
     assert layer.pg_collection.cp is four
     with pytest.raises(BurstError, match=r"spec.*got a group of 2.*of 4; import megatron_burst.au"):
         check_rotated(params, four, follows=False)
+    fused.apply_rope_fusion, layer.recompute_up_proj = False, True
+    with pytest.raises(BurstError, match=r"recomputed in backward.*leave mla_up_proj out"):
+        layer(torch.zeros(1), packed_seq_params=params)
     check_packed(params, "none", four)
     with pytest.raises(BurstError, match=r"multi-token prediction.*got mtp_num_layers=1 and a gr"):
         check_packed(params, "none", four, 1)
+
+
+def test_layers_with_cuda_graphs_have_no_hooks_which_megatron_forbids():
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    from megatron_burst.mcore.packed import follow_groups
+
+    layer = torch.nn.Identity()
+    layer.config = SimpleNamespace(cuda_graph_impl="local", multi_latent_attention=False)
+    assert not follow_groups(layer)
+    CudaGraphManager.call_ddp_preforward_hook(None, layer)  # asserts that there is none
+    layer.config.cuda_graph_impl = "none"
+    assert follow_groups(layer)
+    with pytest.raises(AssertionError, match="hooks"):
+        CudaGraphManager.call_ddp_preforward_hook(None, layer)
+
+
+def test_documents_anywhere_are_refused_where_rope_is_megatrons_own(monkeypatch):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_burst.mcore import packed
+
+    group = SimpleNamespace(size=lambda: 2)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]))
+    packed.check_rotated(params, group, follows=False)
+    monkeypatch.setattr(packed, "documents_lie_anywhere", lambda: True)
+    with pytest.raises(BurstError, match=r"got --dataloader-inter-document-masking; import"):
+        packed.check_rotated(params, group, follows=False)
+    packed.check_rotated(None, group, follows=False)
 
 
 def test_rows_that_are_not_in_zigzag_are_refused():

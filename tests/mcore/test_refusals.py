@@ -29,11 +29,15 @@ IN_LAYERS = [  # whole layers, attention in them; then parts beside it
     "local", "transformer_engine", LOCAL | dict(cuda_graph_modules=[Part.attn, Part.mlp]),
     LOCAL | dict(cuda_graph_modules="full"), LOCAL | dict(cuda_graph_scope_deprecated=["full"]),
     TE | dict(cuda_graph_scope=["attn"]), TE | dict(cuda_graph_modules="mlp,new"),
+    LOCAL | dict(cuda_graph_modules=[Part.mlp]),
+    LOCAL | dict(cuda_graph_modules=[], cuda_graph_scope_deprecated=[Part.mlp]),
 ]  # fmt: skip
 BESIDE = [
-    LOCAL | dict(cuda_graph_modules=[Part.mlp]), TE | dict(cuda_graph_modules="mlp,moe_router"),
+    LOCAL | dict(cuda_graph_modules=[Part.mlp], hybrid_layer_pattern="*-"),
+    LOCAL | dict(cuda_graph_modules=[Part.moe_router]),
+    TE | dict(cuda_graph_modules="mlp,moe_router"),
     TE | dict(cuda_graph_scope=[Part.moe_router, "moe_preprocess"]),
-    LOCAL | dict(cuda_graph_modules=[], cuda_graph_scope_deprecated=[Part.mlp]),
+    LOCAL | dict(cuda_graph_modules=[], cuda_graph_scope_deprecated=[Part.moe_router]),
 ]  # fmt: skip
 ALL = [ITERATION, LOCAL | dict(cuda_graph_scope=[Part.full_iteration])]
 OLD = {  # flags of older releases, and whether they are on
