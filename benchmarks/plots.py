@@ -54,13 +54,13 @@ def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.4 * lines + 0.8), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis, (title, members) in zip(axes, panels.items(), strict=False):
         panel(axis, members, colours)
         axis.set(title=title, xlabel="tokens of the sequence", ylabel=unit, ylim=(0, None))
         axis.set_xticks(range(len(members)), [in_units(each.problem.seq) for each in members])
         axis.grid(axis="y", alpha=0.3)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.remove()
     _legend(figure)
     return figure

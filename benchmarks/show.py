@@ -75,9 +75,9 @@ def _sheet(csv: Path) -> Sheet:
 
 @app.command()
 def plot(csvs: Csvs) -> None:
-    """Attention: TFLOP/s and memory over the sequence length, drawn."""
+    """Attention, packed documents and windows too: TFLOP/s and memory over the length, drawn."""
     with in_one_sentence():
-        rows = read(csvs, ATTENTION_CSV)
+        rows = _attention(csvs)
         try:
             from benchmarks.plots import draw
         except ModuleNotFoundError as error:
