@@ -45,8 +45,7 @@ conformance: ## run tests of TransformerEngine and Megatron-LM with burst in pla
 
 docs: ## build the documentation as a site in site/, open each page in a browser
 	@$(RUN) docs/reference_pages.py
-	@$(RUN) -m pytest -q tests/test_site.py $(ARGS)
-	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@SITE=site SCREENSHOTS=.cache/screenshots $(RUN) -m pytest -q tests/test_site.py $(ARGS)
 	@echo "site/index.html"
 
 lint: ## check style, formatting and types

@@ -90,9 +90,8 @@ def _cell(text: str) -> str:
 def _of_megatron() -> Iterator[Refused]:
     """Rows of the table of refusals."""
     for row in TABLE:
-        asked = row.asked or f"--{row.argument.replace('_', '-')}"
         change = row.change if isinstance(row.change, str) else "(depends on the value)"
-        yield Refused("mcore: Megatron's options", f"{asked}: {row.why}", change)
+        yield Refused("mcore: Megatron's options", f"{row.named}: {row.why}", change)
 
 
 def _of_the_code() -> Iterator[Refused]:

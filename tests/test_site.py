@@ -15,8 +15,10 @@ BROWSER = ROOT / "tests" / "browser.py"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built; mkdocs is strict: a link or an anchor that leads nowhere fails."""
-    folder = tmp_path_factory.mktemp("site")
+    """The site, built, in $SITE if that is set; mkdocs is strict: a link or an anchor that leads
+    nowhere fails."""
+    named = os.environ.get("SITE")
+    folder = ROOT / named if named else tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     made = subprocess.run(

@@ -18,7 +18,7 @@ from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import Need, require
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.refusals import OFF
+from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
 from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. What follows from boundaries, once a sample instead of once a layer:
@@ -136,8 +136,6 @@ def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
 
 # ---- a micro-batch's own group --------------------------------------------------------------
 
-_GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
-
 
 def follow_groups(layer: torch.nn.Module) -> bool:
     """Have an attention layer rotate packed samples over a micro-batch's own group.
@@ -149,7 +147,7 @@ def follow_groups(layer: torch.nn.Module) -> bool:
         whether it does: not with CUDA graphs, which Megatron makes of layers without hooks alone
         (transformer/cuda_graphs.py:1964).
     """
-    if any(getattr(layer.config, name, None) not in (None, *OFF) for name in _GRAPHS):
+    if any(getattr(layer.config, name, None) not in (None, *OFF) for name in CUDA_GRAPHS):
         return False
     # MLA's constructor calls Attention's
     if _take_own_group not in layer._forward_pre_hooks.values():

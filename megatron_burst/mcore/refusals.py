@@ -33,6 +33,11 @@ class Refusal:
     # its value, if empty
     got: str = ""
 
+    @property
+    def named(self) -> str:
+        """What asks for it, as a user writes it."""
+        return self.asked or f"--{self.argument.replace('_', '-')}"
+
     def value_in(self, options: Options) -> object | None:
         """The value, by name if it is an enum, if it is refused; "None" for a missing one."""
         value = getattr(options, self.argument, None)
@@ -42,12 +47,11 @@ class Refusal:
         return None if value is None or value in self.allowed else value
 
     def sentence(self, who: str, value: object, options: Options) -> str:
-        asked = self.asked or f"--{self.argument.replace('_', '-')}"
         words = " ".join(map(str, value)) if isinstance(value, list) else value
         got = self.got or f"{self.argument}={{value}}"
         got = got.format(value=value, words=words, o=options)
         change = self.change if isinstance(self.change, str) else self.change(options)
-        return f"{who}: cannot run with {asked}, because {self.why}; got {got}; {change}"
+        return f"{who}: cannot run with {self.named}, because {self.why}; got {got}; {change}"
 
 
 def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
@@ -96,6 +100,7 @@ def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: st
     return Refusal("cpu", name, allowed, why, change, asked)
 
 
+CUDA_GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"  # by release
 _BESIDE_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}
 _IN_WHOLE_LAYERS = {"mlp", "moe"}  # of Megatron's own graphs (transformer/transformer_layer.py:562)
 # as releases name it, that of 0.18 and 0.19 until their parser has moved it first
@@ -128,7 +133,7 @@ def _cuda_graphs() -> Iterator[Refusal]:
         "moe_preprocess or mamba, mlp and moe too by transformer_engine and in hybrids, as "
         "--cuda-graph-scope in older releases)"
     )
-    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+    for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _spares_attention,
                       "hops are not captured in CUDA graphs", change)  # fmt: skip
         yield Refusal("recompute", name, _spares_attention, "CUDA graphs run kernels again without "
