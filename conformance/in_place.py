@@ -7,6 +7,7 @@ into "burst", as soon as somebody imports them.
 import functools
 import inspect
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +40,20 @@ TE_FUNCTION = Patch(
     package="transformer-engine",
 )
 
+TE_KERNEL = Patch(
+    "conformance",
+    f"{_CP}.utils:get_attention_backend",
+    "conformance.in_place:choose_kernel",
+    ("attention_params",),
+    "TransformerEngine finds no kernel for windows in p2p and never comes to its function",
+    package="transformer-engine",
+)
+
 
 def install() -> None:
     """Have burst take their places; loads neither of them."""
     when_imported(f"{_CP}.backends", TE_FUNCTION.apply)
+    when_imported(f"{_CP}.utils", TE_KERNEL.apply)
     when_imported(_CONFIG, _turn_configurations)
     when_imported("megatron.training.global_vars", _turn_arguments)
     when_imported("megatron_burst.mcore.core_attention", _drop_known_masks)
@@ -79,6 +90,13 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
         config=BurstConfig(intra=mode_of(call), deterministic=call.deterministic),
         **_sample(call),
     )  # fmt: skip
+
+
+def choose_kernel(get_attention_backend, /, attention_params):
+    """TransformerEngine's function; for a window in p2p what it finds for all_gather."""
+    if attention_params.cp_comm_type == "p2p" and _window(attention_params):
+        attention_params = replace(attention_params, cp_comm_type="all_gather")
+    return get_attention_backend(attention_params)
 
 
 def mode_of(call: Any) -> str:
