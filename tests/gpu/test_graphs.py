@@ -1,7 +1,7 @@
 """CUDA graphs of what is around attention and loss: with burst between them; and of burst itself.
 
-In Megatron both of its implementations capture the layers' MLPs, and losses are those of a run
-without graphs, up to a rounding in bf16.
+In Megatron TransformerEngine's graphs capture the layers' MLPs, and Megatron's own the routers of
+a mixture of experts. Losses are those of a run without graphs, up to a rounding in bf16.
 
 Catches a graph whose input or output moves, and a capture that would run other ranks' transfers
 once and never again.
@@ -116,10 +116,18 @@ def losses_of(folder, *flags):
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_megatrons_graphs_of_mlps_change_nothing(impl, tmp_path):
+EXPERTS = """
+--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 256
+""".split()
+CAPTURED = {"local": ("moe_router", EXPERTS), "transformer_engine": ("mlp", [])}
+
+
+@pytest.mark.parametrize("impl", CAPTURED)
+def test_megatrons_graphs_beside_attention_change_nothing(impl, tmp_path):
     pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
-    plain = losses_of(tmp_path)
-    graphed = losses_of(tmp_path, "--cuda-graph-impl", impl, "--cuda-graph-modules", "mlp")
+    modules, flags = CAPTURED[impl]
+    plain = losses_of(tmp_path, *flags)
+    flags = *flags, "--cuda-graph-impl", impl, "--cuda-graph-modules", modules
+    graphed = losses_of(tmp_path, *flags)
     assert len(plain) == len(graphed) == 6
     assert graphed == pytest.approx(plain, rel=2**-8)

@@ -77,6 +77,7 @@ def gradients(build, comm_type: str, world: int, options: dict) -> tuple[torch.T
     hidden.requires_grad_()
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False  # as Megatron's DDP does: TE sets no new one
     model.set_input_tensor(hidden)
     model(None, None, None).backward(dout)
     found, fused = [hidden.grad], 0
