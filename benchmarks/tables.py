@@ -172,8 +172,12 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     same_kernel = any(each.on_cudnn for each in comparisons)
     packed = any(each.anywhere for each in comparisons)
     head = [*facts, *_COLUMNS]
-    head += ["burst on cuDNN", "it / TE", "it / its kernel alone"] if same_kernel else []
-    head += ["documents anywhere", "it / TE"] if packed else []
+    head += (
+        ["burst on cuDNN", "burst on cuDNN / TE", "burst on cuDNN / cuDNN alone"]
+        if same_kernel
+        else []
+    )
+    head += ["documents at any token", "documents at any token / TE"] if packed else []
     lines = [head, ["---"] * len(head)]
     for each in comparisons:
         words, te = each.problem.words(), each.best_te

@@ -93,13 +93,13 @@ def _ways(asked: Asked, sample: Sample) -> dict[str, Way | BurstError]:
     stays = replace(call, intra="gather", inter="ring")
     every = {
         "per-document zigzag": (call, Layout.DOCUMENTS),
-        "documents anywhere": (call, Layout.ZIGZAG),
-        "anywhere, rows stay": (stays, Layout.ZIGZAG),
+        "documents at any token": (call, Layout.ZIGZAG),
+        "any token, rows stay": (stays, Layout.ZIGZAG),
     }
     found = {name: _way(*how, sample, asked.hardware) for name, how in every.items()}
-    other = found["documents anywhere"]
+    other = found["documents at any token"]
     if isinstance(other, Way) and other.call.mode != "a2a":
-        del found["anywhere, rows stay"]
+        del found["any token, rows stay"]
     return found
 
 

@@ -120,7 +120,7 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
     append(tmp_path / "both.csv", rows)
     done = CliRunner().invoke(app, ["table", str(tmp_path / "both.csv")])
     *_, head, _, line = done.output.splitlines()
-    assert head.endswith("| burst on cuDNN | it / TE | it / its kernel alone |")
+    assert head.endswith("| burst on cuDNN | burst on cuDNN / TE | burst on cuDNN / cuDNN alone |")
     assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
 
 
