@@ -67,7 +67,9 @@ def gpt(config, burst: bool):
 
 def gradients(build, comm_type: str, world: int, options: dict) -> tuple[torch.Tensor, int]:
     """All gradients of a rank as one vector, and how many went to main_grad."""
-    torch.manual_seed(7)
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7)  # weights come from its generators
     model = build(config_of(comm_type, world, options), comm_type == "burst").cuda()
     shape, generator = (TOKENS // world, 1, HIDDEN), torch.Generator("cuda").manual_seed(11)
     hidden, dout = (
