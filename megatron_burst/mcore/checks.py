@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_burst.config import BurstConfig
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
@@ -41,6 +42,20 @@ def _say_once(sentence: str) -> None:
     """Say it on the first rank, once in a process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         say(sentence)
+
+
+def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
+    """Say that options about recomputation do nothing where a model recomputes nothing.
+
+    A command line is refused. A framework's process may hold models that never train beside one
+    that does, under the same environment, so a model is not.
+    """
+    if config.recompute_granularity is None and (burst.keep != "none" or burst.offloads_inputs):
+        asked = f"keep={burst.keep}" if burst.keep != "none" else "keep_offload=inputs"
+        _say_once(
+            f"burst attention: {asked} has no effect on a model that recomputes nothing; if this "
+            "one trains, set its recompute_granularity to full"
+        )
 
 
 def check_layer(

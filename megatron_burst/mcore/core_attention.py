@@ -28,6 +28,7 @@ from megatron_burst.mcore.checks import (
     check_packed,
     check_run,
     check_tokens,
+    say_if_keep_is_idle,
 )
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
@@ -238,6 +239,7 @@ class BurstForward:
         hcp_groups = hcp_groups_of(pg_collection, burst_config)
         topology = communicator_of(cp_group, burst_config, hcp_groups).topology
         switch_on_keep(burst_config)
+        say_if_keep_is_idle(burst_config, config)
         return cls(
             cp_group, hcp_groups, softmax_scale, for_calls(burst_config), config, layer_number,
             topology, cp_group,

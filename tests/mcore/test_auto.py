@@ -133,7 +133,12 @@ def by_configuration(rank):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     alone = build(config_of(attention_dropout=0.1), spec)
     start(Parallel(cp=2))
-    gpt = build(config_of(Parallel(cp=2), Model(recompute=True)), spec)
+    with hearing() as recomputing:
+        gpt = build(config_of(Parallel(cp=2), Model(recompute=True)), spec)
+    with hearing() as idle:
+        build(config_of(Parallel(cp=2)), spec)
+    assert not [line for line in recomputing if "no effect" in line]
+    assert len(idle) == (rank == 0) and all("keep=all has no effect" in line for line in idle)
     cores = [alone.decoder.layers[0], gpt.decoder.layers[0]]
     if not why_not("MLA"):
         latent = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
