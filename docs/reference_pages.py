@@ -1,4 +1,4 @@
-"""Makes the pages that the code describes best: flags, the command line, refusals.
+"""Generates pages from the code: flags, the command line, errors.
 
 python docs/reference_pages.py
 """
@@ -23,14 +23,14 @@ PACKAGE = DOCS.parent / "megatron_burst"
 
 
 def flags() -> str:
-    """A table of what burst adds to Megatron's parser."""
+    """A table of the flags that burst adds to Megatron's parser."""
     parser = ArgumentParser(add_help=False)
     add_flags(parser)
     lines = [
         "# Flags",
         "",
-        "All that burst adds to Megatron's own command line, from the code. What for: "
-        "[how to](../how-to/README.md); options for experiments: [tunings](../tuning.md).",
+        "All flags that burst adds to Megatron's command line, generated from the code. Their "
+        "uses: [how to](../how-to/README.md). Options for experiments: [tuning](../tuning.md).",
     ]
     for group in parser._action_groups[2:]:
         lines += ["", f"## {group.title}", "", group.description or "", ""]
@@ -47,7 +47,7 @@ def _row(action: Action) -> str:
 
 
 def command_line() -> str:
-    """What `megatron-burst --help` says, of all commands."""
+    """What `megatron-burst --help` says, for all commands."""
     command = get_command(app)
     text = get_docs_for_click(
         obj=command, ctx=typer.Context(command), name="megatron-burst", title="Command line"
@@ -56,7 +56,7 @@ def command_line() -> str:
 
 
 class Refused(NamedTuple):
-    """A sentence of the code: what must hold, and what to change where it does not."""
+    """An error of the code: what must hold, and what to change if it does not."""
 
     where: str
     must: str
@@ -64,17 +64,17 @@ class Refused(NamedTuple):
 
 
 def refusals() -> str:
-    """A table of every sentence with which burst refuses something."""
+    """A table of every error with which burst refuses something."""
     every = sorted({*_of_the_code(), *_of_megatron()})
     lines = [
         "# Errors",
         "",
-        "Every sentence with which burst refuses an input, an option or an environment, from the "
-        "code. The first column is the condition and its reason, the second what to change. Parts "
-        "in braces are filled in. The message also says who asks and what was got. Nothing has "
-        "been computed or sent when one is raised.",
+        "Every error with which burst refuses an input, an option or an environment, generated "
+        "from the code. The first column is the condition and its reason, the second what to "
+        "change. Parts in braces are placeholders. The message also says who raises it and what "
+        "it got instead. Burst raises these errors before it computes or sends anything.",
         "",
-        f"{len(every)} sentences.",
+        f"{len(every)} errors.",
     ]
     for where in dict.fromkeys(row.where for row in every):
         lines += ["", f"## {where}", "", "| what must hold, and why | what to change |"]
