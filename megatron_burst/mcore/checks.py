@@ -103,7 +103,7 @@ def check_packed(
     """
     if params is None:
         return
-    own = params.cp_group is None and params.local_cp_size is None
+    own = not packed.names_another(params, cp_group)
     call = SimpleNamespace(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",

@@ -71,8 +71,7 @@ class FusedHead:
 
     def __init__(self, model, config: FusedLossConfig) -> None:
         check_model(model, config)
-        self.config, self.model_config = config, model.config
-        self.pg_collection = model.pg_collection
+        self.model, self.config, self.model_config = model, config, model.config
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
@@ -85,6 +84,11 @@ class FusedHead:
         self.mask: Tensor | None = None
         self.supervised: SupervisedCount | None = None
         self.main: Tensor | None = None
+
+    @property
+    def pg_collection(self):
+        """The model's, which Megatron-Bridge exchanges for evaluations."""
+        return self.model.pg_collection
 
     def begin(self, model, args, kwargs) -> None:
         """Before the model's forward: is a loss wanted, and for which tokens?"""

@@ -122,7 +122,7 @@ def switch_on_automatically() -> None:
     except BurstError as error:
         say(str(error), logging.ERROR)
         raise
-    patches.apply_when_imported("attention")
+    patches.apply_when_imported("attention", "layers")
     if wants_fused_loss(options):
         patches.apply_when_imported("loss", given=loss)
     first, *_ = patches.rows("attention")
@@ -192,7 +192,8 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         check_loss_args(args)
     validated = validate_args(args, {} if defaults is None else defaults)
     if wants_burst(args):
-        patches.apply("attention", "asked", "packed")
+        layers = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+        patches.apply("attention", "asked", "packed", *["layers"] * bool(layers))
         say_attention_backend(args)
     else:
         _hint_at_burst(args)

@@ -50,13 +50,22 @@ def group_size(params: PackedSeqParams) -> int:
     return 1 if params.cp_group is None else params.cp_group.size()
 
 
-def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The context-parallel group of a micro-batch: its own if it names one, else the layer's."""
+def names_another(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> bool:
+    """Whether a micro-batch names a group of other ranks than the layer's."""
     if params is None or (params.cp_group is None and params.local_cp_size is None):
+        return False
+    own = params.cp_group
+    if own is None or own is cp_group or own.size() != cp_group.size():
+        return group_size(params) != cp_group.size()
+    return dist.get_process_group_ranks(own) != dist.get_process_group_ranks(cp_group)
+
+
+def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The context-parallel group of a micro-batch: its own if that has other ranks than the
+    layer's."""
+    if params is None or not names_another(params, cp_group):
         return cp_group
-    if params.cp_group is not None:
-        return params.cp_group
-    return cp_group if cp_group.size() == 1 else alone()
+    return alone() if params.cp_group is None else params.cp_group
 
 
 def alone() -> dist.ProcessGroup:

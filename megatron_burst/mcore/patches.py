@@ -178,6 +178,14 @@ TABLE: tuple[Patch, ...] = (
          f"{LAYER} pg_collection pp_layer_offset name",
          "builds its core attention itself, after Attention has built one"),
     ),
+    # what options that a script sets need in heterogeneous models
+    *_of(
+        "layers",
+        (f"{_CORE}.transformer.heterogeneous.heterogeneous_config:"
+         "HeterogeneousTransformerConfig.get_config_for_layer", f"{_SPECS}:with_options",
+         "self layer_number",
+         "makes a layer's configuration of Megatron's own fields, and `burst` is none"),
+    ),
     # what the flag applies besides
     *_of(
         "asked",

@@ -117,7 +117,8 @@ def _captured(o: Options) -> set[str]:
 def _spares_attention(impl: object, o: Options) -> bool:
     """Whether no CUDA graph captures attention: layers of hybrids have it alone, or not."""
     parts, beside = _captured(o), _BESIDE_ATTENTION
-    if impl == "local" and not getattr(o, "hybrid_layer_pattern", None):
+    local = impl == "local" or getattr(o, "enable_cuda_graph", False)
+    if local and not getattr(o, "hybrid_layer_pattern", None):
         beside = beside - _IN_WHOLE_LAYERS
     return impl in (None, *OFF) or (impl != "full_iteration" and bool(parts) and parts <= beside)
 

@@ -25,7 +25,7 @@ from megatron_burst.mcore.core_attention import (
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
 from megatron_burst.mcore.refusals import check
-from megatron_burst.patching import when_imported
+from megatron_burst.patching import on_undo, when_imported
 
 _CONVERSION = "megatron.bridge.models.conversion.param_mapping"
 
@@ -54,7 +54,9 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         check("attention", config.transformer, WHO, skip=PER_LAYER)
         if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
             _check_by_spec(config.transformer)
-    return burst_spec(default_layer_spec(config, vp_stage))
+    if getattr(config.transformer, "burst", None) is not None:
+        patches.apply("layers")
+    return _replaced(default_layer_spec(config, vp_stage))
 
 
 def _check_by_spec(config: Any) -> None:
@@ -70,12 +72,20 @@ def _check_by_spec(config: Any) -> None:
 def burst_spec(spec: Any) -> Any:
     """A copy of a spec tree in which burst attention replaces Megatron's core attention.
 
+    Options are those of the configuration's `burst`, if a script sets it to a BurstConfig, else of
+    the command line or MEGATRON_BURST.
+
     `spec`: a ModuleSpec or anything that holds some: submodules, block submodules, partials, lists,
     tuples and dicts. One that has burst's already stays as it is.
 
     Raises:
         BurstError: if there is no core attention of Megatron's in it, nor burst's.
     """
+    patches.apply_when_imported("layers")
+    return _replaced(spec)
+
+
+def _replaced(spec: Any) -> Any:
     found: dict[type, type | None] = {}
     made = _copy(spec, {}, found)
     if not any(found.values()):
@@ -125,6 +135,7 @@ def _convert_alike(theirs: type, ours: type) -> None:
     Its table has the names of classes (0.6.2, models/conversion/param_mapping.py:1409): an
     attention sink of a class that is not there would not be loaded, but end the conversion.
     """
+    on_undo(_convert_alike.cache_clear)  # what waits for Bridge is given back then
     when_imported(_CONVERSION, functools.partial(_register, theirs.__name__, ours.__name__))
 
 
@@ -149,12 +160,20 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     if runs_burst:
         patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
         given["submodules"] = _with_burst(**given)
+        given["cp_comm_type"] = "burst"  # which only transformer layers pass on
     init(*bound.args, **bound.kwargs)
     if runs_burst:
         _check_core(type(self.core_attention), **given)  # of a function, or of params
         self.core_attention.burst = dataclasses.replace(
             self.core_attention.burst, follows_groups=follow_groups(self)
         )
+
+
+def with_options(config_of_layer, /, self, layer_number):
+    """A heterogeneous model's configuration of one layer, which is made of Megatron's fields."""
+    config = config_of_layer(self, layer_number)
+    config.burst = getattr(self, "burst", None)
+    return config
 
 
 def refuse_unset(init, /, self, *arguments, **options) -> None:
@@ -164,9 +183,14 @@ def refuse_unset(init, /, self, *arguments, **options) -> None:
     init(self, *arguments, **options)
 
 
-def _asks_for_burst(config, layer_number, pg_collection=None, **_) -> bool:
-    """Whether the layer's place in the model's `cp_comm_type` has burst; MLA passes it on late."""
-    kinds = config.cp_comm_type
+def _asks_for_burst(
+    config, layer_number, cp_comm_type=None, pg_collection=None, **_
+) -> bool:  # fmt: skip
+    """Whether a layer is given burst, or else its place in the model's `cp_comm_type` has it.
+
+    MLA, and who builds attention without a transformer layer, give none.
+    """
+    kinds = cp_comm_type or config.cp_comm_type
     kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
     return kind == "burst" and asks_for_burst(config, layer_number, kind, pg_collection)
 

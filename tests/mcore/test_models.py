@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.core_attention import BurstCoreAttention
 from tests.mcore import models
 from tests.mcore.gpt import (
     Model,
@@ -63,6 +65,7 @@ def heterogeneous(parallel: Parallel, change: Callable):
     )
 
     config = models.heterogeneous_config(parallel)
+    config.burst = BurstConfig(intra="ring")
     return build(config, change(get_gpt_heterogeneous_layer_spec(config)))
 
 
@@ -158,6 +161,9 @@ def compare_all(rank: int) -> tuple[dict, dict]:
                         type(module).__name__ for path, module in model.named_modules()
                         if path.endswith("core_attention")
                     ]  # fmt: skip
+                    if name == "heterogeneous layers":  # whose configurations Megatron makes anew
+                        assert {module.burst.config.intra for module in model.modules()
+                                if isinstance(module, BurstCoreAttention)} == {"ring"}  # fmt: skip
                     got = loss_and_grads(model, case.logits_of)
                     errors = relative_errors(got, truths[name])
                     found[name] = errors, cores, got.attention_calls

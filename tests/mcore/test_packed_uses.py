@@ -192,6 +192,31 @@ def evaluations(groups: dict) -> dict:
     return errors
 
 
+def twin_of_the_layers_group(rank: int) -> tuple[dict, bool]:
+    """Errors where a micro-batch names the layer's ranks by another group, in a layer that has RoPE
+    over its own and chooses what it keeps; and whether the loss of an evaluation over another
+    group is told which."""
+    from megatron_burst.mcore.fused_loss import _cp_group_of, fuse_loss
+
+    parallel, keep = Parallel(cp=2), BurstConfig(keep="auto", keep_budget_gib=1.0)
+    start(Parallel())
+    truth = one_by_one(SAMPLE, Parallel(), GQA)
+    start(parallel)
+    gpt = burst_model(parallel, RECOMPUTED, keep)
+    twin = dist.new_group([0, 1])
+    whole = SAMPLE.batch()
+    params = params_of(whole, cp_group=twin, local_cp_size=2)
+    errors = relative_errors(packed(gpt, shard(dict(whole)), params), truth)
+    fuse_loss(gpt)
+    gpt.pg_collection = replaced(gpt.pg_collection, twin)
+    return errors, _cp_group_of(gpt.compute_language_model_loss) is twin
+
+
+def test_another_group_of_the_same_ranks_is_the_layers_and_the_losses_follows_the_model():
+    for errors, follows in run_ranks(twin_of_the_layers_group, 2):
+        assert max(errors.values()) <= TOLERANCE and follows, errors
+
+
 def replaced(collection, group):
     """A collection of groups with another one for context parallelism."""
     other = copy.copy(collection)

@@ -40,9 +40,14 @@ BESIDE = [
     LOCAL | dict(cuda_graph_modules=[], cuda_graph_scope_deprecated=[Part.moe_router]),
 ]  # fmt: skip
 ALL = [ITERATION, LOCAL | dict(cuda_graph_scope=[Part.full_iteration])]
-OLD = {  # flags of older releases, and whether they are on
-    name: ([True], [False, {name: True, "cuda_graph_scope": ["mlp"]}])
-    for name in ("enable_cuda_graph", "external_cuda_graph")
+MLP = dict(cuda_graph_scope=["mlp"])
+OLD = {  # flags of older releases, for Megatron's own graphs and TransformerEngine's
+    "enable_cuda_graph": (
+        [True, MLP | dict(enable_cuda_graph=True)],
+        [False, MLP | dict(enable_cuda_graph=True, hybrid_layer_pattern="*-"),
+         dict(enable_cuda_graph=True, cuda_graph_scope=["moe_router"])],
+    ),
+    "external_cuda_graph": ([True], [False, MLP | dict(external_cuda_graph=True)]),
 }
 GRAPHS = {"cuda_graph_impl": ([*IN_LAYERS, *ALL], ["none", *BESIDE])} | OLD
 GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {

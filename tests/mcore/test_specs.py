@@ -5,6 +5,7 @@ spec of the caller's that is changed under its feet.
 """
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_burst import burst_spec
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.core_attention import BurstCoreAttention
+from megatron_burst.patching import undo_all
 from tests.mcore.gpt import (
     SEQ,
     VOCAB,
@@ -122,6 +124,20 @@ def test_a_class_of_the_callers_own_is_left_alone():
     spec.submodules.self_attention.submodules.core_attention = Own
     with pytest.raises(BurstError, match=r"must hold a core attention.*got Own in ModuleSpec; pa"):
         burst_spec(spec)
+
+
+def test_bridge_is_told_of_burst_again_after_undo_all(monkeypatch):
+    """It learns of the class when its table of classes is imported; undo_all takes that back."""
+    name = "megatron.bridge.models.conversion.param_mapping"
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for _ in range(2):
+        burst_spec(spec)
+        undo_all()
+    burst_spec(spec)
+    waiting = [finder for finder in sys.meta_path if getattr(finder, "module", None) == name]
+    undo_all()
+    assert len(waiting) == 1
 
 
 @pytest.mark.parametrize("tree", [ModuleSpec(module=TransformerLayer), [], None, "spec"])

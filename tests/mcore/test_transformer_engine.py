@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import patches
 from megatron_burst.mcore.patches import TABLE
-from tests.mcore.gpt import Parallel, config_of, start
+from tests.mcore.gpt import Model, Parallel, config_of, start
 from tests.ranks import run_ranks
 
 WRAPPERS = "megatron.core.extensions.transformer_engine"
+CP2 = Parallel(cp=2)
 OPTIONS = dict(layer_number=1, attention_type="self", k_channels=8, v_channels=5, num_splits=1)
 
 
@@ -177,6 +180,38 @@ def test_layers_run_burst_only_where_their_cp_comm_type_says_so():
         assert found["a2a"][1] == found[None][1] == ("own", True, 3)
         assert whole == "own"  # of layers that hold whole sequences in a model with cp
         assert alone == [(8, 2, 4 * 5), (8, 2, 4 * 5), "own", "own"]
+
+
+def without_a_transformer_layer(rank):
+    """Whether attention that a script builds itself runs burst, by what it names beside the
+    model's cp_comm_type."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    module = burst_class()
+    importlib.reload(importlib.import_module("megatron_burst.mcore.specs"))
+    patches.apply("attention")
+    start(CP2)
+    found = {}
+    for latent in (False, True):
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent)
+        own = spec.submodules.self_attention
+        own.submodules.core_attention = StandIn
+        config = config_of(CP2, Model(latent=latent), cp_comm_type=["a2a", "burst"])
+        for number, given in ((1, {}), (2, {}), (1, dict(cp_comm_type="burst")),
+                              (2, dict(cp_comm_type="a2a"))):  # fmt: skip
+            built = own.module(config, own.submodules, number, AttnMaskType.causal, **given)
+            core = built.core_attention
+            runs_burst = isinstance(core, module.BurstTECoreAttention) and core.burst is not None
+            found[latent, number, *given.values()] = runs_burst
+    return found
+
+
+def test_attention_without_a_transformer_layer_runs_what_it_names_or_what_the_model_does():
+    """Only transformer layers pass on the cp_comm_type of their place in the model."""
+    for found in run_ranks(without_a_transformer_layer, 2):
+        for latent in (False, True):
+            assert not found[latent, 1] and found[latent, 2]
+            assert found[latent, 1, "burst"] and not found[latent, 2, "a2a"]
 
 
 def rebound(rank):
