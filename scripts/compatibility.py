@@ -23,11 +23,12 @@ HEAD = """# Compatibility
 Made by `scripts/compatibility.py` of [compatibility.csv](compatibility.csv), which
 `make test-matrix` writes; do not edit it.
 
-A cell names the files in `tests/mcore/` whose tests passed, without `test_`, and in brackets the
-case, or how many. The script says which tests belong to a row; the CSV has the result of every test
-by its full name. All run on the CPU, in processes over gloo without TransformerEngine, mostly
-beside runs of Megatron's own without context parallelism. What needs a GPU is in `tests/gpu`, with
-0.19.2.
+A cell names the tests that passed: the file, `gpt` for `tests/mcore/test_gpt.py`, and in brackets
+the case or the function, or how many cases. "No" and "not all" have the number of what the release
+lacks for the others, below. The script says which tests belong to a row; the CSV has the result of
+every test by its full name. All run on the CPU, in processes over gloo without TransformerEngine,
+mostly beside runs of Megatron's own without context parallelism. What needs a GPU is in
+`tests/gpu`, with 0.19.2.
 """
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
@@ -77,12 +78,12 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "other uses, refusals": [("loss_uses", ".*")],
     },
     "Doors": {
-        "`python -m megatron_burst`": [("pretrain", "launcher.*|flag.*")],
-        "`import megatron_burst.patch`": [("pretrain", "import.*")],
-        "`--spec`": [("pretrain", "spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
+        "`python -m megatron_burst`": [("pretrain", "python -m.*|CP4 on.*")],
+        "`import megatron_burst.patch`": [("pretrain", "imported.*")],
+        "`--spec`": [("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
         "`burst_spec`": [("specs", ".*")],
         "`megatron_burst.auto`": [("auto", ".*")],
-        "diff in `patches/`": [("patches", ".*"), ("pretrain", "diff.*")],
+        "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
         "refusals": [("arguments", ".*"), ("core_attention", ".*"), ("doors", ".*refused.*")],
         "seams of the table": [("releases", ".*")],
     },
@@ -194,16 +195,24 @@ def cell(tests: list[Outcome], release: str, reasons: list[str]) -> str:
     for test, result in results.items():
         if result == "passed":
             passed.setdefault(test.file, []).append(test.case)
-    named = [
-        f"`{file}` [{cases[0] if len(cases) == 1 else len(cases)}]"
-        for file, cases in passed.items()
-    ]
+    named = [f"`{file}` [{in_words(cases)}]" for file, cases in passed.items()]
     lacking = dict.fromkeys(r for r in results.values() if r.startswith("skipped"))
+    numbers = []
     for why in (result.removeprefix("skipped: ") for result in lacking):
         if why not in reasons:
             reasons.append(why)
-        named.append(f"no<sup>{reasons.index(why) + 1}</sup>")
+        numbers.append(str(reasons.index(why) + 1))
+    if numbers:
+        named.append(f"{'not all' if passed else 'no'}<sup>{', '.join(numbers)}</sup>")
     return ", ".join(named) or "not run"
+
+
+def in_words(cases: list[str]) -> str:
+    """Names of one case or two, functions' without their underscores; of more how many."""
+    if len(cases) > 2:
+        return f"{len(cases)} cases"
+    return "; ".join(re.sub("^test_|_", " ", case).strip() if case[:5] == "test_" else case
+                     for case in cases)  # fmt: skip
 
 
 def totals(tests: list[Outcome]) -> str:

@@ -29,6 +29,7 @@ run() { # a column's name, where its Megatron is from, tests
 
 checkout() { # a commit of MEGATRON_LM; prints the folder with its files, and a wheel's built ones
     local folder=$PWD/.cache/megatron-lm/$1
+    "${environment[@]}" scripts/bootstrap.sh
     rm -rf "$folder" && mkdir -p "$folder"
     git -C "$MEGATRON_LM" archive "$1" megatron | tar -x -C "$folder"
     rm -f "$folder/megatron/core/datasets/Makefile"

@@ -35,6 +35,7 @@ SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --cont
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload both
     --burst-tune keep_debug=true"""
+RING = "ring (on CPU nothing is gained by fewer kernel calls)"
 PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,
@@ -108,15 +109,16 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("launcher", "ring (on CPU nothing is gained by fewer kernel calls)"),
-        ("flag", "2 nodes x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)"),
+        pytest.param("launcher", RING, id="python -m megatron_burst, CP2, fused loss"),
+        pytest.param("flag", f"2 nodes x 2 ranks; {RING}", id="CP4 on two nodes, all kept"),
         pytest.param(
             "spec",
-            "2 nodes x 2 ranks; ring (on CPU nothing is gained by fewer kernel calls)",
+            f"2 nodes x 2 ranks; {RING}",
             marks=needs("--spec"),
+            id="--spec, CP4 on two nodes",
         ),
-        ("import", "gained by fewer kernel calls); circulate q (asked for"),
-        ("diff", "gained by fewer kernel calls); circulate kv (asked for"),
+        pytest.param("import", f"{RING}; circulate q (asked for", id="imported, CP2, a plan"),
+        pytest.param("diff", f"{RING}; circulate kv (asked for", id="patched Megatron-LM, CP2"),
     ],
 )
 def test_every_step_has_the_loss_and_gradient_norm_of_the_run_without_burst(runs, name, said):

@@ -44,8 +44,11 @@ MLP = dict(cuda_graph_scope=["mlp"])
 OLD = {  # flags of older releases, for Megatron's own graphs and TransformerEngine's
     "enable_cuda_graph": (
         [True, MLP | dict(enable_cuda_graph=True)],
-        [False, MLP | dict(enable_cuda_graph=True, hybrid_layer_pattern="*-"),
-         dict(enable_cuda_graph=True, cuda_graph_scope=["moe_router"])],
+        [
+            False,
+            MLP | dict(enable_cuda_graph=True, hybrid_layer_pattern="*-"),
+            dict(enable_cuda_graph=True, cuda_graph_scope=["moe_router"]),
+        ],
     ),
     "external_cuda_graph": ([True], [False, MLP | dict(external_cuda_graph=True)]),
 }
