@@ -4,6 +4,7 @@ A script itself, and `provide` for processes that import the example. What the e
 Megatron is made of what those releases' own pretrain_gpt.py calls.
 """
 
+import importlib
 import sys
 from argparse import Namespace
 from functools import partial
@@ -25,6 +26,8 @@ def provide() -> None:
     from megatron.training import argument_utils, arguments
 
     argument_utils.gpt_config_from_args = lambda args: None
+    if minor(find_megatron().version) < (0, 17):
+        _move_tokenizers()
     if hasattr(arguments, "parse_and_validate_args"):  # 0.18
         training.pretrain = partial(_with_provider, training.pretrain)
         return
@@ -33,6 +36,13 @@ def provide() -> None:
     argument_utils.pretrain_cfg_container_from_args = lambda args, model: added
     training.pretrain = partial(_with_flags, training.pretrain)
     utils.get_batch_on_this_cp_rank = partial(_shard, utils.get_batch_on_this_cp_rank)
+
+
+def _move_tokenizers() -> None:
+    """To where the example looks for what makes one."""
+    package = "megatron.core.tokenizers"
+    own = importlib.import_module(f"{package}.text.utils.build_tokenizer")
+    sys.modules[f"{package}.utils"] = sys.modules[f"{package}.utils.build_tokenizer"] = own
 
 
 def _with_provider(pretrain, config, datasets, model_type, forward_step) -> None:

@@ -39,10 +39,8 @@ pytestmark = needs("training")
 
 def why(run: tuple) -> str:
     """Why this Megatron cannot run it."""
-    flags = run[1][1]
-    return why_not("torch FSDP2" if FSDP2 in flags else None) or why_not(
-        "Megatron-FSDP" if MEGATRON_FSDP in flags else None
-    )
+    needed = {"torch FSDP2": FSDP2, "Megatron-FSDP": MEGATRON_FSDP, "experts": EXPERTS}
+    return "".join(why_not(need) for need, flags in needed.items() if flags in run[1][1])
 
 
 @pytest.fixture(scope="module")
