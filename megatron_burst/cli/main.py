@@ -13,7 +13,10 @@ from megatron_burst.units import whole_number, whole_numbers
 from megatron_burst.version import __version__
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP)
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
+    rich_markup_mode=None,  # Rich's tables cut options and their help at 80 columns
+)  # fmt: skip
 app.command()(plan)
 app.command()(doctor)
 
@@ -35,13 +38,22 @@ def main(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, Option(help="TOML to write")] = Path("calibration.toml"),
-    name: Annotated[str | None, Option(help="of the machine; default: its GPU's")] = None,
-    budget_s: Annotated[float, Option(min=0, help="start nothing new after so many s")] = 150.0,
+    out: Annotated[Path, Option(metavar="FILE", help="TOML file to write")] = Path(
+        "calibration.toml"
+    ),
+    name: Annotated[
+        str | None, Option(metavar="NAME", help="of the machine; default: its GPU's")
+    ] = None,
+    budget_s: Annotated[
+        float, Option(min=0, metavar="S", help="start no new measurement after so many seconds")
+    ] = 150.0,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
-    """Measure this machine's kernels and links; alone or under torchrun, on all nodes together."""
+    """Measure the kernels and links of this machine.
+
+    Runs alone, or under torchrun on all nodes together. `plan --hardware` reads what it writes.
+    """
     from megatron_burst.cli.calibrate import calibrate as measure
     from megatron_burst.cli.world import started
     from megatron_burst.plan.hardware_file import to_toml
@@ -58,16 +70,19 @@ def calibrate(
 
 @app.command()
 def bench(
-    seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K or 1M")] = "64K",
-    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
-    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
-    reps: Annotated[int, Option(min=1, help="repetitions, in turns")] = 10,
+    seq: Annotated[
+        str, Option(metavar="TOKENS", help="of the whole sequence, e.g. 64K or 1M")
+    ] = "64K",
+    heads: Annotated[str, Option(metavar="Q/KV", help="query heads and KV heads")] = "32/8",
+    head_dim: Annotated[int, Option(min=1, metavar="N", help="width of a head")] = 128,
+    reps: Annotated[int, Option(min=1, metavar="N", help="repetitions, in turns")] = 10,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
-    """Attention: burst beside TransformerEngine and the kernel alone; alone or under torchrun.
+    """Measure attention: burst, TransformerEngine, the kernel alone.
 
-    bf16 on GPUs, float32 on CPU, which is for trying it out with small sizes.
+    Runs alone or under torchrun; bf16 on GPUs, float32 on CPU, which is for trying it out with
+    small sizes.
     """
     with in_one_sentence():
         tokens = whole_number(seq, "--seq", "bench")

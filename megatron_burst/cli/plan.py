@@ -1,6 +1,7 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,42 +34,72 @@ _IN_FILE = {  # Megatron's names, and where they go
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-Size = Annotated[int | None, Option(min=1)]
+Size = partial(Option, min=1, metavar="N")
 _MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
 
 def plan(
-    model: Annotated[str, Argument(help=_MODEL)],
-    gpus: Annotated[str, Option(help="GPUs of the job, e.g. 64 or 16k")],
-    seq_length: Annotated[str, Option(help="tokens of a sequence, e.g. 1M, 128k, 1048576")] = "",
-    gpus_per_node: Annotated[int | None, Option(min=1, help="default: the hardware's")] = None,
+    model: Annotated[str, Argument(metavar="MODEL", help=_MODEL)],
+    gpus: Annotated[str, Option(metavar="N", help="GPUs of the job, e.g. 64 or 16k")],
+    seq_length: Annotated[
+        str, Option(metavar="TOKENS", help="length of a sequence, e.g. 1M, 128k, 1048576")
+    ] = "",
+    gpus_per_node: Annotated[
+        int | None, Size(help="GPUs of a node; default: of --hardware")
+    ] = None,
     hardware: Annotated[
-        str, Option(help=f"{', '.join(preset_names())}, or a TOML file of calibrate's")
+        str,
+        Option(
+            metavar="NAME|FILE",
+            help=f"{', '.join(preset_names())}, or a TOML file that calibrate wrote",
+        ),
     ] = "h200",
     global_batch_size: Annotated[
-        str, Option(help="sequences of a step; default: 4M tokens, or 1K a GPU if that is more")
+        str,
+        Option(
+            metavar="N",
+            help="sequences of a step; default: 4M tokens, or 1K a GPU if that is more",
+        ),
     ] = "",
-    tp: Size = None,
-    cp: Size = None,
-    pp: Size = None,
-    dp: Size = None,
-    ep: Size = None,
-    recompute: Annotated[Literal["none", "selective", "full"] | None, Option()] = None,
-    keep: Annotated[Literal["none", "half", "all"] | None, Option(help="--burst-keep")] = None,
-    offload: Annotated[bool | None, Option(help="--burst-keep-offload results")] = None,
-    offload_inputs: Annotated[bool | None, Option(help="--burst-keep-offload inputs")] = None,
+    tp: Annotated[int | None, Size(help="tensor-parallel size")] = None,
+    cp: Annotated[int | None, Size(help="context-parallel size")] = None,
+    pp: Annotated[int | None, Size(help="pipeline-parallel size")] = None,
+    dp: Annotated[int | None, Size(help="data-parallel size")] = None,
+    ep: Annotated[int | None, Size(help="expert-parallel size")] = None,
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        Option(help="what backward computes again; selective: the feed-forward"),
+    ] = None,
+    keep: Annotated[
+        Literal["none", "half", "all"] | None,
+        Option(help="attention results kept under full recomputation (--burst-keep)"),
+    ] = None,
+    offload: Annotated[
+        bool | None, Option(help="whether these results wait in host memory")
+    ] = None,
+    offload_inputs: Annotated[
+        bool | None, Option(help="whether inputs of recomputed layers wait in host memory")
+    ] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
-    json: Annotated[Path | None, Option(help="write all of it as JSON")] = None,
+    json: Annotated[
+        Path | None, Option(metavar="FILE", help="write the plan as JSON, for --burst-plan")
+    ] = None,
     cu_seqlens: Annotated[
         Path | None,
-        Option(help="one packed sample instead of a job: boundaries or lengths (text, .npy, .pt)"),
+        Option(
+            metavar="FILE",
+            help="one packed sample instead of a job: boundaries or lengths (text, .npy, .pt)",
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
-        Option(help="draw one layer's attention (.png, .svg): ranks x time, or a sample"),
+        Option(
+            metavar="FILE",
+            help="draw attention of a layer, or of the sample, over time (.png, .svg, .pdf)",
+        ),
     ] = None,
 ) -> None:
-    """Time, memory and flags of a training job before it runs, or attention of a packed sample.
+    """Predict time and memory of a job, and print its flags.
 
     Sizes and policies that are not given are those of the fastest strategy that fits in memory.
     Exits with 0 for a plan that runs, with 2 for input that is refused, and with 3 for a plan that

@@ -1,6 +1,8 @@
 """What commands share: options, refusals in one sentence, and how far a run is."""
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +17,8 @@ from typer import Option
 
 from megatron_burst.errors import BurstError
 
-Nodes = Annotated[int | None, Option(min=1, help="treat this machine as N nodes")]
-Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: GPUs if any")]
+Nodes = Annotated[int | None, Option(min=1, metavar="N", help="treat this machine as N nodes")]
+Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: cuda if there are GPUs")]
 
 
 def check_writable(who: str, option: str, path: Path) -> None:
@@ -56,6 +58,19 @@ def in_one_sentence() -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep warnings, of Python and of logging, out of a report; errors are shown."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @dataclass(slots=True)

@@ -1,10 +1,13 @@
 """The doctor's checks of one machine, on what real machines print. Catches storage HCAs among those
 that a job uses, busy GPUs that pass as free, and trouble that passes as fine."""
 
+import logging
 import re
 import subprocess
+import warnings
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_burst.cli.doctor.machine import (
     VARIABLES,
@@ -22,7 +25,7 @@ from megatron_burst.cli.doctor.network import (
     environment,
     interfaces_of,
 )
-from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, print_report
+from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, ok, print_report
 from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, check_versions
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
@@ -33,6 +36,7 @@ from megatron_burst.cli.doctor.survey import (
     run_command,
     survey_here,
 )
+from megatron_burst.cli.main import app
 from megatron_burst.mcore.patches import rows
 from megatron_burst.patching import Patch
 from tests.cli.surveys import (
@@ -316,3 +320,21 @@ def test_equal_findings_are_merged_and_printed_worst_first(capsys):
     text = capsys.readouterr().out
     assert text.index("errors") < text.index("room")
     assert "export A=[b]" in text and "1 fail, 1 ok: a run would break" in text
+
+
+@pytest.mark.parametrize("options, shows", [([], False), (["--verbose"], True), (["-v"], True)])
+def test_warnings_of_other_packages_stay_out_of_the_report(
+    options, shows, monkeypatch, caplog, recwarn
+):
+    def noisy():
+        warnings.warn("Apex is not installed", stacklevel=1)
+        logging.getLogger("a.package").warning("No CUDA runtime is found")
+        logging.getLogger("a.package").error("the device is lost")
+        return ok("seams", "all fit")
+
+    monkeypatch.setattr("megatron_burst.cli.doctor.software.check_seams", noisy)
+    done = CliRunner().invoke(app, ["doctor", *options])
+    assert "all fit" in done.output and "Apex" not in done.stdout
+    warned = [str(one.message) for one in recwarn] + [one.message for one in caplog.records]
+    assert "the device is lost" in warned, "errors are never hidden"
+    assert ("Apex is not installed" in warned) == ("No CUDA runtime is found" in warned) == shows

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks.sweep import clock, sweep
@@ -21,6 +22,18 @@ COMMANDS = [[], ["bench"], ["plan"], ["calibrate"], ["doctor"]]
 def test_help_by_its_short_name(command):
     done = CliRunner().invoke(app, [*command, "-h"])
     assert done.exit_code == 0 and "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_whole_on_a_narrow_terminal(command):
+    text = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text and "..." not in text.replace("[ARGS]...", "")
+    shown = get_command(app)
+    for name in command:
+        shown = shown.commands[name]
+    flags = {flag for option in shown.params for flag in option.opts if flag.startswith("--")}
+    assert flags and all(flag in text for flag in flags)
 
 
 def test_version():

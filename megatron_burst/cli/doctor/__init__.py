@@ -7,64 +7,83 @@ started; `report` prints. Heavy imports wait for a run.
 
 import os
 import shlex
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from megatron_burst.cli.terminal import shown
+from megatron_burst.cli.terminal import shown, without_warnings
 from megatron_burst.errors import BurstError, require
 
-Size = Annotated[int | None, Option(min=1, help="in a job: parallel size to be used")]
+Size = Annotated[
+    int | None, Option(min=1, metavar="N", help="in a job: the parallel size that it will have")
+]
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 
 def doctor(
     nodes: Annotated[
-        str | None, Option(help="before a job: ask these nodes over ssh, a,b,c")
+        str | None,
+        Option(metavar="A,B,C", help="before a job: names of its nodes, asked over ssh"),
     ] = None,
-    ssh: Annotated[str, Option(help="how a node is reached; node and command follow")] = _SSH,
-    timeout_s: Annotated[float, Option(min=0.1, help="how long to wait, in each step")] = 60.0,
+    ssh: Annotated[
+        str, Option(metavar="COMMAND", help="reaches a node; its name and a script are appended")
+    ] = _SSH,
+    timeout_s: Annotated[
+        float, Option(min=0.1, metavar="S", help="seconds to wait in each step")
+    ] = 60.0,
     tp: Size = None,
     cp: Size = None,
     pp: Size = None,
-    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
+    verbose: Annotated[
+        bool, Option("--verbose", "-v", help="show the warnings of torch and Megatron too")
+    ] = False,
 ) -> None:
-    """Check this machine; under torchrun or srun the whole job; with --nodes before any job.
+    """Check this machine, a whole job, or nodes before a job.
 
+    Alone it checks this machine, under torchrun or srun the job, with --nodes nodes without a job.
     Exits with 1 if something would break a run, with 2 for options that are refused. Never stops,
     starts or changes anything.
     """
-    from megatron_burst.cli.doctor.meeting import launch_of
-    from megatron_burst.cli.doctor.report import Report, print_report
-
+    sizes = {"--tp": tp, "--cp": cp, "--pp": pp}
     try:
-        launch = None if nodes is not None else launch_of(os.environ)
-        asked = {"--tp": tp, "--cp": cp, "--pp": pp}
-        _check(ssh, nodes, [option for option, size in asked.items() if size], launch)
-        with shown(0 if launch is None else launch.rank) as progress:
-
-            def say(report: Report) -> None:
-                progress.end()
-                print_report(report, as_json)
-
-            if launch:
-                from megatron_burst.cli.doctor.compare import Sizes
-                from megatron_burst.cli.doctor.job import Job, check_job
-                from megatron_burst.cli.doctor.survey import run_command
-
-                sizes = Sizes(tp or 1, cp or 1, pp or 1) if tp or cp or pp else None
-                job = Job(run_command, os.environ, timeout_s, sizes, say, progress)
-                breaks = check_job(launch, job)
-            else:
-                progress.now("asking what machines have")
-                report = _outside_a_job(nodes, ssh, timeout_s)
-                say(report)
-                breaks = report.breaks
+        with nullcontext() if verbose else without_warnings():
+            breaks = _examine(nodes, ssh, timeout_s, sizes, as_json)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(int(breaks))
+
+
+def _examine(
+    nodes: str | None, ssh: str, timeout_s: float, asked: dict[str, int | None], as_json: bool
+) -> bool:
+    """Check what there is, and print the report; whether a run would break."""
+    from megatron_burst.cli.doctor.meeting import launch_of
+    from megatron_burst.cli.doctor.report import Report, print_report
+
+    launch = None if nodes is not None else launch_of(os.environ)
+    _check(ssh, nodes, [option for option, size in asked.items() if size], launch)
+    with shown(0 if launch is None else launch.rank) as progress:
+
+        def say(report: Report) -> None:
+            progress.end()
+            print_report(report, as_json)
+
+        if not launch:
+            progress.now("asking what machines have")
+            report = _outside_a_job(nodes, ssh, timeout_s)
+            say(report)
+            return report.breaks
+        from megatron_burst.cli.doctor.compare import Sizes
+        from megatron_burst.cli.doctor.job import Job, check_job
+        from megatron_burst.cli.doctor.survey import run_command
+
+        sizes = Sizes(*(size or 1 for size in asked.values())) if any(asked.values()) else None
+        job = Job(run_command, os.environ, timeout_s, sizes, say, progress)
+        return check_job(launch, job)
 
 
 def _check(ssh: str, nodes: str | None, sizes: list[str], launch: object) -> None:

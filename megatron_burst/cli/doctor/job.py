@@ -1,7 +1,6 @@
 """A whole job from inside: everybody there, alike, within reach, and links as fast as others."""
 
 import socket
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,9 +65,7 @@ def check_job(launch: Launch, job: Job) -> bool:
     checks.before_groups(survey)
     door.close()
     if checks.may_measure:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of uneven nodes: a check says it
-            checks.measure()
+        checks.measure()
     report = Report(tuple(checks.found), tuple(checks.links))
     if meeting.leads:
         job.say(report)
@@ -134,11 +131,7 @@ class _Checks:
             return skip("groups", "ranks are missing")
         first = {home.node: rank for rank, home in reversed(list(enumerate(self.homes)))}
         places = [(first[home.node], home.place) for home in self.homes]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the check says it
-            return compare.check_groups(
-                compare.cp_groups(nvlink_domains(self.homes), sizes, places)
-            )
+        return compare.check_groups(compare.cp_groups(nvlink_domains(self.homes), sizes, places))
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""

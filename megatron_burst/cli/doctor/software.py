@@ -1,7 +1,6 @@
 """Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
 
 import platform
-import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
@@ -104,13 +103,11 @@ def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[
 def check_seams(load: Callable[[], list] | None = None) -> Check:
     """Which places of Megatron's burst can attach to; `load`: gives others than the installed."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's, about what it goes without
-            if load is None:
-                if find_megatron():
-                    require_megatron("burst's flags")
-                from megatron_burst.mcore.patches import rows as load
-            found = load()
+        if load is None:
+            if find_megatron():
+                require_megatron("burst's flags")
+            from megatron_burst.mcore.patches import rows as load
+        found = load()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
         return fail("seams", what, change)
