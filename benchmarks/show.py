@@ -81,11 +81,23 @@ def plot(csvs: Csvs) -> None:
         try:
             from benchmarks.plots import draw
         except ModuleNotFoundError as error:
-            raise BurstError(
-                "benchmarks.show plot: Matplotlib must be installed, because it draws the "
-                f"pictures; got {error}; pip install matplotlib"
-            ) from None
+            raise _no_matplotlib("plot", error) from None
         _echo(draw(rows, csvs[0].with_suffix("")))
+
+
+@app.command()
+def gains(
+    picture: Annotated[Path, Argument(help="what is written, such as docs/gains.png")], csvs: Csvs
+) -> None:
+    """Attention, packed documents and windows too: time and memory beside TransformerEngine's."""
+    with in_one_sentence():
+        rows = _attention(csvs)
+        try:
+            from benchmarks.gains import draw_gains
+        except ModuleNotFoundError as error:
+            raise _no_matplotlib("gains", error) from None
+        draw_gains(rows, picture)
+        typer.echo(picture)
 
 
 @app.command()
@@ -111,6 +123,13 @@ def _show(csvs: list[Path], sheet: Sheet, table, draw) -> None:
         rows = read(csvs, sheet)
         typer.echo(table(rows))
         _echo(draw(rows, csvs[0].with_suffix("")))
+
+
+def _no_matplotlib(command: str, error: ModuleNotFoundError) -> BurstError:
+    return BurstError(
+        f"benchmarks.show {command}: Matplotlib must be installed, because it draws the "
+        f"pictures; got {error}; pip install matplotlib"
+    )
 
 
 def _echo(files: list[Path]) -> None:

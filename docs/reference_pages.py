@@ -84,14 +84,21 @@ def refusals() -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    """Underscores inside of words mean themselves in Markdown: they stay, so that a search finds
+    them."""
+    text = text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
 def _of_megatron() -> Iterator[Refused]:
     """Rows of the table of refusals."""
+    tree = ast.parse((PACKAGE / "mcore" / "refusals.py").read_text())
+    made = {x.lineno: _text(x.body) for x in ast.walk(tree) if isinstance(x, ast.Lambda)}
     for row in TABLE:
-        change = row.change if isinstance(row.change, str) else "(depends on the value)"
-        yield Refused("mcore: Megatron's options", f"{row.named}: {row.why}", change)
+        is_text = isinstance(row.change, str)
+        change = row.change if is_text else made[row.change.__code__.co_firstlineno]
+        must = f"cannot run with {row.named}, because {row.why}"
+        yield Refused("mcore: Megatron's options", must, change)
 
 
 def _of_the_code() -> Iterator[Refused]:
@@ -114,9 +121,18 @@ def _text(node: ast.AST) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = (x if isinstance(x, ast.Constant) else ast.unparse(x.value) for x in node.values)
-        return "".join(x.value if isinstance(x, ast.Constant) else f"{{{x}}}" for x in parts)
+        return "".join(
+            x.value if isinstance(x, ast.Constant) else f"{{{_filled_in(x.value)}}}"
+            for x in node.values
+        )
     return ""
+
+
+def _filled_in(node: ast.AST) -> str:
+    """What a placeholder stands for, in words where the code would puzzle a reader."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "nearest_multiples":
+        return f"multiple of {_filled_in(node.args[1])}"
+    return re.sub(r"\b(?:o|self)\.", "", ast.unparse(node))
 
 
 PAGES = {

@@ -165,7 +165,7 @@ def main(
     report = demo_report.Report(MODEL, cp_size, [run.steps() for run in runs], seconds)
     choices = demo_report.choices_in(runs[1].output)
     pictures = demo_report.save_pictures(report, folder)
-    console.print(demo_report.table(report))
+    console.print(demo_report.tables(report))
     for choice in choices:
         console.print(f"auto chose: {choice}")
     console.print("pictures: " + " ".join(str(path) for path in pictures), soft_wrap=True)

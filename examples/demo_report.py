@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from draw_ring import save_picture
+from rich.console import Group
 from rich.table import Table
 
 from megatron_burst.plan.choose import choose_circulate
@@ -95,8 +96,15 @@ def choices_in(output: Path) -> list[str]:
     return [choices for _, _, choices in parts if "; backend " in choices]
 
 
-def table(report: Report) -> Table:
-    """Everything in one table."""
+def tables(report: Report) -> Group:
+    """What both runs logged, what their processes share, and what the nodes save."""
+    cores = f"{report.cp_size} processes on the same cores are slower than one: only GPUs tell speeds"
+    on_cpu = [] if torch.cuda.device_count() > 1 else [cores]
+    return Group(_runs(report), *on_cpu, _bytes(report))
+
+
+def _runs(report: Report) -> Table:
+    """Both runs beside each other, and how far they are apart."""
     made = Table(title="CP=1 (Megatron's attention) against burst attention", show_lines=False)
     made.add_column("")
     made.add_column("CP=1", justify="right")
@@ -121,10 +129,17 @@ def table(report: Report) -> Table:
         ),
     ):
         made.add_row(label, "", text)
-    made.add_section()
+    return made
+
+
+def _bytes(report: Report) -> Table:
+    """Of burst's run: rings that know the nodes, beside one ring over all ranks (counted)."""
+    made = Table(title="burst attention's bytes a step: why rings follow the nodes")
+    made.add_column("")
+    made.add_column("one ring over all ranks", justify="right")
+    made.add_column("rings that know the nodes", justify="right")
     nested = pretend_nodes(report.cp_size, 2)
     (ours, our_busiest), (flat, flat_busiest) = map(report.bytes_per_step, (nested, nested.flat()))
-    made.add_row("[bold]attention's bytes a step[/]", "[bold]flat ring[/]", "[bold]nested ring[/]")
     for link in Link:
         where = "inside nodes" if link is Link.INTRA else "between nodes"
         made.add_row(
@@ -136,7 +151,7 @@ def table(report: Report) -> Table:
 
 
 def save_pictures(report: Report, folder: Path) -> list[Path]:
-    """Write loss.png and schedule.svg."""
+    """Write loss.png and schedule.png."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -149,7 +164,7 @@ def save_pictures(report: Report, folder: Path) -> list[Path]:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Same seeds, same text")
     axes.grid(alpha=0.3)
     axes.legend()
-    loss, schedule = folder / "loss.png", folder / "schedule.svg"
+    loss, schedule = folder / "loss.png", folder / "schedule.png"
     figure.savefig(loss, dpi=140)
     topology = pretend_nodes(report.cp_size, 2)
     save_picture([report.spec(topology, direction) for direction in Direction], schedule)

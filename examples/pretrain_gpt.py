@@ -39,6 +39,12 @@ from step_log import StepLog
 from megatron_burst.mcore import patches
 
 Batch = dict[str, torch.Tensor]
+# What a first run would otherwise have to name; flags override it.
+DEFAULTS = {
+    "micro_batch_size": 1, "lr": 1e-3, "eval_iters": 0, "log_interval": 1,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "rope",
+    "tokenizer_type": "NullTokenizer", "vocab_size": 257,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -55,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pack-documents", action="store_true",
         help="documents of --data-path see only themselves; each a multiple of 2 * CP tokens",
     )  # fmt: skip
+    parser.set_defaults(**DEFAULTS)
     return parser
 
 

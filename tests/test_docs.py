@@ -2,11 +2,14 @@
 
 import re
 import runpy
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.config import Tuning
+from megatron_burst.errors import BurstError
+from megatron_burst.mcore.refusals import check
 from tests.schedule.support import table
 
 ROOT = Path(__file__).parents[1]
@@ -123,3 +126,14 @@ def test_every_row_of_compatibility_has_tests():
             for pattern in patterns:
                 found = COMPATIBILITY["tests_of"]([pattern], tests)
                 assert any("passed" in test.results.values() for test in found), (row, pattern)
+
+
+def test_a_printed_refusal_is_found_in_the_page_of_errors():
+    """Word by word: it is searched for."""
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    options = Namespace(seq_length=1022, context_parallel_size=2)
+    with pytest.raises(BurstError) as caught:
+        check("run", options, "burst")
+    must, _, rest = str(caught.value).partition(": ")[2].partition("; got ")
+    assert f"| {must} | choose a {{multiple of 2 \\* context_parallel_size}} |" in page
+    assert rest.endswith("choose a multiple of 4, such as 1020 or 1024")

@@ -124,6 +124,17 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
     assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
 
 
+def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
+    """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's fastest mode 15 ms and 2.5 GiB."""
+    gains = pytest.importorskip("benchmarks.gains")
+    rows = [*one_problem(), *one_problem(seq=2**17), *one_problem(mask="window-4K")]
+    (found,) = gains.gains_of(rows + one_problem(pass_="fwd"))
+    assert found == gains.Gains("causal\n4 GPUs", [1.5, 1.5], [2.5 / 1.5, 2.5 / 1.5])
+    append(tmp_path / "a.csv", rows)
+    done = CliRunner().invoke(app, ["gains", str(tmp_path / "g.png"), str(tmp_path / "a.csv")])
+    assert done.exit_code == 0 and (tmp_path / "g.png").stat().st_size > 10_000, done.output
+
+
 def test_the_table_shows_one_pass_and_says_if_it_is_missing(results, tmp_path):
     forward = CliRunner().invoke(app, ["table", str(results), "--pass", "fwd"])
     assert len(forward.output.splitlines()) == 5 and "pass fwd." in forward.output

@@ -1,0 +1,104 @@
+"""One picture of all gains: burst against TransformerEngine's best mode, in time and in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.rows import Row
+from benchmarks.tables import Comparison, Problem, compare
+
+_PIXELS = 800  # width of a README's column
+_DPI = 100
+_BURST, _POINT = "#2a78b8", "#12344d"
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """The problems of one kind on one set of GPUs.
+
+    Attributes:
+        label: the kind and the GPUs.
+        speed: for each problem, time of TransformerEngine's fastest mode / burst's.
+        memory: for each problem, peak memory of that mode / burst's.
+    """
+
+    label: str
+    speed: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+
+
+def gains_of(rows: Sequence[Row]) -> list[Gains]:
+    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first.
+
+    A kind of which only one problem was measured is left out: it has no spread.
+    """
+    kinds: dict[str, Gains] = {}
+    for each in sorted(compare(rows), key=_place):
+        burst, te = each.burst, each.best_te
+        if each.problem.pass_ != "fwd_bwd" or burst is None or te is None:
+            continue
+        label = _label(each.problem)
+        gains = kinds.setdefault(label, Gains(label))
+        gains.speed.append(te.ms / burst.ms)
+        gains.memory.extend(_memory(each))
+    return [gains for gains in kinds.values() if len(gains.speed) > 1]
+
+
+def _place(each: Comparison) -> tuple:
+    return each.problem.nodes, _kind(each.problem), each.problem.ranks
+
+
+def _kind(problem: Problem) -> str:
+    if problem.mask == "causal":
+        return "causal"
+    return "sliding window" if problem.mask.startswith("window") else "packed documents"
+
+
+def _label(problem: Problem) -> str:
+    gpus = problem.ranks // problem.nodes
+    place = f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+    if problem.nodes > 1:
+        place = f"{problem.nodes} emulated nodes x {place}"
+    return f"{_kind(problem)}\n{place}"
+
+
+def _memory(each: Comparison) -> list[float]:
+    ours, theirs = each.burst.peak_gib, each.best_te.peak_gib
+    return [theirs / ours] if ours and theirs else []
+
+
+def draw_gains(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar for each kind, with a point for each of its problems."""
+    gains = gains_of(rows)
+    size = _PIXELS / _DPI, (0.62 * len(gains) + 1.3)
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _bars(left, [each.speed for each in gains], "times as fast (1: TransformerEngine)")
+    _bars(right, [each.memory for each in gains], "times less memory (1: TransformerEngine)")
+    left.set_yticks(range(len(gains)), [each.label for each in gains])
+    left.invert_yaxis()
+    gpu = rows[0].gpu.partition(";")[0].removeprefix("NVIDIA ")
+    figure.suptitle(f"burst against TransformerEngine's fastest mode, attention on {gpu}")
+    figure.savefig(path, dpi=_DPI)
+
+
+def _bars(axis: Axes, kinds: Sequence[Sequence[float]], unit: str) -> None:
+    """Geometric means as bars, each problem as a point, 1 as a line."""
+    for y, values in enumerate(kinds):
+        if not values:
+            continue
+        mean = exp(sum(map(log, values)) / len(values))
+        axis.barh(y, mean, 0.62, color=_BURST, alpha=0.75)
+        axis.plot(values, [y] * len(values), "|", color=_POINT, markersize=9)
+        axis.annotate(
+            f"{mean:.2f}", (max(values), y), (6, 0), textcoords="offset points", va="center",
+            fontweight="bold",
+        )  # fmt: skip
+    axis.axvline(1, color="black", lw=1)
+    axis.set(xlabel=unit, xlim=(0, 1.18 * max(max(values, default=1) for values in kinds)))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.3)
