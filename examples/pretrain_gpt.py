@@ -41,7 +41,7 @@ from megatron_burst.mcore import patches
 Batch = dict[str, torch.Tensor]
 # What a first run would otherwise have to name; flags override it.
 DEFAULTS = {
-    "micro_batch_size": 1, "lr": 1e-3, "eval_iters": 0, "log_interval": 1,
+    "micro_batch_size": 1, "lr": 1e-3, "eval_iters": 0, "eval_interval": 1000, "log_interval": 1,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "rope",
     "tokenizer_type": "NullTokenizer", "vocab_size": 257,
 }  # fmt: skip
