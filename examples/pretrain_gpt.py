@@ -42,7 +42,7 @@ Batch = dict[str, torch.Tensor]
 # What a first run would otherwise have to name; flags override it.
 DEFAULTS = {
     "micro_batch_size": 1, "lr": 1e-3, "eval_iters": 0, "eval_interval": 1000, "log_interval": 1,
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "rope",
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
     "tokenizer_type": "NullTokenizer", "vocab_size": 257,
 }  # fmt: skip
 
