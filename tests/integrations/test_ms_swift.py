@@ -13,8 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_burst.errors import BurstError
 from tests.integrations.packed import LENGTHS, TOLERANCE, core_of, documents, one_by_one, run_of
-from tests.mcore.gpt import Parallel, relative_errors, start
+from tests.mcore.gpt import (
+    Parallel,
+    Run,
+    _complete_grads,
+    _sum_over_cp,
+    relative_errors,
+    start,
+)
 from tests.ranks import preload, run_ranks
 
 if importlib.util.find_spec("mcore_bridge") is None:
@@ -60,7 +68,7 @@ def model_of(cp: int, **options):
 
 
 def packed_by_swift(rank, plugin):
-    """What cp_comm_type became, layers, and errors of loss and gradients."""
+    """What cp_comm_type became, layers, errors of loss and gradients, and what is said of sinks."""
     from swift.megatron.trainers.utils import prepare_batch
 
     start(Parallel())
@@ -78,16 +86,24 @@ def packed_by_swift(rank, plugin):
     batch = {name: torch.cat(rows)[None] for name, rows in given.items()}
     batch = prepare_batch(args, batch | {"seq_lens": list(LENGTHS)})
     labels = batch.pop("labels")[0]
-    return (
-        args.cp_comm_type,
-        core_of(gpt),
-        relative_errors(run_of(gpt, gpt(**batch), labels), truth),
-    )
+    if hasattr(gpt, "fused_head"):  # ms-swift hands labels to the model, and takes its losses
+        loss = gpt(**batch, labels=labels[None])[0][labels != -100].sum()
+        loss.backward()
+        run = Run(_sum_over_cp(loss.detach()), _complete_grads(gpt))
+    else:
+        run = run_of(gpt, gpt(**batch), labels)
+    with pytest.raises(BurstError) as refused:  # of gpt-oss
+        model_of(2, cp_comm_type=args.cp_comm_type, softmax_type="learnable")
+    kinds = args.cp_comm_type, core_of(gpt), hasattr(gpt, "fused_head")
+    return kinds, relative_errors(run, truth), str(refused.value)
 
 
-def test_a_plugin_file_switches_burst_on_and_swifts_rows_are_bursts(tmp_path):
+@pytest.mark.parametrize("options", ["", "fused_loss=1"])
+def test_a_plugin_file_switches_burst_on_and_swifts_rows_are_bursts(tmp_path, options):
     plugin = tmp_path / "burst.py"
     plugin.write_text("import megatron_burst.auto\n")
-    for kind, core, errors in run_ranks(packed_by_swift, 2, str(plugin)):
-        assert kind == "burst" and core == "BurstCoreAttention"
+    found = run_ranks(packed_by_swift, 2, str(plugin), environment={"MEGATRON_BURST": options})
+    for kinds, errors, refused in found:
+        assert kinds == ("burst", "BurstCoreAttention", bool(options))
         assert max(errors.values()) < TOLERANCE, errors
+        assert "attention sinks are not supported yet; got softmax_type=learnable" in refused
