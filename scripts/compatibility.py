@@ -179,9 +179,25 @@ def tests_of(patterns: list[tuple[str, str]], tests: list[Outcome]) -> list[Outc
 def rows_of_cases(tests: list[Outcome]) -> dict[str, dict[str, list[tuple[str, str]]]]:
     """Rows of files whose cases say by themselves what runs."""
     return {
-        title: {test.case: [(file, re.escape(test.case))] for test in tests if test.file == file}
+        title: {
+            name_of(test): [(file, re.escape(test.case))] for test in tests if test.file == file
+        }
         for title, file in ROW_FOR_EACH_CASE.items()
     }
+
+
+def name_of(test: Outcome) -> str:
+    """A row's: "T5Model, refused", "torch: saved with burst CP2, resumed without burst"."""
+    if test.file != "checkpoints":
+        return f"{test.case}, refused" if "refused[" in test.name else test.case
+    form, _, run = test.case.partition("-")
+    now, _, before = run.partition(", from ")
+    saved, resumed = (
+        f"with {sizes}" if sizes.startswith("burst")
+        else sizes.replace("without ", "without burst, ") if " " in sizes else "without burst"
+        for sizes in (before or now, now)
+    )  # fmt: skip
+    return f"{form}: saved {saved}, resumed {resumed}"
 
 
 def cell(tests: list[Outcome], release: str, reasons: list[str]) -> str:
