@@ -296,8 +296,9 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise BurstError(
-            f"{_WHO}: the calling rank must belong to the group, because each rank passes its own "
-            f"rows; got global rank {dist.get_rank()} outside of it; call on its members only"
+            f"{_WHO}: the calling rank must belong to the group, because each rank passes its "
+            f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
+            "group's ranks"
         )
     assert group is not None
     return group

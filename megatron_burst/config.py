@@ -64,9 +64,9 @@ class Tuning:
     def __post_init__(self) -> None:
         _check_words(self)
         for name, why in (
-            ("heads_per_round", "nothing would move with none"),
-            ("nccl_ctas", "nothing would move with none"),
-            ("keep_host_gib", "it is room for what is offloaded"),
+            ("heads_per_round", "nothing would be sent otherwise"),
+            ("nccl_ctas", "nothing would be sent otherwise"),
+            ("keep_host_gib", "it limits the memory for offloading"),
             ("timeout_s", "a rank waits that long for the others"),
         ):
             value = getattr(self, name)
@@ -77,9 +77,9 @@ class Tuning:
                 )
         if not self.pieces and self.heads_per_round is not None:
             raise BurstError(
-                "burst attention: pieces=False and heads_per_round must not come together, because "
-                "the one is a round of all heads, the other of some; got heads_per_round="
-                f"{self.heads_per_round}; leave one of them out"
+                "burst attention: pieces=False and heads_per_round must not both be set, "
+                "because pieces=False is one round of all heads; got "
+                f"heads_per_round={self.heads_per_round}; leave one of them out"
             )
 
     @classmethod
@@ -199,14 +199,14 @@ class BurstConfig:
         flat = self.tuning.flat
         if flat and self.inter != "auto":
             raise BurstError(
-                "burst attention: flat and inter must not come together, because one ring over all "
-                f"ranks knows no nodes; got inter={self.inter}; leave one of them out"
+                "burst attention: flat and inter must not both be set, because one ring over "
+                f"all ranks ignores nodes; got inter={self.inter}; leave one of them out"
             )
         only = "ring" if flat else "a2a"
         if (flat or self.inter == "a2a") and self.intra not in ("auto", only):
             raise BurstError(
-                f"burst attention: with {'flat' if flat else 'inter=a2a'} intra must be {only} or "
-                "auto, because the same runs over all ranks, whatever their nodes; got "
+                f"burst attention: with {'flat' if flat else 'inter=a2a'} intra must be {only} "
+                "or auto, because one mode then runs over all ranks, ignoring nodes; got "
                 f"intra={self.intra}; leave one of them out"
             )
 
@@ -214,13 +214,14 @@ class BurstConfig:
         auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
         must = "keep_layers must not be negative, because it counts layers"
         yield layers is None or layers >= 0, must, layers, "leave it out"
-        must = "keep_budget_gib must be positive, because it is room for what is kept"
+        must = "keep_budget_gib must be positive, because it limits what is kept"
         yield room is None or room > 0, must, room, "pass GiB, or leave it out"
         yield (
             auto == (self.keep_budget_gib is not None),
-            "keep=auto and a budget must come together, because the one fills the other",
+            "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
+            "the budget allows",
             f"keep={self.keep}, keep_budget_gib={self.keep_budget_gib}",
-            "pass --burst-keep auto --burst-keep-budget-gib GIB, or none of them",
+            "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither",
         )
         beside = {
             "keep_layers": layers,
@@ -236,13 +237,15 @@ class BurstConfig:
             )
         yield (
             not auto or (layers is None and not self.offloads_results),
-            "keep=auto must come without keep_layers and keep_offload=results, as it chooses them",
+            "keep=auto must not be combined with keep_layers or keep_offload=results, because "
+            "it chooses them",
             f"keep_layers={self.keep_layers}, keep_offload={self.keep_offload}",
             "leave them out",
         )
         yield (
             self.tuning.keep_host_gib is None or self.keep_offload != "none" or auto,
-            "keep_host_gib must come with something to offload, because it is room for that",
+            "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
+            "memory for offloading",
             f"keep_host_gib={self.tuning.keep_host_gib} alone",
             "pass --burst-keep-offload, or leave it out",
         )

@@ -87,9 +87,9 @@ def window_of(
     given = (None, None) if window is None else window
     if not (isinstance(given, Sequence) and len(given) == 2 and all(map(_is_bound, given))):
         raise BurstError(
-            f"{_WHO}: window must be (left, right), how many positions before its own and behind "
-            f"it a query sees, each at least 0, or None or -1 for all; got {window!r}; pass such a "
-            "pair"
+            f"{_WHO}: window must be (left, right), the number of earlier and of later "
+            "positions that a query attends to, each at least 0, or None or -1 for no bound; "
+            f"got {window!r}; pass such a pair"
         )
     left, right = (None if bound == -1 else bound for bound in given)
     return left, 0 if causal else right
@@ -144,14 +144,15 @@ def _of_names(terms: Terms) -> Iterator[Need]:
     )
     yield (
         terms.layout in tuple(Layout),
-        f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may see",
+        f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may "
+        "attend to",
         repr(terms.layout),
         "pass the one in which the tokens are sharded",
     )
     yield (
         terms.packed or terms.layout != Layout.DOCUMENTS,
-        "cu_seqlens must come with the layout zigzag-documents, because documents are sharded each "
-        "for itself",
+        "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+        "document on its own",
         "no cu_seqlens",
         "pass it, or another layout",
     )
@@ -166,14 +167,14 @@ def _of_tree(terms: Terms) -> Iterator[Need]:
     )
     yield (
         not terms.tree or terms.window == (None, 0),
-        "a prefix tree must be causal and without a window, because a query sees all of what its "
-        "segment begins with",
+        "a prefix tree must be causal and without a window, because a query attends to all "
+        "ancestors of its segment",
         f"causal={terms.causal} and window={terms.window}",
         "leave out causal and window, or prefix_tree",
     )
     yield (
         not terms.tree or terms.layout != Layout.DOCUMENTS,
-        "a prefix tree must be sharded as one sample, because segments see each other",
+        "a prefix tree must be sharded as one sample, because segments attend to each other",
         f"layout {terms.layout}",
         "shard the sample in zigzag or contiguous, without padding",
     )
@@ -185,14 +186,14 @@ def _of_shapes(terms: Terms) -> Iterator[Need]:
     got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
-        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), because "
-        "heads are separate",
+        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), "
+        "because heads have an axis of their own",
         got,
         "reshape them",
     )
     yield (
         not terms.packed or q[1 if terms.qkv_format == "sbhd" else 0] == 1,
-        "packed documents must be one sample, because cu_seqlens tells where those of one begin",
+        "packed documents must have batch size 1, because cu_seqlens describes a single sample",
         got,
         "pass a batch of one",
     )
@@ -239,7 +240,7 @@ def _of_tensors(terms: Terms) -> Iterator[Need]:
 def _of_scale(terms: Terms) -> Iterator[Need]:
     yield (
         0 < terms.softmax_scale < float("inf"),
-        "softmax_scale must be positive and finite, because kernels look for the largest score "
+        "softmax_scale must be positive and finite, because kernels take the largest score "
         "before they scale it",
         terms.softmax_scale,
         "leave it out for d ** -0.5",

@@ -37,9 +37,10 @@ def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
         _refuse(who, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
     if given and given[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise BurstError(
-            f"{who}: a call must not be captured in a CUDA graph, because ranks meet and memory is "
-            "found in Python, which a graph does not run again; got a stream that is capturing; "
-            "capture what comes before and behind (make_graphed_callables, --cuda-graph-modules)"
+            f"{who}: a call must not be captured in a CUDA graph, because ranks synchronize and "
+            "memory is allocated in Python, which a graph does not rerun; got a stream that is "
+            "capturing; capture what comes before and after it (make_graphed_callables, "
+            "--cuda-graph-modules)"
         )
     inside = forward_ad._current_level >= 0
     if inside and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
@@ -48,7 +49,7 @@ def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
 
 def _refuse(who: str, got: str, change: str) -> None:
     raise BurstError(
-        f"{who}: gradients must be torch.autograd's, of one backward pass at a time, because "
-        f"kernels and messages have no rules for batches of them or for forward mode; got {got}; "
-        f"{change}, and differentiate by backward() or torch.autograd.grad"
+        f"{who}: gradients must come from torch.autograd, one backward pass at a time, because "
+        "kernels and transfers support neither batches of gradients nor forward mode; got "
+        f"{got}; {change}, and differentiate by backward() or torch.autograd.grad"
     )

@@ -18,8 +18,8 @@ REFUSALS = {
         {"flat": True, "intra": "gather"},
         "intra must be ring or auto.*=gather",
     ),
-    "flat around a ring": ({"flat": True, "inter": "ring"}, "must not come together.*inter=ring"),
-    "no pieces, some heads": ({"pieces": False, "heads_per_round": 2}, "must not come together"),
+    "flat around a ring": ({"flat": True, "inter": "ring"}, "must not both be set.*inter=ring"),
+    "no pieces, some heads": ({"pieces": False, "heads_per_round": 2}, "must not both be set"),
     "unknown": ({"inter": "exchange"}, "inter must be one of auto, ring, a2a, "),
 }
 

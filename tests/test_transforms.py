@@ -66,7 +66,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_of_functions_are_refused_by_name(name, transform):
     call, x = CALLS[name]
-    expected = f"{name.partition(',')[0]}: gradients must be .*; got a call inside .* {transform};"
+    expected = (
+        f"{name.partition(',')[0]}: gradients must come .*; got a call inside .* {transform};"
+    )
     with pytest.raises(BurstError, match=expected):
         TRANSFORMS[transform](call, x)
 

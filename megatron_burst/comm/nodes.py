@@ -54,8 +54,8 @@ def find_topology(
     """
     if config.tuning.nodes is not None and hcp_groups:
         raise BurstError(
-            f"{WHO}: nodes and hcp_groups must not come together, because each says which "
-            f"ranks share a node; got nodes={config.tuning.nodes} and groups of "
+            f"{WHO}: nodes and hcp_groups must not both be given, because each says which ranks "
+            f"share a node; got nodes={config.tuning.nodes} and groups of "
             f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
         )
     if config.tuning.nodes is not None:
@@ -100,10 +100,10 @@ def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
     across = [row for row in topology.grid if len({nodes[rank] for rank in row}) > 1]
     if across:
         warnings.warn(
-            f"{WHO}: inner rings should stay inside a node, because every hop of theirs counts on "
-            f"NVLink; got cp ranks {list(across[0])} of one inner ring on several nodes; pass "
-            "--hierarchical-context-parallel-sizes INTRA INTER with INTRA at most the ranks of the "
-            "group on a node, or leave it out: rings then follow the nodes",
+            f"{WHO}: inner rings should stay inside a node, because each of their hops needs "
+            f"NVLink's speed; got cp ranks {list(across[0])} of one inner ring on several "
+            "nodes; pass --hierarchical-context-parallel-sizes INTRA INTER with INTRA at most "
+            "the ranks of the group on a node, or leave it out: rings then follow the nodes",
             stacklevel=2,
         )
 

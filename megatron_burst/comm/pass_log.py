@@ -228,9 +228,9 @@ class PassLog:
         got = _differences(stamps, self._tell(entry))
         error = DisagreementError(
             f"{WHO}: all ranks of a context-parallel group must make the same calls in the same "
-            "order, with the same shapes and options, because they exchange shards in every call; "
-            f"got, as pass {entry.number} of the group, {got}; give all ranks the same, and let "
-            "all of them run every forward and every backward"
+            "order, with the same shapes and options, because every call sends shards between "
+            f"them; got, as pass {entry.number} of the group, {got}; pass the same on all "
+            "ranks, and run every forward and every backward on all of them"
         )
         self._broken = None if self._waits else error  # on GPUs some are ahead by now, or hang
         return error
@@ -239,9 +239,9 @@ class PassLog:
         missing = [rank for rank, terms in enumerate(self._tell(entry)) if terms is None]
         whom = f"no word from cp ranks {missing}" if missing else "a broken connection"
         self._broken = BurstError(
-            f"{WHO}: every rank must take part in every pass, because ranks pass shards on; got "
-            f"{whom} in pass {entry.number} of the group, {entry.stamp}: {why}; look at the output "
-            "of these ranks first"
+            f"{WHO}: every rank must take part in every pass, because ranks send each other "
+            f"shards; got {whom} in pass {entry.number} of the group, {entry.stamp}: {why}; "
+            "check the output of these ranks first"
         )
         return self._broken
 

@@ -134,9 +134,10 @@ class GroupState:
             self.log = PassLog(beside, group.get_group_store(), self.board, waits=on_cpu)
         except RuntimeError as error:
             raise BurstError(
-                f"{WHO}: ranks must reach each other over gloo, because they tell each other what "
-                f"they begin, whatever carries the data; got {str(error).splitlines()[0]}; set "
-                "GLOO_SOCKET_IFNAME to a network interface that leads to all nodes"
+                f"{WHO}: ranks must reach each other over gloo, because before each pass they "
+                "compare what they are about to run, whatever backend carries the data; got "
+                f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME to a network interface "
+                "that reaches all nodes"
             ) from error
 
 

@@ -26,9 +26,9 @@ class SymmetricError(BurstError):
     def __init__(self, num_bytes: int, reason: str) -> None:
         self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
         super().__init__(
-            f"{WHO}: to pull, each rank must have memory that the others of its node can read, "
-            f"because they copy out of it; got {self.reason}; free some, or pass --burst-tune "
-            "transfer=send or transfer=auto"
+            f"{WHO}: to pull, each rank must allocate memory that the other ranks of its node "
+            f"can read, because they copy from it; got {self.reason}; free some, or pass "
+            "--burst-tune transfer=send or transfer=auto"
         )
 
 

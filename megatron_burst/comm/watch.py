@@ -135,14 +135,14 @@ class Board:
         for rank, news in self.news().items():
             return DisagreementError(
                 f"{who}: all ranks of a context-parallel group must make the same calls, "
-                f"because they exchange shards in every call; got a call from cp rank {rank} "
+                f"because every call sends shards between them; got a call from cp rank {rank} "
                 f"that this rank (cp rank {self._rank}) did not make: {news}; give all ranks "
                 "batches of the same shape and the same options"
             )
         return BurstError(
-            f"{who}: every rank must take part in every hop, because the rings pass shards from "
-            f"rank to rank; got a failure in the {hop}: {str(error).splitlines()[0]}; look at the "
-            "output of that rank first"
+            f"{who}: every rank must take part in every hop, because rings pass shards from "
+            f"rank to rank; got a failure in the {hop}: {str(error).splitlines()[0]}; check "
+            "that rank's output first"
         )
 
     def _join(self, who: str, text: str) -> str:
@@ -188,9 +188,9 @@ class Board:
     def _lost(self, late: list[int], who: str, text: str) -> BurstError:
         return BurstError(
             f"{who}: all ranks of a context-parallel group must make the same calls, because "
-            f"they exchange shards in every call; got no word from cp ranks {late} within "
-            f"{self.timeout_s:g} s about {text}; check that they run and that "
-            "their batches have the same shape"
+            f"every call sends shards between them; got no word from cp ranks {late} within "
+            f"{self.timeout_s:g} s about {text}; check that they run and that their batches "
+            "have the same shape"
         )
 
     def _keys(self) -> list[str]:
@@ -216,8 +216,9 @@ def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: i
         term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
         raise DisagreementError(
             f"{who}: all ranks of a context-parallel group must call with the same shapes and "
-            f"options, because they exchange shards; got {term}={mine.get(term)} on cp rank {rank} "
-            f"and {term}={theirs.get(term)} on cp rank {their_rank}; give all ranks the same"
+            f"options, because they send each other shards; got {term}={mine.get(term)} on cp "
+            f"rank {rank} and {term}={theirs.get(term)} on cp rank {their_rank}; give all ranks "
+            "the same"
         )
 
 

@@ -67,8 +67,8 @@ def _check_kernel(machine: Hardware, backend: str) -> None:
     known = {kernel.backend: None for kernel in machine.kernels}
     if backend != "auto" and known.keys().isdisjoint(backend.split(",")):
         raise BurstError(
-            f"burst attention: hardware {machine.name} must tell the speed of the kernel, because "
-            f"what is auto is what simulation finds fastest; got {backend}, and speeds of "
+            f"burst attention: hardware {machine.name} must have the kernel's speed, because "
+            f"auto chooses what the simulation finds fastest; got {backend}, and speeds of "
             f"{', '.join(known)}; leave out --burst-hardware (hardware), or choose one of these"
         )
 

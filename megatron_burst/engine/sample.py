@@ -39,7 +39,7 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
         )
         yield (
             x.device in (device, torch.device("cpu")),
-            f"{name} must be on the CPU or beside q, because kernels there read it",
+            f"{name} must be on the CPU or on q's device, because kernels there read it",
             f"{x.device}",
             f"move it to {device}",
         )
@@ -67,8 +67,8 @@ def of_values(
     )
     yield (
         int(lies[-1]) <= tokens,
-        f"documents must end within the sample of {tokens} tokens (all ranks' together), because "
-        "there is no more",
+        f"documents must end within the sample of {tokens} tokens (of all ranks together), "
+        "because the sample has no more",
         f"an end at {int(lies[-1])}",
         "pass boundaries of the whole sample, not of a rank's shard",
     )
@@ -80,10 +80,10 @@ def of_values(
     )
     yield (
         longest is None or int(room.max()) <= longest,
-        "max_seqlen must be the longest document's tokens, or more, because kernels are launched "
-        "for so many",
+        "max_seqlen must be at least the longest document's number of tokens, because kernels "
+        "are launched for that many",
         f"{longest} and a document of {int(room.max())}",
-        "pass the longest of the sample, padding included",
+        "pass the longest document's tokens, including padding",
     )
     yield (
         layout is not Layout.DOCUMENTS
@@ -136,17 +136,17 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     )
     yield (
         len(listed) == segments,
-        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens tells "
+        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
         "where segments begin",
         f"{len(listed)} parents of {segments} segments",
         "pass one fewer than cu_seqlens has boundaries",
     )
     yield (
         sample.padded is None,
-        "a prefix tree must lie without padding, because the rows that descend from a segment are "
-        "one run of queries",
+        "a prefix tree must have no padding between segments, because a segment's descendants "
+        "must be contiguous rows",
         "cu_seqlens_padded",
-        "pass cu_seqlens alone, and no padding but behind the last segment",
+        "pass cu_seqlens alone, with padding only after the last segment",
     )
     yield from _of_order(listed)
 
@@ -155,19 +155,20 @@ def _of_order(parents: Sequence[int]) -> Iterator[Need]:
     wrong = [s for s, parent in enumerate(parents) if not -1 <= parent < s]
     yield (
         not wrong,
-        "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query sees "
-        "keys before it alone",
+        "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query "
+        "attends to earlier keys only",
         "".join(f"parent {parents[s]} of segment {s}" for s in wrong[:1]),
         "number segments from 0 in the order of cu_seqlens, parents before children",
     )
     wrong = _misplaced(parents)
     yield (
         not wrong,
-        "segments of a prefix tree must lie depth first, because all that descend from one must be "
-        "the rows right behind it",
+        "segments of a prefix tree must be stored depth first, because a segment's descendants "
+        "must directly follow it",
         "".join(f"segment {s} not right behind segment {parents[s]} and its descendants"
                 for s in wrong[:1]),
-        "put each segment behind its parent, or behind the last descendant of the sibling before",
+        "put each segment directly after its parent, or after the last descendant of its "
+        "previous sibling",
     )  # fmt: skip
 
 

@@ -81,8 +81,8 @@ class GradientsInForward(torch.autograd.Function):
         refuse_transforms(WHO, grad)
         if ctx.sums is None:
             raise BurstError(
-                f"{WHO}: backward must run once where gradients were computed in forward, because "
-                "they are scaled in place; got a second backward; pass grads='recompute'"
+                f"{WHO}: backward must run only once if gradients were computed in forward, "
+                "because it scales them in place; got a second backward; pass grads='recompute'"
             )
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None

@@ -173,9 +173,10 @@ def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
         supervised = count_supervised(labels, loss_mask, ignore_index=ignore_index, **split)
     if supervised is not None and supervised.blocks != tp.blocks:
         raise BurstError(
-            f"{WHO}: supervised tokens must be counted as they are computed, because each rank's "
-            f"part has a number of its own; got {supervised.blocks} parts instead of {tp.blocks}; "
-            "pass the same tp_group and sequence_parallel to count_supervised"
+            f"{WHO}: supervised tokens must be counted with the sharding that the loss uses, "
+            f"because each rank's shard has its own count; got {supervised.blocks} parts "
+            f"instead of {tp.blocks}; pass the same tp_group and sequence_parallel to "
+            "count_supervised"
         )
     most = None if supervised is None else supervised.wait()
     shape = (tp.blocks, -1) if labels.numel() else (tp.blocks, 0)

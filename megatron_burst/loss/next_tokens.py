@@ -95,7 +95,7 @@ class _Shards:
         shape = f"tokens {tuple(tokens.shape)} and {self.size} ranks"
         yield (
             self.layout in tuple(Layout),
-            f"layout must be one of {', '.join(Layout)}, because it tells whose the next token is",
+            f"layout must be one of {', '.join(Layout)}, because it says where the next token is",
             repr(self.layout), "pass the one in which the tokens are sharded",
         )  # fmt: skip
         yield (
@@ -106,20 +106,20 @@ class _Shards:
         )  # fmt: skip
         yield (
             sample is None or tokens.dim() == 1 or tokens.shape[1] == 1,
-            "packed documents must be one sample, because cu_seqlens tells where those of one "
-            "begin", shape, "pass a batch of one",
+            "packed documents must have batch size 1, because cu_seqlens describes a single "
+            "sample", shape, "pass a batch of one",
         )  # fmt: skip
         yield (
             sample is not None or self.layout != Layout.DOCUMENTS,
-            "cu_seqlens must come with the layout zigzag-documents, because documents are sharded "
-            "each for itself", "no cu_seqlens", "pass it, or another layout",
+            "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+            "document on its own", "no cu_seqlens", "pass it, or another layout",
         )  # fmt: skip
         pieces = self.size * (2 if self.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) else 1)
         whole = len(tokens) * (1 if self.whole_sample else self.size)
         yield (
             self.size == 1 or (len(tokens) > 0 and whole % pieces == 0),
-            f"the sample must be a multiple of {pieces} tokens, because the layout {self.layout} "
-            "has equal chunks", shape, "pad it",
+            f"the sample's length must be a multiple of {pieces} tokens, because the layout "
+            f"{self.layout} has equal chunks", shape, "pad it",
         )  # fmt: skip
 
     def documents(self, tokens: Tensor, sample: Sample) -> Documents:

@@ -18,47 +18,55 @@ from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, check
 from megatron_burst.say import say
 
 _ATTENTION = {
-    "intra": "inside a node: pass shards on, gather a few heads, or an all-to-all of heads",
-    "inter": "between nodes: a ring around intra, or an all-to-all of heads over all ranks; auto "
-    "takes the one or the other by the bytes there and by what hides them",
-    "deterministic": "bitwise the same gradients every time; --deterministic-mode implies it",
+    "intra": "inside a node: ring (pass shards from rank to rank), gather (all K and V of a few "
+    "KV heads at a time) or a2a (all-to-all of heads)",
+    "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads "
+    "over all ranks); auto compares the bytes and what kernels can hide",
+    "deterministic": "bitwise reproducible gradients; --deterministic-mode implies it",
     "backend": "attention kernel",
-    "hardware": "the machine, a preset or a TOML of megatron-burst calibrate: what is auto is then "
-    "what simulation finds fastest",
-    "keep": "which of attention's results stay for a layer's recomputation; auto needs "
-    "--burst-keep-budget-gib",
-    "keep_layers": "of a stage; the others recompute",
-    "keep_offload": "to pinned host memory: results that are kept, inputs of recomputed layers",
-    "keep_budget_gib": "device memory of a rank that --burst-keep auto may fill",
+    "hardware": "the machine: a preset, or a TOML file from megatron-burst calibrate; auto then "
+    "chooses what the simulation finds fastest",
+    "keep": "which attention results to keep for recomputation, so that attention is not "
+    "recomputed; auto needs --burst-keep-budget-gib",
+    "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
+    "attention",
+    "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "
+    "layers, or both",
+    "keep_budget_gib": "device memory per rank that --burst-keep auto may use",
 }
 _LOSS = {
-    "label_smoothing": "probability spread over other classes",
-    "z_loss": "weight of the squared log-sum-exp",
-    "softcap": "bound of the logits",
+    "label_smoothing": "probability that is spread over the other classes",
+    "z_loss": "weight of the squared log-sum-exp in the loss",
+    "softcap": "soft cap of the logits",
 }
 
 
 def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> None:
     """Add all of burst's flags to a parser; `on_impl`: the action of --context-parallel-impl."""
     group = parser.add_argument_group(
-        "burst", "context parallelism by BurstAttention",
+        "burst", "context parallelism with BurstAttention",
         conflict_handler="resolve",  # a Megatron with our diff has the first one itself
     )  # fmt: skip
     group.add_argument(
         "--context-parallel-impl", action=on_impl, choices=["megatron", "burst"],
-        default="megatron", help="burst: BurstAttention in place of Megatron's ring",
+        default="megatron", help="burst: use BurstAttention instead of Megatron's own context "
+                                 "parallelism",
     )  # fmt: skip
     group.add_argument(
-        "--burst-plan", metavar="FILE", help="a plan in JSON: sets the options that are not given"
+        "--burst-plan",
+        metavar="FILE",
+        help="JSON file of a plan; sets all options that the command line does not",
     )
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group.add_argument(
         "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
         help=f"for experiments: {Tuning.legal()}",
     )  # fmt: skip
-    group = parser.add_argument_group("burst loss", "LM head and loss without logits")
+    group = parser.add_argument_group("burst loss", "LM head and loss without storing the logits")
     group.add_argument(
-        LOSS_FLAG, action="store_true", help="compute the loss without ever making all logits"
+        LOSS_FLAG,
+        action="store_true",
+        help="compute LM head and loss in tiles, without ever storing all logits",
     )
     _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
 
@@ -146,7 +154,7 @@ def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -
     if given:
         flags = " ".join(f"--{name}".replace("_", "-") for name in given)
         raise BurstError(
-            f"{flags}: must come with {switch}, because nothing reads it otherwise; got no "
+            f"{flags}: must come with {switch}, because it has no effect otherwise; got no "
             f"{switch}; add it, or leave {flags} out"
         )
 

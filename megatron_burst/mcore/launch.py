@@ -62,8 +62,9 @@ def prepare(argv: list[str], door: str = "megatron_burst") -> None:
     parsed = global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
         raise BurstError(
-            f"{door}: it must come before Megatron parses its arguments, because they lack burst's "
-            f"otherwise; got {asked[0]} in arguments that are parsed; import it first"
+            f"{door}: it must be imported before Megatron parses its arguments, because "
+            f"otherwise they lack burst's; got {asked[0]} in arguments that are parsed; import "
+            "it first"
         )
     if _wants_cpu(argv):
         from megatron_burst.mcore import cpu_mode
@@ -222,9 +223,9 @@ def _hint_at_burst(args: Namespace) -> None:
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
         say(
-            "Megatron's local attention: the context parallel size must be 1, because it attends "
-            f"within a rank; got --context-parallel-size {args.context_parallel_size}; pass "
-            f"{FLAG}, or install transformer-engine"
+            "Megatron's local attention: the context parallel size must be 1, because it only "
+            f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
+            f"pass {FLAG}, or install transformer-engine"
         )
 
 

@@ -201,15 +201,16 @@ def _take_own_group(layer, args, options) -> None:
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     need: Need = (
         not fused or own.size() == groups.cp.size(),
-        "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, whose "
-        "kernels take positions of the layer's group",
+        "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, because "
+        "its kernels use positions in the layer's group",
         f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
         "pass --no-rope-fusion",
     )
     again: Need = (
         not getattr(layer, "recompute_up_proj", False),
-        "the group of a packed micro-batch must be the layer's where RoPE is recomputed in "
-        "backward, because that is over the layer's group", "recomputation of mla_up_proj",
+        "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "
+        "backward, because the recomputation uses the layer's group",
+        "recomputation of mla_up_proj",
         "leave mla_up_proj out of --recompute-modules",
     )  # fmt: skip
     require("packed samples", [need, again])

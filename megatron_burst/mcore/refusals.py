@@ -130,23 +130,23 @@ def _spares_loss(impl: object, o: Options) -> bool:
 
 def _cuda_graphs() -> Iterator[Refusal]:
     change = (
-        "leave it out, or capture parts beside attention alone (--cuda-graph-modules moe_router, "
-        "moe_preprocess or mamba, mlp and moe too by transformer_engine and in hybrids, as "
-        "--cuda-graph-scope in older releases)"
+        "leave it out, or capture only parts other than attention (--cuda-graph-modules "
+        "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
+        "and moe, in older releases --cuda-graph-scope)"
     )
     for name in CUDA_GRAPHS:
-        yield Refusal("attention", name, _spares_attention,
-                      "hops are not captured in CUDA graphs", change)  # fmt: skip
-        yield Refusal("recompute", name, _spares_attention, "CUDA graphs run kernels again without "
-                      "the code that hands over what is kept", change)  # fmt: skip
-        yield Refusal("loss head", name, _spares_loss, "tokens that count are counted on the CPU",
-                      "leave it out, or capture layers alone")  # fmt: skip
+        yield Refusal("attention", name, _spares_attention, "transfers between ranks cannot be "
+                      "captured in CUDA graphs", change)  # fmt: skip
+        yield Refusal("recompute", name, _spares_attention, "CUDA graphs rerun kernels without "
+                      "the Python code that returns the kept results", change)  # fmt: skip
+        yield Refusal("loss head", name, _spares_loss, "unmasked tokens are counted on the CPU",
+                      "leave it out, or capture layers only")  # fmt: skip
         yield _on_gpus(name, "CUDA graphs")
 
 
 def _by_spec(name: str, allowed, why: str) -> Iterator[Refusal]:
-    change = f"start the script by python -m megatron_burst, with {FLAG} instead of --spec"
-    yield Refusal("spec", name, allowed, f"{why}, and --spec leaves Megatron as it is", change)
+    change = f"start the script with python -m megatron_burst and {FLAG} instead of --spec"
+    yield Refusal("spec", name, allowed, f"{why}, and --spec does not patch Megatron", change)
 
 
 def _packed(o: Options) -> bool:
@@ -183,106 +183,109 @@ TABLE: tuple[Refusal, ...] = (
         asked="--burst-tune",
         got="--burst-tune nodes={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "cp_comm_type", lambda kinds, o: kinds in (None, ["p2p"]) or "burst" in kinds,
-        "no layer would run burst, which must be among its values",
-        "leave it out, or name burst for the layers that shall run it",
+        "no layer would run burst unless it is among the values",
+        "leave it out, or name burst for the layers that should run it",
         got="--cp-comm-type {words}"),
     Refusal("run", "hybrid_layer_pattern", lambda layers, o: not layers or set("*+") & set(layers),
-        "no layer of attention (* or +) is in it that could run burst", f"leave out {FLAG}",
+        "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
         got="--hybrid-layer-pattern {value}"),
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
-        "the causal mask is known, and any other is not supported", _NO_MASK),
+        "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",
         lambda kinds, o: o.context_parallel_size == 1 or names_burst(kinds),
-        "a layer must have the cp_comm_type burst, or all would run Megatron's own context "
+        "no layer has the cp_comm_type burst, so all would run Megatron's own context "
         "parallelism",
-        "pass --cp-comm-type burst, or call the validate_args of megatron.training.arguments, "
-        "which sets it, after importing megatron_burst.patch"),
+        "pass --cp-comm-type burst, or call validate_args of megatron.training.arguments, which "
+        "sets it, after importing megatron_burst.patch"),
     Refusal("spec", "mtp_num_layers", (0,),
         "Megatron builds layers of multi-token prediction without --spec",
-        f"start the script by python -m megatron_burst, with {FLAG} instead of --spec",
+        f"start the script with python -m megatron_burst and {FLAG} instead of --spec",
         got="--mtp-num-layers {value}"),
-    *_by_spec("burst_keep", OFF, "hooks of torch's and Megatron's checkpoints find what is kept"),
-    *_by_spec("burst_keep_offload", (*OFF, "results"), "layers' inputs are caught on their way "
-              "into Megatron's checkpoints"),
-    *_by_spec("dataloader_inter_document_masking", OFF, "Megatron's RoPE takes each document to "
-              "be sharded for itself"),
-    *_by_spec("sft", lambda sft, o: not sft or o.has_te, "without TransformerEngine nothing tells "
-              "Megatron which rows of packed samples a rank has"),
+    *_by_spec("burst_keep", OFF, "kept results are found by hooks in torch's and Megatron's "
+                                 "checkpoints"),
+    *_by_spec("burst_keep_offload", (*OFF, "results"), "layers' inputs are caught by hooks in "
+              "Megatron's checkpoints"),
+    *_by_spec("dataloader_inter_document_masking", OFF, "Megatron's RoPE assumes that each "
+              "document is sharded on its own"),
+    *_by_spec("sft", lambda sft, o: not sft or o.has_te, "without TransformerEngine Megatron "
+              "does not know which rows of packed samples a rank holds"),
     # burst attention, by arguments, configurations and layers
-    Refusal("attention", "attention_dropout", (0.0,), "kernels of a ring drop no weights",
+    Refusal("attention", "attention_dropout", (0.0,), "burst's kernels do not support dropout",
         "pass --attention-dropout 0"),
     Refusal("attention", "reset_attention_mask", OFF,
-        "Megatron tells documents apart in a dense mask then, which causal attention ignores",
+        "Megatron then separates documents with a dense mask, which causal attention ignores",
         "pass --dataloader-inter-document-masking"),
     Refusal("attention", "dataloader_inter_document_masking",
         lambda on, o: not on or o.context_parallel_size == 1 or not _shards_documents(o),
-        "multi-token prediction, Mamba, GDN and MLA with fused yarn take each document to be "
-        "sharded for itself, and these are sharded as one sequence",
-        "leave these out (--no-rope-fusion does for yarn), or run with one context parallel rank"),
+        "multi-token prediction, Mamba, GDN and MLA with fused yarn assume that each document "
+        "is sharded on its own, but this flag shards the sample as a whole",
+        "leave these out (for yarn --no-rope-fusion is enough), or run with one "
+        "context-parallel rank"),
     Refusal("attention", "hybrid_context_parallel", OFF,
-        "Megatron 0.19 shards its samples over a group that does not change",
+        "Megatron 0.19 shards its samples over a fixed group",
         "leave it out (a script that shards them itself needs only packed_seq_params.cp_group)"),
     Refusal("attention", "attention_cp_layout",
         lambda layout, o: layout in (None, "zigzag") or o.context_parallel_size == 1,
-        "Megatron rotates queries and keys by the positions of zigzag chunks (RoPE)",
-        "leave it at zigzag (--linear-cp-layout may be contiguous: Megatron converts rows where "
-        "layers of attention begin and end)"),
+        "Megatron applies RoPE with the positions of zigzag chunks",
+        "leave it at zigzag (--linear-cp-layout may be contiguous: Megatron converts rows "
+        "before and after attention layers)"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
-    Refusal("attention", "qk_clip", OFF, "the largest logit is not tracked"),
-    Refusal("attention", "log_max_attention_logit", OFF, "it is not tracked"),
+    Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
+    Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
     Refusal(
         "attention", "flash_attention_version", (), "it names a kernel of Megatron's own attention",
         "leave it out, or pass --burst-backend"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
-        "it picks keys by itself instead of attending to all"),
-    Refusal("attention", "batch_invariant_mode", OFF, "its kernels are Megatron's own"),
+        "it selects keys instead of attending to all of them"),
+    Refusal("attention", "batch_invariant_mode", OFF, "it only works with Megatron's own kernels"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",
         "pass --transformer-impl transformer_engine"),
     *(
         Refusal(
-            "attention keep", name, OFF, "the kernels are not fp8, and its scales are not kept",
+            "attention keep", name, OFF, "burst has no fp8 kernels and does not keep fp8 scales",
             "switch it off", asked="fp8 attention",
         )
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
     Refusal(
-        "attention", "attention_type", ("self",), "queries and keys are sharded alike", _WITHOUT,
-        asked="another attention than to the queries' own sequence"),
+        "attention", "attention_type", ("self",), "burst shards queries and keys in the same way",
+        _WITHOUT, asked="attention other than self-attention"),
     Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
     Refusal("backend", "attention_backend", ("flash", "fused", "unfused"),
         "it is Megatron's own attention, which burst replaces",
         "leave it out, or pass unfused for attention in plain PyTorch"),
     # a call of burst attention
     Refusal(
-        "call", "attention_mask", (), "the causal mask is known, and any other is not supported",
+        "call", "attention_mask", (), "causal attention needs no mask tensor, and other masks "
+                                      "are not supported",
         _NO_MASK, asked="a mask tensor", got="one of shape {value}"),
-    Refusal("call", "attention_bias", (), "kernels of a ring add none",
+    Refusal("call", "attention_bias", (), "burst's kernels add none",
         "use a position embedding such as rope", asked="an attention bias",
         got="one of shape {value}"),
     Refusal("call", "packed_seq_params", ("thd",),
-        "documents are kept apart in the format thd only",
+        "documents are separated in the format thd only",
         "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
         got="qkv_format={value}"),
     Refusal("call", "attn_mask_type",
         lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and _packed(o)),
-        f"{_OTHER_MASKS}, and padding is known of packed samples only",
+        f"{_OTHER_MASKS}, and padding is supported in packed samples only",
         "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
-    Refusal("packed", "cu_seqlens_q", (), "it tells where documents begin",
+    Refusal("packed", "cu_seqlens_q", (), "cu_seqlens_q says where documents begin",
         "pass packed_seq_params with cu_seqlens_q", asked="packed sequences without boundaries"),
-    Refusal("packed", "cu_seqlens_kv", (), "queries and keys must be of the same tokens",
-        "pass cu_seqlens_q as cu_seqlens_kv, and with the padding likewise", _OTHER_KEYS),
+    Refusal("packed", "cu_seqlens_kv", (), "queries and keys must come from the same tokens",
+        "pass cu_seqlens_q as cu_seqlens_kv too, and do the same for the padded ones", _OTHER_KEYS),
     Refusal("packed", "cp_partition_mode",
         lambda mode, o: mode in (None, "zigzag") or o.cp_group_size == 1,
-        "each document is taken to be sharded for itself, in zigzag", "leave it out"),
+        "each document is assumed to be sharded on its own, in zigzag order", "leave it out"),
     Refusal("packed", "local_cp_size", lambda size, o: size in (None, o.cp_group_size),
-        "the group of a micro-batch must have as many ranks, and without one it is one rank",
+        "local_cp_size must be the size of the micro-batch's cp_group, or 1 without one",
         "pass both", asked="this group",
         got="local_cp_size={value} and a cp_group of {o.cp_group_size}"),
     Refusal("packed", "keep", ("none", "all", "half"),
-        "ranks that attend together must choose alike, which only those of the layer's own group "
-        "have agreed upon", f"pass {KEEP_FLAG} all", asked="keep=auto",
+        "all ranks of a group must choose the same, and only those of the layer's own group "
+        "have agreed on a choice", f"pass {KEEP_FLAG} all", asked="keep=auto",
         got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
     Refusal("packed", "mtp_num_layers", (0,),
         "Megatron shifts the tokens of multi-token prediction over the model's own group",
@@ -290,20 +293,20 @@ TABLE: tuple[Refusal, ...] = (
         got="mtp_num_layers={value} and a group of the micro-batch's own ({o.cp_group_size} "
         "ranks)"),
     Refusal("cache", "key_tokens", lambda tokens, o: tokens == o.query_tokens and not o.engine,
-        "KV caches are not supported: queries and keys must be of the same tokens, in training or "
-        "evaluation", "generate with a model that is built at --context-parallel-size 1",
+        "KV caches are not supported: queries and keys must come from the same tokens, in "
+        "training or evaluation", "generate with a model built with --context-parallel-size 1",
         asked="keys of a cache", got="{o.query_tokens} query and {value} key tokens in {o.place}"),
     # keeping, and offloaded inputs
     Refusal("recompute", "recompute_granularity",
         lambda value, o: value is not None or getattr(o, "recompute_activations", False),
-        "it is for recomputation that something is kept", "pass --recompute-granularity full",
+        "results are kept for recomputation only", "pass --recompute-granularity full",
         asked="all activations saved", got="no --recompute-granularity"),
     Refusal("keep", "recompute_modules",
         lambda modules, o: not modules or "core_attn" in modules or not _selective(o),
-        "attention must be among what is recomputed, for its results to be kept",
+        "results can only be kept if attention is recomputed",
         f"add core_attn, or leave {KEEP_FLAG} out", got="--recompute-modules {words}"),
     Refusal("keep", "attention_dropout", (0.0,),
-        "a recomputation that does not run attention would not draw its random numbers",
+        "a recomputation that skips attention would not draw its random numbers",
         "pass --attention-dropout 0"),
     Refusal("keep", "experimental_attention_variant",
         lambda value, o: value != "dsa", "only softmax attention over all keys can be kept",
@@ -313,40 +316,43 @@ TABLE: tuple[Refusal, ...] = (
         f"leave {KEEP_FLAG} out"),
     Refusal("half", "context_parallel_impl",
         lambda impl, o: impl == "burst" or "burst" in (o.cp_comm_type or ()),
-        "no attention but burst's shards rows anew", f"pass {KEEP_FLAG} all, or {FLAG}",
+        "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--context-parallel-impl {value}"),
     Refusal("half", "cp_comm_type",
         lambda kinds, o: "burst" not in (kinds or ()) or {*kinds} == {"burst"}
         or o.burst_keep_layers is not None,
-        "no attention but burst's shards rows anew", f"pass {KEEP_FLAG} all, or {FLAG}",
+        "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--cp-comm-type {words}"),
-    Refusal("own", "keep", ("none", "all"), "no attention but burst's shards rows anew",
+    Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="keep=half",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
     Refusal("head", "burst_loss_grads",
         lambda grads, o: grads != "forward" or not getattr(o, "fp16", False),
-        "gradients must be computed in backward in fp16: before it they are not scaled yet, and "
-        "small ones vanish", "leave that out", got="grads={value} with --fp16"),
+        "fp16 gradients are not scaled before backward, so small ones would vanish",
+        "leave that out", got="grads={value} with --fp16"),
     Refusal("loss head", "fp16_lm_cross_entropy", OFF, "the loss is in float32"),
     Refusal("loss head", "defer_embedding_wgrad_compute", OFF,
         "the weight's gradient comes with the loss"),
     Refusal("loss", "overlap_moe_expert_parallel_comm", OFF,
-        "its schedule computes the loss past the model's forward"),
+        "its schedule computes the loss outside the model's forward"),
     Refusal("loss", "logits_load_dir", OFF, "distillation needs the logits"),
     Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
-    Refusal("loss", "use_megatron_fsdp", OFF, "weights are sharded when they are read"),
-    Refusal("loss", "use_torch_fsdp2", OFF, "weights are sharded when they are read"),
+    Refusal("loss", "use_megatron_fsdp", OFF, "the output layer's weight is sharded when the "
+                                              "loss reads it"),
+    Refusal("loss", "use_torch_fsdp2", OFF, "the output layer's weight is sharded when the loss "
+                                            "reads it"),
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
         f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
     Refusal("head", "bias", OFF, "none is added", asked="a bias of the output layer"),
     Refusal("head", "parallel_output", (True,), "there are no logits to gather", "leave that out",
         asked="logits that are gathered"),
-    Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read as it lies",
+    Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read without "
+                                            "gathering it",
         "leave that out", asked="a weight that is sharded over other ranks"),
     Refusal("head", "disable_grad_reduce", OFF,
-        "gradients of the hidden states are reduced along with the loss",
+        "the fused loss itself reduces the hidden states' gradients",
         asked="disable_grad_reduce"),
     # CPU mode
     _on_gpus("fp8", "8-bit kernels", asked="--fp8-format"),
@@ -356,6 +362,6 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
-    _on_gpus("optimizer_cpu_offload", "memory beside the host's"),
+    _on_gpus("optimizer_cpu_offload", "memory of their own"),
     *_cuda_graphs(),
 )  # fmt: skip

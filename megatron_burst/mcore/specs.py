@@ -42,8 +42,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """
     if not patches.rows("spec"):
         raise BurstError(
-            "--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or newer, because "
-            "older ones do not call it with a model's configuration; got "
+            "--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or newer, "
+            "because older ones do not pass it the model's configuration; got "
             f"{find_megatron()}; pass --context-parallel-impl burst instead"
         )
     patches.apply("spec")

@@ -250,8 +250,8 @@ def preset_of(gpu: str, name: str) -> Hardware:
         if known.partition("-")[0].upper() in gpu.upper():
             return preset(known)
     raise BurstError(
-        f"hardware: {name} must be of a GPU that there is a preset of, because not everything is "
-        f"measured; got {gpu!r}; describe it in a TOML file like those of "
+        f"hardware: {name} must be for a GPU with a preset, because calibration does not "
+        f"measure everything; got {gpu!r}; describe it in a TOML file like those of "
         "megatron_burst/plan/machines"
     )
 

@@ -34,8 +34,8 @@ def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> W
         found.append(f"layer_types with {', '.join(unknown)}")
     if found:
         raise BurstError(
-            f"plan: {name} must be of a model whose layers are softmax attention over all earlier "
-            "keys or the nearest, because the planner counts no others; got "
+            f"plan: {name} must be a model whose layers are softmax attention over all earlier "
+            "keys or a window of them, because the planner has no times for others; got "
             f"{', '.join(found)}; plan another model"
         )
     if len(kinds) != layers:

@@ -32,7 +32,7 @@ class Sample:
         if min(numbers, default=-1) < 0 or edges[-1] == 0:
             raise BurstError(
                 "plan: --cu-seqlens must have boundaries from 0 on that do not decrease, or "
-                "lengths, because documents lie one behind the other; got "
+                "lengths, because documents follow each other; got "
                 f"{str(list(numbers[:8]))[1:-1] or 'no number'}; write for example 0, 4096, 6144"
             )
         return cls(edges)

@@ -59,8 +59,8 @@ def even_share(gpus: int, gpus_per_node: int) -> int:
         if gpus % nodes == 0:
             return gpus // nodes
     raise BurstError(
-        "plan: --gpus must come out even over the nodes, because rings between them join equally "
-        f"many ranks of each; got {gpus} on nodes of {gpus_per_node}; choose a "
+        "plan: --gpus must spread evenly over the nodes, because rings between nodes connect "
+        f"equally many ranks of each; got {gpus} on nodes of {gpus_per_node}; choose a "
         f"{nearest_multiples(gpus, gpus_per_node)}"
     )
 

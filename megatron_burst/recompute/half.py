@@ -137,9 +137,9 @@ def _check(config: BurstConfig) -> None:
     for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
         if is_given:
             raise BurstError(
-                f"{WHO}: {name} must be resolved by Megatron's layers, because a single call knows "
-                f"of no others; got {name}={getattr(config, name)}; pass keep none, half or all to "
-                "each call, and leave the rest out"
+                f"{WHO}: {name} must be resolved by Megatron's layers, because a single call "
+                f"does not know the other layers; got {name}={getattr(config, name)}; pass keep "
+                "none, half or all to each call, and leave the rest out"
             )
 
 

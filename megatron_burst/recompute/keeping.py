@@ -126,10 +126,10 @@ class Watch:
         ]
         if shapes:
             raise BurstError(
-                f"{WHO}: attention's results and inputs that are offloaded must not be written in "
-                "place before their backward, because recomputation takes them as they were; got a "
-                f"write to shape {', '.join(shapes)}; write elsewhere, as in out = out + x for "
-                "out += x, or keep none"
+                f"{WHO}: attention's kept results and offloaded inputs must not be modified in "
+                "place before backward, because recomputation needs their original values; got "
+                f"a write to shape {', '.join(shapes)}; write out = out + x instead of out += "
+                "x, or pass --burst-keep none"
             )
 
 

@@ -247,9 +247,10 @@ class Recording:
         )
         if not matches:
             raise BurstError(
-                f"{WHO}: recomputation must call attention as the first pass did, because results "
-                f"are kept by the order of calls; got inputs (shape, strides, offset) {found} "
-                f"after {self._inputs}; recompute a function that does the same every time"
+                f"{WHO}: recomputation must make the same attention calls as the first pass, "
+                "because kept results are matched by call order; got inputs (shape, strides, "
+                f"offset) {found} after {self._inputs}; recompute a function that does the same "
+                "every time"
             )
         if self._debug is None:
             return
@@ -257,8 +258,9 @@ class Recording:
         if differing:
             raise BurstError(
                 f"{WHO}: recomputation's inputs must equal the first pass's bit by bit, because "
-                f"outputs are not computed again; got other bits in inputs {differing}; look for "
-                "random numbers or weights that changed between the two, or pass --burst-keep none"
+                f"outputs are not recomputed; got other bits in inputs {differing}; look for "
+                "random numbers or weights that changed between the two, or pass --burst-keep "
+                "none"
             )
 
 

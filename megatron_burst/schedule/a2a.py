@@ -72,9 +72,10 @@ def a2a(spec: Spec) -> Program:
 def _check_heads(heads_q: int, ranks: int) -> None:
     if heads_q % ranks:
         raise BurstError(
-            "burst attention: to exchange heads, the ranks must divide the query heads, because "
-            f"each computes equally many; got {heads_q} query heads on {ranks} ranks; pass "
-            "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a"
+            "burst attention: for an all-to-all, the number of ranks must divide the number of "
+            f"query heads, because each rank computes equally many; got {heads_q} query heads "
+            f"on {ranks} ranks; pass --burst-intra gather (intra='gather') or auto, and no "
+            "--burst-inter a2a"
         )
 
 

@@ -101,10 +101,10 @@ def topology_of(nodes: Sequence[Hashable], places: Sequence | None = None) -> To
     flat = nested.flat()
     warnings.warn(
         "burst attention: nested rings need equally many ranks of the context-parallel group on "
-        f"each node, because the ring between nodes joins equal places; got {sizes} ranks on "
-        f"{len(sizes)} nodes, so one flat ring runs over all {len(nodes)} ranks and its slowest "
-        f"link sets the pace: {flat_cost(flat)}; place equally many ranks of the group on each "
-        "node",
+        "each node, because the ring between nodes connects ranks in the same position; got "
+        f"{sizes} ranks on {len(sizes)} nodes, so one flat ring runs over all {len(nodes)} "
+        f"ranks and its slowest link sets the pace: {flat_cost(flat)}; place equally many ranks "
+        "of the group on each node",
         stacklevel=2,
     )
     return flat

@@ -88,14 +88,15 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
         return
     if layout is Layout.STRIPED:
         raise BurstError(
-            "burst attention: packed documents must lie in chunks, because a kernel's segments are "
-            "neighbouring rows; got layout striped; shard the tokens in zigzag or contiguous"
+            "burst attention: packed documents must be sharded in contiguous chunks, because "
+            "kernels need a segment's rows to be adjacent; got layout striped; shard the tokens "
+            "in zigzag or contiguous"
         )
     has_all = mode == "a2a" or (mode == "gather" and mask.right == 0)
     if mask.windowed and not (one_call and has_all):
         raise BurstError(
             "burst attention: windows in documents need all keys of a query in one kernel call, "
-            f"because documents may end inside of a tile; got {mask} with intra={mode}; pass "
+            f"because documents may end inside a tile; got {mask} with intra={mode}; pass "
             "intra='a2a' (--burst-intra a2a), on several nodes inter='a2a' (--burst-inter a2a)"
         )
 

@@ -144,8 +144,8 @@ def node_visits(
     """
     if layout is Layout.STRIPED:
         raise BurstError(
-            "burst attention: gathered keys must lie in the order of the sequence, because a "
-            "query then sees one range of them; got layout striped; pass intra='ring' "
+            "burst attention: gathered keys must be in sequence order, because each query must "
+            "attend to a single range of them; got layout striped; pass intra='ring' "
             "(--burst-intra ring), or shard the tokens in zigzag"
         )
     alike: dict[tuple, Visit] = {}

@@ -39,7 +39,7 @@ CASES = {  # what differs from a good call, and words of the sentence
     "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
         {"config": BurstConfig(intra="a2a")} | {name: shard(heads=1) for name in "qkv"},
-        "ranks must divide the query heads.*got 1 query heads on 2 ranks; pass --burst-intra g",
+        "must divide the number of query heads.*got 1 query heads on 2 ranks; pass --burst",
     ),
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }

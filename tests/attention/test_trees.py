@@ -271,9 +271,9 @@ CALLS = {  # what is passed beside q, k and v, and words of the sentence
         {"prefix_tree": [-1, 0], "layout": "zigzag-documents"},
         "sharded as one sample.*got layout zigzag-documents; shard the sample in zigzag",
     ),
-    "striped": ({"prefix_tree": [-1, 0], "layout": "striped"}, "must lie in chunks.*got layout st"),
+    "striped": ({"prefix_tree": [-1, 0], "layout": "striped"}, "in contiguous chunks.*got layout"),
     "no tree": ({"prefix_tree": [0, -1]}, "parent 0 of segment 0; number segments"),
-    "max_seqlen": ({"prefix_tree": [-1, 0], "max_seqlen": 3}, "max_seqlen must be the longest"),
+    "max_seqlen": ({"prefix_tree": [-1, 0], "max_seqlen": 3}, "max_seqlen must be at least"),
 }  # fmt: skip
 
 

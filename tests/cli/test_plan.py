@@ -185,7 +185,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),
         (
             ["--gpus", "73", "--hardware", "gb200-nvl72"],
-            "must come out even.*multiple of 72, such as 72 or 144",
+            "must spread evenly.*multiple of 72, such as 72 or 144",
         ),
         (["--tp", "3"], "and tp 3 (TP 3 does not divide the 8 GPUs of a node); leave out --tp"),
         (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a node); leave out --tp"),

@@ -105,7 +105,7 @@ def test_masked_tokens_are_not_computed(monkeypatch):
     assert relative_error(loss, oracle(problem)[0]) < 1e-14
     count = count_supervised(problem.labels, problem.loss_mask)
     assert count.wait() == 10
-    with pytest.raises(BurstError, match="counted as they are computed.*got 3 parts instead of 1"):
+    with pytest.raises(BurstError, match="counted with the sharding.*got 3 parts instead of 1"):
         run(problem, supervised=type(count)(3, count.count))
 
 

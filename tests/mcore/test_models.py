@@ -116,7 +116,7 @@ REFUSED = {  # what is done, and what it is refused for
     "T5Model": (lambda: models.t5(config_of(CP4)), "this mask"),
     "T5Model, decoder alone": (
         lambda: models.t5(config_of(CP4), add_encoder=False),
-        "another attention than to the queries' own sequence",
+        "attention other than self-attention",
     ),
     "BertModel": (bert_step, "a mask tensor"),
 }

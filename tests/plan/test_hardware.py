@@ -184,7 +184,7 @@ def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
     [
         ("matmul_tflops = 700.0", "", ": must hold name, gpu.*got no 'matmul_tflops'"),
         ("seq = 2048", "", ": kernels 1 must hold .*got no 'seq'"),
-        ("NVIDIA H200", "Riva 128", "GPU that there is a preset of.*got 'Riva 128'"),
+        ("NVIDIA H200", "Riva 128", "must be for a GPU with a preset.*got 'Riva 128'"),
     ],
 )
 def test_wrong_calibrations_are_refused(old, new, match):

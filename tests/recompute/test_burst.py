@@ -203,8 +203,11 @@ REFUSED = [
     (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
     (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
     (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; leave it"),
-    (dict(keep="auto"), "keep=auto and a budget must come together.*keep_budget_gib=None; pass"),
-    (dict(keep="all", keep_budget_gib=1.0), "must come together.*got keep=all, keep_budget_gib=1"),
+    (dict(keep="auto"), "keep=auto and keep_budget_gib must be set.*keep_budget_gib=None; pass"),
+    (
+        dict(keep="all", keep_budget_gib=1.0),
+        "must be set together.*got keep=all, keep_budget_gib=1",
+    ),
     (dict(keep_layers=2), "keep_layers must come with keep.*got keep=none, keep_layers=2; pass"),
     (
         dict(keep_offload="both"),
@@ -213,13 +216,13 @@ REFUSED = [
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
-        "keep=auto must come without keep_layers.*got keep_layers=2, keep_offload=none; leave",
+        "must not be combined with keep_layers.*got keep_layers=2, keep_offload=none; leave",
     ),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_offload="results"),
-        "without.*got keep_layers=None, keep_offload=results;",
+        "combined.*got keep_layers=None, keep_offload=results;",
     ),
-    (dict(keep="all", keep_host_gib=1.0), "something to offload.*keep_host_gib=1.0"),
+    (dict(keep="all", keep_host_gib=1.0), "must come with keep_offload.*keep_host_gib=1.0"),
 ]
 
 

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain
 
 SHAPE = (2, 6, HEADS, DIM)
-WRITTEN = rf"burst keep: .*not be written in place.*got a write to shape \(2, 6, {HEADS}, {DIM}\);"
+WRITTEN = rf"burst keep: .*not be modified in place.*got a write to shape \(2, 6, {HEADS}, {DIM}\);"
 
 
 @pytest.fixture(autouse=True)
