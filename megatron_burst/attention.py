@@ -20,6 +20,7 @@ from megatron_burst.engine.call import Call
 from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.facts import facts_of
 from megatron_burst.engine.planned import planned
+from megatron_burst.engine.ranges import range_of_pass
 from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 from megatron_burst.errors import BurstError
@@ -28,6 +29,7 @@ from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import recording
 from megatron_burst.say import say
+from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, check_mask
 from megatron_burst.terms import Sees, Terms, check, terms_of, window_of
@@ -239,11 +241,12 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
         number = marks.begin(Kind.FORWARD, layer=layer, data=known)
-        with _without_autocast(q):
+        here = range_of_pass(Direction.FORWARD, layer, passes.way)
+        with here, _without_autocast(q):
             out, lse, left = passes.forward(q, k, v, documents)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
-        ctx.passes, ctx.documents = passes, documents
+        ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
         ctx.begin_backward = partial(marks.begin, Kind.BACKWARD, number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -258,7 +261,8 @@ class BurstAttentionFunction(torch.autograd.Function):
         ctx.begin_backward(data=ctx.documents.checked() if ctx.documents else None)
         out, *left = ctx.saved_tensors
         dout = _readable(dout)
-        with _without_autocast(out):
+        here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.way)
+        with here, _without_autocast(out):
             grads = ctx.passes.backward(left, out, dout, ctx.documents)
         return *(grad.to(out.dtype) for grad in grads), None, None, None, None
 

@@ -320,3 +320,6 @@ class Carrier(Protocol):
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """Where the work of a call is queued."""
+
+    def time_transfers(self) -> None:
+        """Have NCCL note from now on how long its transfers take."""

@@ -50,6 +50,11 @@ class Transfer:
         except RuntimeError as error:
             raise self.explain(error) from error
 
+    def seconds(self) -> float:
+        """From when the GPUs begin with it, waiting for each other, until they are done, if they
+        are and `Communicator.time_transfers` was called before."""
+        return max((work._get_duration() for work in self.works), default=0.0) / 1e3
+
 
 class Communicator:
     """Carries the hops of one context-parallel group; see `Carrier`.
@@ -119,6 +124,11 @@ class Communicator:
             return OneQueue(Where(device))
         queues = Queues(device, self._streams.setdefault(device, {}))
         return queues if self.overlaps else OneQueue(queues.where)
+
+    def time_transfers(self) -> None:
+        """As `Carrier.time_transfers`."""
+        for group in self._groups.values():
+            group._enable_collectives_timing()
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.

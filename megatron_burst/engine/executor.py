@@ -18,6 +18,8 @@ from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
 from megatron_burst.engine.operations import BIND
+from megatron_burst.engine.ranges import profiled, with_ranges
+from megatron_burst.engine.times import METER, Clock
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
@@ -146,6 +148,16 @@ class Executor:
         """By operation, and for the begin: the mark of the run before, to be used again."""
         return [None] * (len(self.program.ops) + 1)
 
+    @cached_property
+    def clock(self) -> Clock:
+        """Times runs, of which somebody asks for it."""
+        return Clock(self)
+
+    @cached_property
+    def ranged(self) -> tuple["Step", ...]:
+        """The steps as profilers shall see them."""
+        return with_ranges(self)
+
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
         documents: Documents | None = None,
@@ -160,21 +172,30 @@ class Executor:
         device = next(iter(next(iter(given.values())).values())).device
         queues = self.carrier.queues(device)
         run = Run(self, dict(given), dict(left or {}), queues, documents)
-        over: list[Any] = [None] * len(self.program.ops)
+        clock = METER.clock(self) if METER.on else None
+        steps = self.ranged if profiled() else clock.steps if clock else self.binder.steps
+        over: list[Any] = [None] * len(steps)
+        if clock:
+            clock.begin(queues)
+            over = clock.over(len(steps))
         try:
-            self._issue(run, queues, over)
+            self._issue(run, queues, steps, over)
         finally:
             queues.go(None)
         for earlier in self.binder.order.joins:
             over[earlier].wait(queues.stream)
+        if clock:
+            clock.end()
         return run
 
-    def _issue(self, run: "Run", queues: OneQueue | Queues, over: list[Any]) -> None:
+    def _issue(
+        self, run: "Run", queues: OneQueue | Queues, steps: tuple["Step", ...], over: list[Any]
+    ) -> None:
         """Give all operations to their queues; `over`: what waits for them, by operation."""
         marks, waits = self.marks, not self.carrier.overlaps
         # what the calls before left is behind the call's kernels
         begin = marks[-1] = queues.mark(marks[-1])
-        for index, step in enumerate(self.binder.steps):
+        for index, step in enumerate(steps):
             if step.moves:
                 queues.go(step.queue)
                 if step.begins:
@@ -187,7 +208,7 @@ class Executor:
             if step.transfers:
                 over[index] = under_way
                 if waits:
-                    under_way.wait(queues.stream)
+                    over[index].wait(queues.stream)
             elif step.waited_for:
                 over[index] = marks[index] = queues.mark(marks[index])
             for name in step.frees:

@@ -59,6 +59,10 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
     )
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group.add_argument(
+        "--burst-log", action="store_true", default=None,
+        help="log time and bytes of attention's transfers, in every step that Megatron logs",
+    )  # fmt: skip
+    group.add_argument(
         "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
         help=f"for experiments: {Tuning.legal()}",
     )  # fmt: skip
@@ -143,6 +147,7 @@ def check_unused(args: Namespace) -> None:
         names = [f.name for f in fields(BurstConfig) if not f.name.startswith(("keep", "tuning"))]
         if replace(given_tuning(args), keep_debug=False, keep_host_gib=None) != Tuning():
             names.append("tune")
+        names.append("log")
         _refuse_given(args, "burst", names, FLAG)
     if not wants_fused_loss(args):
         names = [f.name for f in fields(FusedLossConfig)]  # grads has no flag

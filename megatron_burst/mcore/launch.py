@@ -199,6 +199,8 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     else:
         _hint_at_burst(args)
     patches.switch_on_keep(burst)
+    if getattr(args, "burst_log", None):
+        patches.apply("log")
     if has_loss:
         patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
         patches.apply("main_grad")

@@ -14,6 +14,11 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags, global_args, with_attention_backend
 
 VARIABLE = "MEGATRON_BURST"
+_OF_COMMAND_LINES = (
+    "burst_plan",
+    "burst_tune",
+    "burst_log",
+)  # which the variable has otherwise, or not
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -45,7 +50,7 @@ def _parsed(text: str) -> Namespace:
     add_flags(parser)
     flags = {
         action.dest.removeprefix("burst_"): action for action in parser._actions
-        if action.dest.startswith("burst_") and action.dest not in ("burst_plan", "burst_tune")
+        if action.dest.startswith("burst_") and action.dest not in _OF_COMMAND_LINES
     }  # fmt: skip
     tunings = {field.name for field in fields(Tuning)}
     pairs = [pair.strip() for pair in text.split(",") if pair.strip()]

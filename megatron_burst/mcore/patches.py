@@ -27,11 +27,15 @@ from megatron_burst.mcore.releases import (
     LATENT,
     LAYER,
     LAYER_SPEC,
+    LOGGED,
     MAMBA,
     OTHER_FORMS,
     RELEASES,
     ROTARY,
+    STEP,
     TE_RECOMPUTE,
+    TRAIN_STEP,
+    TRAINING_LOG,
     WARM_UP,
 )  # fmt: skip
 from megatron_burst.patching import EVERY_RELEASE, Patch, when_imported
@@ -50,6 +54,7 @@ _RECOMPUTE = "megatron_burst.mcore.recompute"
 _PACKED = "megatron_burst.mcore.packed"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
+_LOG = "megatron_burst.mcore.transfer_log"
 _CPU = "megatron_burst.mcore.cpu_mode"
 
 # parameters that several have
@@ -290,6 +295,15 @@ TABLE: tuple[Patch, ...] = (
         (f"{_DDP}.finish_grad_sync", f"{_LOSS}:close_and_finish", "self force_all_reduce",
          "fails where main_grad has a loss's gradient without its backward pass: no hook is "
          "called before main_grad is used"),
+    ),
+    # what --burst-log applies
+    *_of(
+        "log",
+        (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
+         "evaluations run between steps, and nothing is called where a step begins"),
+        (TRAINING_LOG, f"{_LOG}:log_transfers",
+         f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
+         "names the timers that it logs (training/training.py:2624)"),
     ),
     # what CPU mode needs to build a model and to run it; see cpu_mode.py
     *_of(

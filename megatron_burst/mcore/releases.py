@@ -20,6 +20,8 @@ MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
 TE_RECOMPUTE = f"{_CORE}.recompute:te_checkpoint"
 LAYER_SPEC = "megatron.training.models.gpt:default_layer_spec"
 INITIALIZE = "megatron.training.initialize:initialize_megatron"
+TRAIN_STEP = "megatron.training.training:train_step"
+TRAINING_LOG = "megatron.training.training:training_log"
 WARM_UP = "megatron.training.training:set_jit_fusion_options"
 
 # parameters that several have
@@ -36,6 +38,14 @@ GPT_TAIL = (
 HYBRID_TAIL = (
     "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
     "rotary_base scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection"
+)
+STEP = (
+    "forward_step_func data_iterator model optimizer opt_param_scheduler config "
+    "forward_backward_func iteration"
+)
+LOGGED = (
+    "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
+    "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration"
 )
 _NO_CUDA_ARGUMENT = (
     "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks"
@@ -76,5 +86,7 @@ OTHER_FORMS = {  # a place's parameters in releases in which they are not those 
         "parsed_args store",
         "0.18": f"{_NO_CUDA_ARGUMENT} store",
     },
+    TRAIN_STEP: {"0.16 to 0.18": STEP},
+    TRAINING_LOG: {"0.16, 0.17": LOGGED},
     WARM_UP: {"0.17, 0.18": ""},
 }

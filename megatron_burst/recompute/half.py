@@ -12,6 +12,7 @@ from megatron_burst.comm.pass_log import Kind, Marks
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
+from megatron_burst.engine.ranges import range_of
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
@@ -56,7 +57,8 @@ class LaterHalf:
         out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
         whole = _rows_first(out, lse)
         self.marks.begin(Kind.EARLY_HALF)
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+        here = range_of("burst recomputation of an early half")
+        with here, torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             if self.plan.kept:
                 home = [move.home for move in self.plan.kept]
                 _pass(home, self.over_all, _rows_first(*kept), whole)

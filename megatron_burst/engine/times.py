@@ -1,0 +1,216 @@
+"""How long passes take, what of it they wait for, and what transfers take: for logs.
+
+Passes of one program are alike, so one of each is timed in a step, and stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
+from megatron_burst.comm.groups import Transfer
+from megatron_burst.engine.ranges import link_of, profiled
+from megatron_burst.schedule import program as p
+from megatron_burst.schedule.topology import Link
+
+if TYPE_CHECKING:
+    from megatron_burst.engine.executor import Executor, Run, Step
+
+
+@dataclass(slots=True)
+class _Moved:
+    """A transfer of a run that is timed."""
+
+    link: Link
+    under_way: Any
+    began: Any
+    ended: Any
+
+
+class Clock:
+    """Times a run: all of it, what the call's stream waits for, what transfers take.
+
+    On a GPU these are events on the streams, read when the GPU is done with them; nothing waits.
+    NCCL times its own transfers. On a CPU a transfer ends when its wait does.
+
+    Args:
+        executor: whose runs are timed, one after the other.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used, self._on_gpu, self._stream = 0, False, None
+        self._whole: list[Any] = []
+        self._waits: list[tuple[Any, Any]] = []
+        self._moved: dict[int, _Moved] = {}
+        pairs = enumerate(zip(executor.binder.steps, executor.program.ops, strict=True))
+        self.steps = tuple(self._timed(executor.program, i, step, op) for i, (step, op) in pairs)
+        self._carrier = executor.carrier
+
+    def begin(self, queues: OneQueue | Queues) -> None:
+        """Begin to time a run, on the stream of the call."""
+        self._used, self._stream = 0, queues.stream
+        self._on_gpu = queues.where.device.type == "cuda"
+        if self._on_gpu:
+            self._carrier.time_transfers()
+        self._waits.clear()
+        self._moved.clear()
+        self._whole = [self._now()]
+
+    def end(self) -> None:
+        """The call's stream has been given all of the run."""
+        self._whole.append(self._now())
+
+    def over(self, count: int) -> list[Any]:
+        """A list for what is under way in the run, which has waits for it timed."""
+        return _Watched(self, count)
+
+    def seconds(self) -> dict[str, float]:
+        """Of the run: "" of all of it, "exposed", "intra" and "inter"; once the GPU is done."""
+        found = {"": self._between(*self._whole), "exposed": 0.0} | dict.fromkeys(Link, 0.0)
+        for wait in self._waits:
+            found["exposed"] += self._between(*wait)
+        for moved in self._moved.values():
+            own = isinstance(moved.under_way, Transfer) and self._on_gpu
+            times = (moved.began, moved.ended)
+            found[moved.link] += moved.under_way.seconds() if own else self._between(*times)
+        return {str(name): seconds for name, seconds in found.items()}
+
+    def wait(self, index: int, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
+        """Wait for an operation, as the run does anyway; timed where its kernels wait."""
+        if stream != self._stream:
+            what.wait(stream)
+            return
+        began = self._now()
+        what.wait(stream)
+        self._waits.append((began, self._now()))
+        if not self._on_gpu and index in self._moved:
+            self._moved[index].ended = self._waits[-1][1]
+
+    def _timed(self, program: p.Program, index: int, step: Step, op: p.Op) -> Step:
+        if isinstance(op, p.Transfer):
+            return replace(step, run=self._moving(index, link_of(program, op), step.run))
+        if step.opens and step.queue is None:
+            return replace(step, run=self._opening(step), opens=[])
+        return step
+
+    def _moving(self, index: int, link: Link, work: Callable[[Run], Any]) -> Callable[[Run], Any]:
+        def run(of: Run) -> Any:
+            began = self._now()
+            under_way = work(of)
+            self._moved[index] = _Moved(link, under_way, began, self._now())
+            return under_way
+
+        return run
+
+    def _opening(self, step: Step) -> Callable[[Run], Any]:
+        """The step with its wait for slots, which others may still read."""
+
+        def run(of: Run) -> Any:
+            began = self._now()
+            for use, number in step.opens:
+                of.slots[use].open(number, of.queues.stream)
+            self._waits.append((began, self._now()))
+            return step.run(of)
+
+        return run
+
+    def _now(self) -> Any:
+        """This instant, of the current stream where there is one."""
+        if not self._on_gpu:
+            return perf_counter()
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) / 1e3 if self._on_gpu else ended - began
+
+
+class _Watched(list):
+    """What is under way in a run, by operation; waits for it are the clock's."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        super().__init__([None] * count)
+        self._clock = clock
+
+    def __setitem__(self, index, what) -> None:
+        super().__setitem__(index, _Waited(self._clock, index, what))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waited:
+    clock: Clock
+    index: int
+    what: UnderWay
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        self.clock.wait(self.index, self.what, stream)
+
+
+class Meter:
+    """Counts the passes of a step by their programs, and times one of each where it is asked to.
+
+    Passes of a program are alike. The one that is timed is that in the middle of the step, by how
+    many there were in the step before: ranks have met by then.
+
+    Attributes:
+        on: whether a step runs whose passes are counted.
+    """
+
+    def __init__(self) -> None:
+        self.on, self._timed = False, False
+        self._before: Counter[Executor] = Counter()
+        self._runs: Counter[Executor] = Counter()
+        self._clocks: dict[Executor, Clock] = {}
+
+    def begin_step(self, timed: bool) -> None:
+        """Count from here; `timed`: time passes too."""
+        self.on, self._timed = True, timed
+        self._before, self._runs = self._runs, Counter()
+        self._clocks = {}
+
+    def end_step(self) -> None:
+        """Count no more until the next step."""
+        self.on = False
+
+    def clock(self, executor: Executor) -> Clock | None:
+        """Count a pass; what is to time it, if anything is."""
+        number = self._runs[executor]
+        self._runs[executor] += 1
+        if not self._timed or executor not in self._before or profiled():
+            return None
+        if number != self._before[executor] // 2:
+            return None
+        return self._clocks.setdefault(executor, executor.clock)
+
+    def seconds(self) -> dict[str, float]:
+        """Of all passes of the step, if one of each kind was timed (see `Clock.seconds`), else
+        nothing; the GPU must be done with it."""
+        found: Counter[str] = Counter()
+        if self._clocks.keys() != self._runs.keys():
+            return {}
+        for executor, clock in self._clocks.items():
+            for name, seconds in clock.seconds().items():
+                found[name] += seconds * self._runs[executor]
+        return dict(found)
+
+    def sent_bytes(self) -> dict[Link, int]:
+        """That this rank has sent, or others pulled from it, in all passes of the step."""
+        found = dict.fromkeys(Link, 0)
+        for executor, runs in self._runs.items():
+            for link, count in executor.program.sent_bytes().items():
+                found[link] += count * executor.unit * runs
+        return found
+
+
+METER = Meter()  # of this process
