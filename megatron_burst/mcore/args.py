@@ -60,7 +60,7 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group.add_argument(
         "--burst-log", action="store_true", default=None,
-        help="log time and bytes of attention's transfers, in every step that Megatron logs",
+        help="log time and bytes of attention's transfers in every step that Megatron logs",
     )  # fmt: skip
     group.add_argument(
         "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",

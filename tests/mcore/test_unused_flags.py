@@ -23,14 +23,14 @@ def parsed(words: str):
 BURST = "--context-parallel-impl burst"
 FOR_ATTENTION = {
     "intra": "gather", "inter": "a2a", "deterministic": "", "backend": "reference",
-    "hardware": "h200", "tune": "circulate=q",
+    "hardware": "h200", "tune": "circulate=q", "log": "",
 }  # fmt: skip
 FOR_LOSS = {"label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
 
 
 def test_there_is_a_case_for_every_option_that_has_a_flag():
     names = {f.name for f in fields(BurstConfig) if not f.name.startswith("keep")}
-    assert FOR_ATTENTION.keys() == names - {"tuning"} | {"tune"}
+    assert FOR_ATTENTION.keys() == names - {"tuning"} | {"tune", "log"}
     assert FOR_LOSS.keys() == {f.name for f in fields(FusedLossConfig)} - {"grads"}
 
 

@@ -1,0 +1,119 @@
+"""Ranges around real kernels, and times of transfers and waits by events on the GPU's streams.
+
+Catches ranges that the kernels of their operation are not in, events on the wrong stream, NCCL's
+timing switched off, and a timed pass that waits for the GPU.
+"""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.config import BurstConfig
+from megatron_burst.engine.times import METER
+from tests.gpu.test_nccl import GPUS
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+]
+WAYS = {
+    "pull": {"intra": "gather", "transfer": "pull"},
+    "send": {"intra": "gather", "transfer": "send"},
+    "ring": {"intra": "ring"},
+    "a2a": {"intra": "a2a"},
+    "nodes": {"intra": "gather", "nodes": 2},
+    "no overlap": {"intra": "ring", "overlap": False},
+}
+LAYERS = 4
+
+
+def step_of(options):
+    config = BurstConfig.of(**options)
+    q, k, v = (
+        torch.randn(1, 8192, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (16, 8, 8)
+    )
+
+    def step():
+        outs = [burst_attention(q, k, v, config=config, layer=n + 1) for n in range(LAYERS)]
+        return torch.autograd.grad([out.sum() for out in outs], (q, k, v))
+
+    return step
+
+
+def timed(rank, options):
+    """Seconds by the meter, of the step, and of its issuing behind a busy GPU; gradients alike."""
+    step = step_of(options)
+    for _ in range(3):
+        METER.begin_step(timed=True)
+        step()
+        METER.end_step()
+    torch.cuda.synchronize()
+    truth = step()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    METER.begin_step(timed=True)
+    first.record()
+    grads = step()
+    last.record()
+    METER.end_step()
+    torch.cuda.synchronize()
+    seconds, sent = METER.seconds(), METER.sent_bytes()
+    same = all((a - b).norm() <= 1e-2 * b.norm() for a, b in zip(grads, truth, strict=True))
+    METER.begin_step(timed=True)
+    torch.cuda._sleep(4_000_000_000)  # about 2 s
+    began = time.perf_counter()
+    step()
+    issued = time.perf_counter() - began
+    METER.end_step()
+    torch.cuda.synchronize()
+    return seconds, sent, first.elapsed_time(last) / 1e3, issued, bool(same)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_times_are_positive_and_less_than_the_step(name):
+    nodes = WAYS[name].get("nodes", 1)
+    for seconds, sent, step, issued, same in run_ranks(timed, 2, WAYS[name], backend="nccl"):
+        link, other = ("inter", "intra") if nodes == 2 else ("intra", "inter")
+        assert same and issued < 1  # the CPU did not wait for the GPU
+        assert sent[link] > 0 and sent[other] == 0 and seconds[other] == 0
+        assert 0 < seconds["exposed"] < seconds[""]
+        assert seconds[link] > 0
+        assert seconds[""] < 1.5 * step  # one pass stands for those of all layers
+        if name == "no overlap":
+            assert seconds["exposed"] > 0.5 * seconds[link]
+
+
+def profiled(rank, options):
+    """Device microseconds by range, in one profiled step; and that NVTX ranges do no harm."""
+    step = step_of(options)
+    step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in found.events() if event.name.startswith("burst ")]
+    with torch.autograd.profiler.emit_nvtx():  # as Megatron's --profile
+        grads = step()
+    return [(e.name, e.device_time_total) for e in events], all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["pull", "send"])
+def test_kernels_are_in_the_ranges_of_their_operations(name):
+    for found, finite in run_ranks(profiled, 2, WAYS[name], backend="nccl"):
+        assert finite
+        passes = {name for name, _ in found if "layer" in name}
+        assert passes == {
+            f"burst {direction}, layer {layer}, gather"
+            for direction in ("forward", "backward")
+            for layer in range(1, LAYERS + 1)
+        }
+        on_device = Counter()
+        for name, microseconds in found:  # CPU's ranges, and what torch shows of them on the GPU
+            on_device[name] += microseconds
+        for kind in ("Attend: ", "AttendBackward: "):
+            times = [us for name, us in on_device.items() if name.startswith(f"burst {kind}")]
+            assert times and min(times) > 0
