@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# A small GPT on packed documents (THD), on all GPUs of this machine; without GPUs on two CPU processes.
+#
+#     examples/torchrun/packed.sh [text files] [Megatron's flags]
+#
+# Without text files: Python's own documentation. STEPS and SEQ_LENGTH may be set.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="${PYTHON:-python}"
+files=()
+while (($#)) && [[ "$1" != --* ]]; do
+    files+=("$1")
+    shift
+done
+
+gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+if ((gpus > 1)); then
+    cp="$gpus"
+    device=(--bf16)
+    export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
+else
+    cp=2
+    device=(--distributed-backend gloo)
+    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 # one GPU is no context parallelism
+fi
+seq="${SEQ_LENGTH:-1024}"
+
+# Each rank holds two chunks of each document.
+data="${DATA:-demo/packed_cp$cp}"
+"$python" "$here/data.py" "$data" ${files[@]+"${files[@]}"} --multiple $((2 * cp))
+
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$cp" -m megatron_burst \
+    "$here/pretrain_gpt.py" --data-path "$data" --split 98,1,1 --pack-documents \
+    --context-parallel-size "$cp" --context-parallel-impl burst "${device[@]}" \
+    --num-layers 2 --hidden-size 192 --num-attention-heads 6 --position-embedding-type rope \
+    --seq-length "$seq" --max-position-embeddings "$seq" --train-iters "${STEPS:-20}" \
+    --calculate-per-token-loss "$@"
