@@ -28,6 +28,7 @@ FLAGS = """
 """
 
 preload("megatron.training.training", "megatron.training.checkpointing")
+preload("megatron.core.datasets.gpt_dataset", "megatron.core.tokenizers.text")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ class Pretrained:
     said: list[str] = field(default_factory=list)
 
 
-def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
-    """Run examples/pretrain_gpt.py in a folder, on some ranks, with FLAGS and more flags."""
+def pretrain(folder: Path, ranks: int, flags: str, documents: int = 1000) -> Pretrained:
+    """Run examples/pretrain_gpt.py in a folder, on some ranks, with FLAGS and more flags.
+
+    Mock data has so many documents: shuffling Megatron's 100,000 takes half of a short run's time.
+    """
     folder.mkdir(exist_ok=True)
     log = folder / "steps.jsonl"
     log.unlink(missing_ok=True)
@@ -54,7 +58,9 @@ def pretrain(folder: Path, ranks: int, flags: str) -> Pretrained:
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1 is refused with FSDP
     usual = FLAGS.replace("--mock-data", "") if "--data-path" in flags else FLAGS
     flags = f"{usual} {flags}"
-    (_, said), *_ = ends = run_ranks(_main, ranks, str(folder), flags, environment=environment)
+    (_, said), *_ = ends = run_ranks(
+        _main, ranks, str(folder), flags, documents, environment=environment
+    )
     lines = log.read_text().splitlines() if log.exists() else []
     return Pretrained([json.loads(line) for line in lines], ends[-1][0], said)
 
@@ -68,9 +74,15 @@ def assert_same(got: Pretrained, truth: Pretrained) -> None:
     assert got.evaluated == pytest.approx(truth.evaluated, abs=2e-6)
 
 
-def _main(rank: int, folder: str, flags: str) -> tuple[list[float], list[str]]:
+def _main(rank: int, folder: str, flags: str, documents: int) -> tuple[list[float], list[str]]:
+    from megatron.core.datasets import gpt_dataset
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     # checkpoints are written by processes that this one starts, which a daemon must not
     multiprocessing.current_process()._config["daemon"] = False
+    gpt_dataset.MockGPTLowLevelDataset.size = documents
+    if "--save" in flags:  # Megatron's own process for this queue would import everything again
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
     os.chdir(folder)
     sys.argv = ["pretrain_gpt.py", *shlex.split(flags), "--step-log", "steps.jsonl"]

@@ -5,6 +5,7 @@ same order. Catches results that reach another layer or micro-batch, recomputati
 communicates though it need not, and layers that keep though they should not.
 """
 
+import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -118,6 +119,7 @@ def compare_all(rank: int) -> dict:
             )
             for way in ways
         }
+        gc.freeze()  # later collections look through what the cases make, and nothing before
         for name in names:
             case = CASES[name]
             truth = truths[case.burst.tuning.circulate]

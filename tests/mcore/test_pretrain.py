@@ -20,6 +20,7 @@ from tests.mcore.patched import patch_megatron
 from tests.mcore.pretraining import FLAGS, pretrain
 
 pytestmark = needs("training")
+MEGATRONS_DOCUMENTS = 100_000  # of mock data, under torchrun
 LONGER = """--seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 3
     --calculate-per-token-loss"""
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def runs(tmp_path_factory):
     results = {}
     try:
         for name, (ranks, flags) in LOADED.items():
-            run = pretrain(folder / name, ranks, f"{LONGER} {flags}")
+            run = pretrain(folder / name, ranks, f"{LONGER} {flags}", MEGATRONS_DOCUMENTS)
             results[name] = run.steps, "\n".join(run.said)
         for name, process in processes.items():
             status = process.wait(timeout=400)
