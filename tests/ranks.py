@@ -146,18 +146,16 @@ def _serve(pipe, rank, world, backend, environment) -> None:
 def _share_one_device() -> None:
     """Let all gloo groups of this process use one device. The thread of a device wakes 100 times a
     second: of the 64 groups of three layouts of Megatron's, a quarter of a core for four ranks."""
-    from torch.distributed import distributed_c10d
+    from torch.distributed import ProcessGroupGloo
 
-    gloo = distributed_c10d.ProcessGroupGloo
-    device = gloo.create_default_device()
+    make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    class OnOneDevice(gloo):
-        def __init__(self, store, rank, size, timeout):
-            options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
-            super().__init__(store, rank, size, options)
+    def on_one_device(self, store, rank, size, timeout):
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(self, store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnOneDevice
+    ProcessGroupGloo.__init__ = on_one_device
 
 
 def _run_one(pipe, function, rank, world, backend, store, args) -> None:

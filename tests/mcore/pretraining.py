@@ -46,7 +46,7 @@ class Pretrained:
     said: list[str] = field(default_factory=list)
 
 
-def pretrain(folder: Path, ranks: int, flags: str, documents: int = 1000) -> Pretrained:
+def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pretrained:
     """Run examples/pretrain_gpt.py in a folder, on some ranks, with FLAGS and more flags.
 
     Mock data has so many documents: shuffling Megatron's 100,000 takes half of a short run's time.
