@@ -3,7 +3,8 @@
 fp8 linears with bf16 attention, weight gradients that TransformerEngine adds to `main_grad` by
 itself, and Megatron's own spec of hybrid stacks. The truth is Megatron's own context parallelism
 (p2p) on the same ranks. Catches attention that is fed fp8 tensors or scales, and a gradient that is
-lost where none is returned.
+lost where none is returned. Latent attention (MLA) of Megatron's own spec is built by its
+`cp_comm_type`, as by the flag.
 """
 
 import pytest
@@ -23,17 +24,23 @@ CASES = {
     "fp8 linears, bf16 attention": FP8,
     "fused gradient accumulation": dict(gradient_accumulation_fusion=True),
 }
+LATENT = dict(
+    q_lora_rank=256, kv_lora_rank=128, qk_head_dim=64, qk_pos_emb_head_dim=64, v_head_dim=64,
+    rope_type="rope", num_query_groups=8,
+)  # fmt: skip
 
 
 def config_of(comm_type: str, world: int, options: dict):
     """Of four layers."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig(
+    kind = MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig
+    return kind(
         num_layers=4, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN, num_attention_heads=8,
-        num_query_groups=4, add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0,
+        add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0,
         attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, context_parallel_size=world,
-        cp_comm_type=comm_type, bias_dropout_fusion=False, **options,
+        cp_comm_type=comm_type, bias_dropout_fusion=False,
+        **dict(num_query_groups=4) | options,
     )  # fmt: skip
 
 
@@ -63,6 +70,24 @@ def gpt(config, burst: bool):
         config, burst_spec(spec) if burst else spec, 8, TOKENS, pre_process=False,
         post_process=False, position_embedding_type="rope",
     )  # fmt: skip
+
+
+def latent(config, burst: bool):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    from megatron_burst.mcore import patches
+
+    patches.apply("attention")
+    model = GPTModel(
+        config, get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True), 8, TOKENS,
+        pre_process=False, post_process=False, position_embedding_type="rope",
+    )  # fmt: skip
+    ours = getattr(model.decoder.layers[0].self_attention.core_attention, "burst", None)
+    assert (ours is not None) == burst
+    return model
 
 
 def gradients(build, comm_type: str, world: int, options: dict) -> tuple[torch.Tensor, int]:
@@ -102,6 +127,9 @@ def compare_all(rank: int, world: int) -> dict:
             truth, _ = gradients(build, "p2p", world, options)
             got, fused = gradients(build, "burst", world, options)
             found[build.__name__, name] = relative(got, truth), relative(truth, exact), fused
+    truth, _ = gradients(latent, "p2p", world, LATENT)
+    got, _ = gradients(latent, "burst", world, LATENT)
+    found["latent"] = relative(got, truth)
     return found
 
 
@@ -125,3 +153,8 @@ def test_gradients_are_those_of_megatrons_own_context_parallelism(comparisons, m
         print(model, name, error, of_fp8, fused)
         assert error <= (of_fp8 if "fp8" in name else 2e-2)
         assert (fused > 0) == ("fused" in name)
+
+
+def test_latent_attention_of_megatrons_own_spec_has_the_gradients_of_p2p(comparisons):
+    """To ten roundings of 2e-3 in bf16."""
+    assert max(found["latent"] for found in comparisons) <= 2e-2
