@@ -1,4 +1,5 @@
-"""slime, at v0.3.1 (624b824): its hook, called by its own `init`, and its packed samples.
+"""slime, at 624b824 (main, 38 commits after v0.3.1, which asks for a Megatron before 0.19): its
+hook, called by its own `init`, and its packed samples.
 
 Run by `SLIME=clone make test-integrations FRAMEWORKS=slime`: slime is in no package registry. Of
 what its `init` does before the hook nothing runs here but its check of NumPy; SGLang, which it
