@@ -1,4 +1,4 @@
-"""slime, at 624b824 (main, 38 commits after v0.3.1, which asks for a Megatron before 0.19): its
+"""slime, at 624b824 (main, 38 commits after v0.3.1, which asks for a Megatron before 0.17): its
 hook, called by its own `init`, and its packed samples.
 
 Run by `SLIME=clone make test-integrations FRAMEWORKS=slime`: slime is in no package registry. Of
