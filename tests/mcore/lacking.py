@@ -8,7 +8,7 @@ import pytest
 from megatron_burst.installed import find_megatron, minor
 
 LACKING = {  # what a test needs: releases without, and why in words that the tables of docs show
-    "model classes": ("0.16 0.17 0.18", "not tested: its model classes past GPT are in other modules"),
+    "model classes": ("0.16 0.17 0.18", "not tested: its model classes are in other modules"),
     "--spec": ("0.16 0.17 0.18", "--spec takes a function from 0.19 on"),
     "MLA": ("0.16", "its own MLA fails without TransformerEngine"),
     "experts": ("0.16", "its routers need a function of TransformerEngine's"),
