@@ -64,7 +64,7 @@ def main(
     heads: Annotated[str, Option(help="query heads / KV heads, e.g. 64/8,32/8")] = "",
     documents: Annotated[str, Option(help=f"how long documents are: {KINDS}; a list")] = "",
     window: Annotated[str, Option(help="keys before its own that a query sees, e.g. 4K")] = "",
-    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
+    head_dim: Annotated[int, Option(min=1, help="head dimension")] = 128,
     seed: Annotated[int, Option(help="of drawn lengths")] = SEED,
     dtype: Dtype = None,
     impl: Annotated[

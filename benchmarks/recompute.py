@@ -200,7 +200,7 @@ class _Part:
 def main(
     seq: Annotated[str, Option(help="tokens of the whole sequence, e.g. 64K,256K,1M")] = "64K",
     heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
-    head_dim: Annotated[int, Option(min=1, help="width of a head")] = 128,
+    head_dim: Annotated[int, Option(min=1, help="head dimension")] = 128,
     layers: Annotated[int, Option(min=1, help="layers of the stack")] = 4,
     hidden: Annotated[int, Option(min=1, help="model width")] = 4096,
     ffn: Annotated[int, Option(min=1, help="width of the gated MLP")] = 14336,

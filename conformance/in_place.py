@@ -153,7 +153,7 @@ def _turn_configurations() -> None:
     """Have each TransformerConfig ask for burst, without the dropout that is Megatron's default."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    import megatron_burst.auto  # noqa: F401  the door of whoever builds models himself
+    import megatron_burst.auto  # noqa: F401  the entry point for code that builds models itself
 
     original = TransformerConfig.__post_init__
 

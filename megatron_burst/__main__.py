@@ -1,4 +1,4 @@
-"""Door for `python -m megatron_burst SCRIPT ...`."""
+"""Entry point for `python -m megatron_burst SCRIPT ...`."""
 
 import sys
 

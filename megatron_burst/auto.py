@@ -1,4 +1,4 @@
-"""Door for frameworks that build Megatron's models themselves: import it, and layers whose
+"""Entry point for frameworks that build Megatron's models themselves: import it, and layers whose
 configuration says cp_comm_type="burst" run burst attention. Options: MEGATRON_BURST."""
 
 from megatron_burst.mcore.launch import switch_on_automatically

@@ -1,4 +1,4 @@
-"""Door for scripts of one's own: `import megatron_burst.patch` first gives them burst's flags."""
+"""Entry point for your own scripts: `import megatron_burst.patch` adds burst's flags."""
 
 import sys
 

@@ -40,7 +40,7 @@ class Patch:
             release that the patch was written for.
         others: the same in other releases that it works with.
         releases: the first and the last that have the place, as (major, minor).
-        why: what it is for and why no public seam does.
+        why: what it is for and why no public hook does.
         package: the distribution that it comes with.
         te: whether Megatron must have found TransformerEngine, or must not; None: either.
     """

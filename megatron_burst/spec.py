@@ -1,4 +1,4 @@
-"""Door for `--spec megatron_burst.spec layer_spec`, and for specs in Python."""
+"""Entry point for `--spec megatron_burst.spec layer_spec`, and for specs in Python."""
 
 from megatron_burst.installed import require_megatron
 

@@ -20,15 +20,15 @@ RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2", "main")
 WHERE = "run"  # the first row: what a column's tests ran with, and when
 HEAD = """# Compatibility
 
-Made by `scripts/compatibility.py` of [compatibility.csv](compatibility.csv), which
-`make test-matrix` writes; do not edit it.
+`scripts/compatibility.py` generates this page from [compatibility.csv](compatibility.csv), which
+`make test-matrix` writes. Do not edit it.
 
 A cell names the tests that passed: the file, `gpt` for `tests/mcore/test_gpt.py`, and in brackets
-the case or the function, or how many cases. "No" and "not all" have the number of what the release
-lacks for the others, below. The script says which tests belong to a row; the CSV has the result of
-every test by its full name. All run on the CPU, in processes over gloo without TransformerEngine,
-mostly beside runs of Megatron's own without context parallelism. What needs a GPU is in
-`tests/gpu`, with 0.19.2.
+the case or the function, or how many cases. The number after "no" and "not all" refers to the
+list at the end: what the release lacks for the other tests. The script says which tests belong to a
+row; the CSV has the result of every test by its full name. All tests run on the CPU, in processes
+over gloo without TransformerEngine, and most of them compare with Megatron without context
+parallelism. Tests that need a GPU are in `tests/gpu`, and run with 0.19.2.
 """
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
@@ -64,7 +64,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Samples": {
         "packed documents": [("packed", "CP[24]|full|one rank"), ("packed_rows", ".*")],
         "packed documents, windows": [("packed", "windows.*")],
-        "documents that begin anywhere": [("packed_uses", ".*begin_anywhere.*")],
+        "documents that start at any token": [("packed_uses", ".*begin_anywhere.*")],
     },
     "Recomputation": {
         "full and selective": [("gpt", ".*full recompute.*"), ("keep", ".*-none.*|.*-all, sel.*")],
@@ -77,7 +77,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gradients in forward": [("loss_window", ".*"), ("loss", ".*forward.*")],
         "other uses, refusals": [("loss_uses", ".*")],
     },
-    "Doors": {
+    "Entry points": {
         "`python -m megatron_burst`": [("pretrain", "python -m.*|CP4 on.*")],
         "`import megatron_burst.patch`": [("pretrain", "imported.*")],
         "`--spec`": [("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
@@ -85,7 +85,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "`megatron_burst.auto`": [("auto", ".*")],
         "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
         "refusals": [("arguments", ".*"), ("core_attention", ".*"), ("doors", ".*refused.*")],
-        "seams of the table": [("releases", ".*")],
+        "hook points of the table": [("releases", ".*")],
     },
     "Runs": {
         "`pretrain()`, three steps": [("pretrain", ".*")],

@@ -1,4 +1,4 @@
-"""Door for `python -m megatron_burst.cli COMMAND ...`, also under torchrun."""
+"""Entry point for `python -m megatron_burst.cli COMMAND ...`, also under torchrun."""
 
 from megatron_burst.cli.main import app
 

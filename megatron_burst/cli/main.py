@@ -30,10 +30,13 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, Option("--version", help="show it and exit", callback=_show_version, is_eager=True)
+        bool,
+        Option(
+            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """BurstAttention as the context parallelism of Megatron-LM."""
+    """BurstAttention: context parallelism for Megatron-LM."""
 
 
 @app.command()
@@ -42,17 +45,17 @@ def calibrate(
         "calibration.toml"
     ),
     name: Annotated[
-        str | None, Option(metavar="NAME", help="of the machine; default: its GPU's")
+        str | None, Option(metavar="NAME", help="name of the machine; default: its GPU's name")
     ] = None,
     budget_s: Annotated[
-        float, Option(min=0, metavar="S", help="start no new measurement after so many seconds")
+        float, Option(min=0, metavar="S", help="seconds after which no new measurement starts")
     ] = 150.0,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Measure the kernels and links of this machine.
 
-    Runs alone, or under torchrun on all nodes together. `plan --hardware` reads what it writes.
+    Run it alone, or under torchrun on all nodes together. `plan --hardware` reads its file.
     """
     from megatron_burst.cli.calibrate import calibrate as measure
     from megatron_burst.cli.world import started
@@ -71,18 +74,20 @@ def calibrate(
 @app.command()
 def bench(
     seq: Annotated[
-        str, Option(metavar="TOKENS", help="of the whole sequence, e.g. 64K or 1M")
+        str, Option(metavar="TOKENS", help="length of the whole sequence, e.g. 64K or 1M")
     ] = "64K",
     heads: Annotated[str, Option(metavar="Q/KV", help="query heads and KV heads")] = "32/8",
-    head_dim: Annotated[int, Option(min=1, metavar="N", help="width of a head")] = 128,
-    reps: Annotated[int, Option(min=1, metavar="N", help="repetitions, in turns")] = 10,
+    head_dim: Annotated[int, Option(min=1, metavar="N", help="head dimension")] = 128,
+    reps: Annotated[
+        int, Option(min=1, metavar="N", help="repetitions; implementations take turns")
+    ] = 10,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Measure attention: burst, TransformerEngine, the kernel alone.
 
-    Runs alone or under torchrun; bf16 on GPUs, float32 on CPU, which is for trying it out with
-    small sizes.
+    Run it alone or under torchrun. It measures in bf16 on GPUs, and in float32 on CPUs, only to
+    try it out with small sizes.
     """
     with in_one_sentence():
         tokens = whole_number(seq, "--seq", "bench")

@@ -45,7 +45,7 @@ def plan(
         str, Option(metavar="TOKENS", help="length of a sequence, e.g. 1M, 128k, 1048576")
     ] = "",
     gpus_per_node: Annotated[
-        int | None, Size(help="GPUs of a node; default: of --hardware")
+        int | None, Size(help="GPUs per node; default: as in --hardware")
     ] = None,
     hardware: Annotated[
         str,
@@ -58,7 +58,7 @@ def plan(
         str,
         Option(
             metavar="N",
-            help="sequences of a step; default: 4M tokens, or 1K a GPU if that is more",
+            help="sequences per step; default: 4M tokens, or 1K per GPU if that is more",
         ),
     ] = "",
     tp: Annotated[int | None, Size(help="tensor-parallel size")] = None,
@@ -68,17 +68,15 @@ def plan(
     ep: Annotated[int | None, Size(help="expert-parallel size")] = None,
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        Option(help="what backward computes again; selective: the feed-forward"),
+        Option(help="what backward recomputes; selective: the feed-forward"),
     ] = None,
     keep: Annotated[
         Literal["none", "half", "all"] | None,
         Option(help="attention results kept under full recomputation (--burst-keep)"),
     ] = None,
-    offload: Annotated[
-        bool | None, Option(help="whether these results wait in host memory")
-    ] = None,
+    offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
     offload_inputs: Annotated[
-        bool | None, Option(help="whether inputs of recomputed layers wait in host memory")
+        bool | None, Option(help="offload the inputs of recomputed layers to host memory")
     ] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[
@@ -88,22 +86,23 @@ def plan(
         Path | None,
         Option(
             metavar="FILE",
-            help="one packed sample instead of a job: boundaries or lengths (text, .npy, .pt)",
+            help="plan one packed sample instead of a job; a file of boundaries or lengths "
+            "(text, .npy, .pt)",
         ),
     ] = None,
     picture: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help="draw attention of a layer, or of the sample, over time (.png, .svg, .pdf)",
+            help="draw one layer's attention over time, or the sample (.png, .svg, .pdf)",
         ),
     ] = None,
 ) -> None:
     """Predict time and memory of a job, and print its flags.
 
-    Sizes and policies that are not given are those of the fastest strategy that fits in memory.
-    Exits with 0 for a plan that runs, with 2 for input that is refused, and with 3 for a plan that
-    does not run: nothing fits (the nearest to it is shown), or burst refuses the model.
+    Sizes and policies that you leave out are those of the fastest strategy that fits in memory.
+    Exit status: 0 for a plan that runs, 2 for refused input, 3 for a plan that does not run,
+    because nothing fits (the closest strategy is shown) or because burst refuses the model.
     """
     with in_one_sentence():
         _check_outputs(json, picture)
@@ -204,8 +203,8 @@ def _check_policy(given: dict[str, object]) -> None:
     option = next((option for option, is_on in needs_full.items() if is_on), None)
     if option and recompute != "full":
         raise BurstError(
-            f"plan: {option} must come with --recompute full, because it is of what layers are "
-            f"computed again from; got --recompute {recompute}; leave one out"
+            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
+            f"recomputed layers; got --recompute {recompute}; leave one out"
         )
     if given.get("offload") and given.get("keep") == "none":
         raise BurstError(
@@ -220,8 +219,8 @@ def _check_sample(given: dict[str, object]) -> None:
     if options:
         option = "--" + options[0].replace("_", "-")
         raise BurstError(
-            "plan: --cu-seqlens must come with --gpus, --gpus-per-node, --hardware, --tp, --cp and "
-            "--picture only, because one layer's attention is planned, not a job; got "
+            "plan: --cu-seqlens must only be combined with --gpus, --gpus-per-node, --hardware, "
+            "--tp, --cp and --picture, because it plans one layer's attention, not a job; got "
             f"{option}; leave one out"
         )
 
@@ -234,5 +233,5 @@ def _check_outputs(json: Path | None, picture: Path | None) -> None:
     if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
         raise BurstError(
             "plan: --picture must end in .png, .svg or .pdf and be another file than --json, "
-            f"because the suffix is the format; got {picture}; rename it"
+            f"because the suffix selects the format; got {picture}; rename it"
         )

@@ -160,8 +160,8 @@ def numbers_in(path: Path) -> list[int]:
     except Exception as error:  # what files and their readers raise has no common type
         raise BurstError(
             "plan: --cu-seqlens must name a file of whole numbers (text, .csv, .npy or .pt), "
-            "because they tell where documents begin, or how long they are; got "
-            f"{path}: {str(error).splitlines()[0] if str(error) else error!r}; write for example "
-            "0, 4096, 6144"
+            f"because they are document boundaries or lengths; got {path}: "
+            f"{str(error).splitlines()[0] if str(error) else error!r}; write for example 0, "
+            "4096, 6144"
         ) from None
     return numbers

@@ -44,7 +44,7 @@ def writing(who: str, option: str, path: Path) -> Iterator[None]:
 
 def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
     return BurstError(
-        f"{who}: {option} must name a file that can be written, because results go there; got "
+        f"{who}: {option} must name a writable file, because results are written there; got "
         f"{path}: {reason}; choose another path"
     )
 

@@ -119,7 +119,7 @@ def _ranks_of_a_node(who: str, size: int, nodes: int) -> int:
     if size % nodes:
         divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise BurstError(
-            f"{who}: --nodes must divide the ranks of the run, because each pretended node has "
+            f"{who}: --nodes must divide the number of ranks, because each emulated node has "
             f"equally many; got {nodes} nodes and {size} rank{'s' * (size > 1)}; choose "
             f"{divisors}, or start more ranks with torchrun"
         )
@@ -179,7 +179,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
         raise BurstError(
-            "bench: an implementation must run or fail on all ranks, because the others "
+            "bench: an implementation must run or fail on all ranks, because otherwise ranks "
             f"wait in its collectives; got a failure on ranks {failed} of {world.size} only: "
             f"{failures[failed[0]]}; leave that implementation or size out"
         )

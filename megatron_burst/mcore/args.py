@@ -112,7 +112,8 @@ def _options(name: str, kind: object) -> dict:
 def check_args(args: Namespace, who: str = FLAG) -> None:
     """Refuse arguments under which burst attention would be wrong or meaningless.
 
-    Every door comes here: the flag's before Megatron validates, all when core attention is built.
+    Every entry point comes here: the flag before Megatron validates, all when core attention is
+    built.
     """
     nodes = given_tuning(args).nodes
     check("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
@@ -228,6 +229,6 @@ def say_attention_backend(args: Namespace) -> None:
     backend = with_attention_backend(BurstConfig(), asked).backend
     if backend != "auto" and args.rank == 0:
         say(
-            f"burst attention: --attention-backend {getattr(asked, 'name', asked)} stands for the "
-            f"first of its kernels {backend} that can do a call"
+            f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "
+            f"first of the kernels {backend} that supports a call"
         )

@@ -26,9 +26,10 @@ WHO = "burst core attention"
 
 
 def check_run() -> None:
-    """Refuse a run in which burst attention is being built, by whichever door; name its Megatron.
+    """Refuse a run in which burst attention is being built, through any entry point; name its
+    Megatron.
 
-    Also for what the flag's door would have set in the command line, if there is one.
+    Also for what the flag would have set in the command line, if there is one.
     """
     _say_once(f"burst attention: {require_megatron(WHO)}")
     args = global_args()

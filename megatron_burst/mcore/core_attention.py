@@ -225,7 +225,7 @@ class BurstForward:
     ) -> "BurstForward":
         """Also makes the group's communicators: all its ranks build their layers together."""
         check_run()
-        apply("seams")
+        apply("hook points")
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)

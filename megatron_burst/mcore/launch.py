@@ -1,4 +1,4 @@
-"""The flag's door: Megatron's parser with burst's flags, and scripts that are run with it.
+"""Entry point of the flag: Megatron's parser with burst's flags, and scripts that are run with it.
 
 Loads nothing of Megatron before it is asked to: a script's own comes first.
 """
@@ -36,33 +36,33 @@ from megatron_burst.mcore.refusals import FLAG, names_burst
 from megatron_burst.patching import Patch, when_imported
 from megatron_burst.say import say
 
-_DOOR = "python -m megatron_burst"
+_ENTRY = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
 _MEANING = "Runs a Megatron-LM training script unchanged, with these flags added to Megatron's own."
 _REST = """Without --context-parallel-impl burst the script runs as it would without megatron_burst.
 On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then runs on the CPU."""
 
 
-def prepare(argv: list[str], door: str = "megatron_burst") -> None:
+def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     """Add burst's flags to Megatron's parser; run on the CPU if the arguments say gloo.
 
-    `argv` is as sys.argv has it; `door`, for messages, is how it was asked for.
+    `argv` is as sys.argv has it; `entry` is how it was asked for, for messages.
 
     Raises:
         BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
             parsed the arguments without burst's flags.
     """
-    megatron = require_megatron(door)
+    megatron = require_megatron(entry)
     if megatron.training is None:
         raise BurstError(
-            f"{door}: megatron.training must be importable, because burst's flags are added to its "
-            f"parser; got {megatron} alone; use megatron_burst.auto, or a checkout of Megatron-LM"
+            f"{entry}: megatron.training must be importable, because burst's flags are added to "
+            f"its parser; got {megatron} alone; use megatron_burst.auto, or a checkout of Megatron-LM"
         )
     asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
     parsed = global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
         raise BurstError(
-            f"{door}: it must be imported before Megatron parses its arguments, because "
+            f"{entry}: it must be imported before Megatron parses its arguments, because "
             f"otherwise they lack burst's; got {asked[0]} in arguments that are parsed; import "
             "it first"
         )
@@ -91,17 +91,17 @@ def run_script(argv: list[str]) -> None:
     script = Path(argv[0])
     if not script.is_file():
         raise BurstError(
-            f"{_DOOR}: the first argument must be a script, because it is run with burst's flags "
+            f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
             f"added; got {argv[0]!r}; pass the path of your pretrain_gpt.py"
         )
     if not torch.cuda.is_available() and not _wants_cpu(argv):
         raise BurstError(
-            f"{_DOOR}: a CUDA GPU must be visible, because Megatron trains on GPUs; got none; add "
+            f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; got none; add "
             "--distributed-backend gloo to try it on the CPU"
         )
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.resolve().parent))
-    prepare(sys.argv, _DOOR)
+    prepare(sys.argv, _ENTRY)
     runpy.run_path(str(script), run_name="__main__")
 
 

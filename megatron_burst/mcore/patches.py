@@ -158,7 +158,7 @@ def _of(group: str, *rows: tuple[str, str, str, str], te: bool | None = None) ->
 
 
 TABLE: tuple[Patch, ...] = (
-    # what every door applies
+    # what every entry point applies
     *_of(
         "flags",
         (f"{_ARGUMENTS}:add_megatron_arguments", f"{_LAUNCH}:with_flags", "parser",
@@ -220,7 +220,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     # what burst relies on as it is
     *_of(
-        "seams",
+        "hook points",
         (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "",
          "self config layer_number attn_mask_type attention_type cp_comm_type softmax_scale "
          "pg_collection",

@@ -1,6 +1,7 @@
-"""What burst cannot do: one table, asked of arguments, configurations, layers, calls and models.
+"""What burst does not support: one table, checked against arguments, configurations, layers, calls
+and models.
 
-Every door asks by `check`. Nothing here loads Megatron.
+Every entry point calls `check`. Nothing here loads Megatron.
 """
 
 from collections.abc import Callable, Container, Iterator

@@ -29,7 +29,7 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if not dist.is_initialized() or dist.get_rank() == 0:
         how = "half of what is available" if limit_gib is None else "as asked"
-        say(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory a rank ({how})")
+        say(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})")
     return memory
 
 
@@ -68,8 +68,8 @@ class HostMemory:
         if self.taken_bytes + num_bytes > self.limit_bytes:
             if not self._has_warned:
                 say(
-                    f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory a rank are full; "
-                    "what comes more stays on the device"
+                    f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory per rank are "
+                    "full; further results stay on the device"
                 )
             self._has_warned = True
             return None

@@ -110,7 +110,7 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
     assert found["reachable", "ok"]["what"] == "all 2 nodes reach each other by TCP"
     assert found["groups", "ok"]["what"] == "2 x 2 nodes x 1 rank"
-    assert found["seams", "ok"]["where"] == "all 2 nodes"
+    assert found["hook points", "ok"]["where"] == "all 2 nodes"
     links = {(x["kind"], x["source"], x["dest"]): x for x in json.loads(out[0])["links"]}
     assert set(links) == {
         ("intra", 0, 1), ("intra", 1, 0), ("intra", 2, 3), ("intra", 3, 2),

@@ -26,7 +26,7 @@ from megatron_burst.cli.doctor.network import (
     interfaces_of,
 )
 from megatron_burst.cli.doctor.report import Check, Merged, Report, Status, ok, print_report
-from megatron_burst.cli.doctor.software import check_seams, check_te_kernels, check_versions
+from megatron_burst.cli.doctor.software import check_hook_points, check_te_kernels, check_versions
 from megatron_burst.cli.doctor.survey import (
     SCRIPT,
     Answer,
@@ -63,7 +63,9 @@ def by_name(checks, name):
 
 def test_a_healthy_machine_has_nothing_to_change():
     checks = check_machine(survey(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, in_job=True)
-    of_survey = [c for c in checks if c.name not in ("torch", "backends", "versions", "seams")]
+    of_survey = [
+        c for c in checks if c.name not in ("torch", "backends", "versions", "hook points")
+    ]
     assert {check.status for check in of_survey} == {Status.OK}
     assert not any(check.change for check in of_survey)
     assert "8 x NVIDIA H200, 140 GiB, driver 570.86.15" in by_name(checks, "gpus").what
@@ -239,7 +241,7 @@ def test_connections_are_demanded_before_blackwell_only():
     assert check_connections(survey(gpus=""), {}, in_job=True).status is Status.SKIP
 
 
-def test_versions_and_seams():
+def test_versions_and_hook_points():
     good = check_versions({"torch": "2.11.0", "megatron-core": "0.19.2"})
     old = check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"})
     none = check_versions({"torch": "2.11.0"})
@@ -247,14 +249,14 @@ def test_versions_and_seams():
     installed = rows()
     assert len(installed) > 10 and not any(patch.misfit() for patch in installed)
     other = Patch("flags", "megatron.core:no_such.name", "", (), "a test")
-    broken = check_seams(lambda: [*installed, other])
+    broken = check_hook_points(lambda: [*installed, other])
     assert broken.status is Status.FAIL and broken.change
     assert broken.what.startswith("megatron.core.no_such.name (a test): ")
 
     def missing():
         raise ImportError("No module named 'megatron'")
 
-    assert check_seams(missing).status is Status.WARN
+    assert check_hook_points(missing).status is Status.WARN
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_flash_attention_4_under_transformer_engines_context_parallelism(environ
         assert check_te_kernels({name: both[name]}, environ) == []
 
 
-def test_a_seam_that_does_not_fit_is_found(monkeypatch):
+def test_a_hook_point_that_does_not_fit_is_found(monkeypatch):
     from megatron.training import arguments
 
     monkeypatch.setattr(arguments, "validate_args", lambda args, more: None)
@@ -330,9 +332,9 @@ def test_warnings_of_other_packages_stay_out_of_the_report(
         warnings.warn("Apex is not installed", stacklevel=1)
         logging.getLogger("a.package").warning("No CUDA runtime is found")
         logging.getLogger("a.package").error("the device is lost")
-        return ok("seams", "all fit")
+        return ok("hook points", "all fit")
 
-    monkeypatch.setattr("megatron_burst.cli.doctor.software.check_seams", noisy)
+    monkeypatch.setattr("megatron_burst.cli.doctor.software.check_hook_points", noisy)
     done = CliRunner().invoke(app, ["doctor", *options])
     assert "all fit" in done.output and "Apex" not in done.stdout
     warned = [str(one.message) for one in recwarn] + [one.message for one in caplog.records]

@@ -119,7 +119,7 @@ def test_the_default_is_ssh_that_asks_for_no_password():
     ("options", "match"),
     [
         (["--nodes", ""], "--nodes must list node names"),
-        (["--nodes", "a", "--ssh", "ssh '"], "--ssh must be a command that a shell could read"),
+        (["--nodes", "a", "--ssh", "ssh '"], "--ssh must be a valid shell command"),
         (["--ssh", "ssh -p 1"], "--ssh must come with --nodes"),
         (["--nodes", "a", "--tp", "2"], "--tp must come in a job"),
         (["--cp", "2"], "--cp must come in a job"),

@@ -237,4 +237,4 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
     path = tmp_path / "full.png"
     path.symlink_to("/dev/full")
     text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2)
-    assert f"plan: {option} must name a file that can be written" in text
+    assert f"plan: {option} must name a writable file" in text

@@ -45,7 +45,7 @@ def test_a_kernel_of_another_family_contradicts_it(asked):
 
 
 def test_layers_take_it_from_megatrons_configuration():
-    """By every door: it is there whether or not there is a command line."""
+    """Through every entry point: it is there whether or not there is a command line."""
     config = config_of(attention_backend=AttnBackend.unfused)
     assert burst_config_of(config) == BurstConfig(backend="reference")
     config.burst = BurstConfig.of(backend="reference", circulate="q")

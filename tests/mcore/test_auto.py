@@ -1,7 +1,7 @@
 """`import megatron_burst.auto`: models whose configuration asks for burst run it, others as before.
 
-Catches a door that changes models that never asked, options that are dropped, and a plugin that
-loads Megatron, or fails, where a framework imports it in every process.
+Catches an entry point that changes models that never asked, options that are dropped, and a plugin
+that loads Megatron, or fails, where a framework imports it in every process.
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""The doors to burst: the flag, the patch module, --spec, burst_spec. Each runs burst, or refuses.
+"""The entry points of burst: the flag, the patch module, --spec, burst_spec. Each runs burst, or
+refuses.
 
-Catches a flag that is accepted and has no effect, checks that one door has and another has not, and
-a Megatron of another release, or of two, that is taken for one that fits.
+Catches a flag that is accepted and has no effect, checks that one entry point has and another has
+not, and a Megatron of another release, or of two, that is taken for one that fits.
 """
 
 import importlib
@@ -18,7 +19,7 @@ import pytest
 
 from megatron_burst import installed
 from megatron_burst.cli.doctor.report import Status
-from megatron_burst.cli.doctor.software import check_seams, check_versions, software
+from megatron_burst.cli.doctor.software import check_hook_points, check_versions, software
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import Megatron, find_megatron, require_megatron, version_of
 from tests.mcore.gpt import SEQ, VOCAB, Parallel, config_of
@@ -275,7 +276,7 @@ def python(*arguments: str, path: str) -> subprocess.CompletedProcess:
     )
 
 
-DOORS = {
+ENTRY_POINTS = {
     "python -m megatron_burst": None,
     "import megatron_burst.patch": "import megatron_burst.patch",
     "megatron_burst.spec": "import megatron_burst.spec",
@@ -283,24 +284,24 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_another_release_is_refused_at_every_door(door, tmp_path):
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_another_release_is_refused_at_every_entry_point(entry, tmp_path):
     """Before anything of it is imported; where it has no metadata too."""
     folder = tree(tmp_path / "Megatron-LM", "0.15.3")
     (folder / "pretrain_gpt.py").write_text("import megatron.core")
     script = ["-m", "megatron_burst", str(folder / "pretrain_gpt.py"), "--distributed-backend=gloo"]
-    code, path = DOORS[door], str(folder)
+    code, path = ENTRY_POINTS[entry], str(folder)
     done = python("-c", code, path=path) if code else python(*script, path="")
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.count("Megatron-Core") == 2
-    assert f"{door.strip()}: Megatron-Core must be 0.16 or newer, " in said
+    assert f"{entry.strip()}: Megatron-Core must be 0.16 or newer, " in said
     assert f"; got Megatron-Core 0.15.3 in {folder}/megatron; " in said
     assert code or len(done.stderr.splitlines()) == 1  # the launcher's own: no traceback
 
 
 @pytest.mark.parametrize("release", [None, "0.21.0rc1", "1.4"])
 def test_a_release_that_is_not_known_is_tried(release, tmp_path):
-    """Its seams are compared one by one: see test_patching.py."""
+    """Its functions are compared one by one: see test_patching.py."""
     code = "from megatron_burst.installed import require_megatron; print(require_megatron('this'))"
     done = python("-c", code, path=str(tree(tmp_path / "a", release)))
     assert done.stdout.startswith(f"Megatron-Core {release or 'unknown'} in {tmp_path}/a")
@@ -353,7 +354,7 @@ def test_versions_are_told_without_metadata(monkeypatch):
 def test_doctor_tells_a_megatron_that_is_refused(release, monkeypatch):
     other = Megatron(release, Path("/checkout/megatron"), Path("/checkout/megatron"))
     monkeypatch.setattr(installed, "find_megatron", lambda: other)
-    found = check_seams()
+    found = check_hook_points()
     assert found.status is Status.FAIL and found.change
     assert found.what.endswith(f"got Megatron-Core {release} in /checkout/megatron")
     versions = check_versions({"megatron-core": release})

@@ -1,7 +1,7 @@
 """The diff for people who keep a Megatron-LM of their own, of the release that is here.
 
-Catches a diff that no longer applies, that touches more than Megatron's parser, and doors that
-collide: a patched Megatron may be started by `python -m megatron_burst` too.
+Catches a diff that no longer applies, that touches more than Megatron's parser, and entry points
+that collide: a patched Megatron may be started by `python -m megatron_burst` too.
 """
 
 import difflib
@@ -45,10 +45,10 @@ def replaced_by(path):
     return module
 
 
-def parsed(rank, path, flags, other_door=False, package=True, validate=False):
+def parsed(rank, path, flags, by_another_entry=False, package=True, validate=False):
     """What the patched Megatron makes of flags: some of its arguments, or the error's kind."""
     arguments = replaced_by(path)
-    if other_door:
+    if by_another_entry:
         from megatron_burst.mcore import launch
 
         launch.prepare(sys.argv)
@@ -88,20 +88,20 @@ def test_it_can_be_taken_out_again(patched):
     assert git_apply(patched, "--reverse", "--check").returncode == 0
 
 
-@pytest.mark.parametrize("other_door", [False, True])
-def test_megatrons_own_parser_takes_all_of_bursts_flags(module, other_door):
-    """Also where another door has added them before."""
-    assert outcome(module, FLAGS, other_door=other_door) == ("burst", "all")
+@pytest.mark.parametrize("by_another_entry", [False, True])
+def test_megatrons_own_parser_takes_all_of_bursts_flags(module, by_another_entry):
+    """Also where another entry point has added them before."""
+    assert outcome(module, FLAGS, by_another_entry=by_another_entry) == ("burst", "all")
 
 
 def test_what_burst_cannot_do_is_refused_as_by_every_door(module):
     flags = f"{FLAGS} --context-parallel-size 2 --attention-dropout 0.1"
-    kind, what = outcome(module, flags, other_door=False, package=True, validate=True)
+    kind, what = outcome(module, flags, by_another_entry=False, package=True, validate=True)
     assert kind == BurstError.__name__ and "attention_dropout=0.1" in what
 
 
 def test_without_the_package_burst_is_refused_and_nothing_else(module):
-    alone = {"other_door": False, "package": False}
+    alone = {"by_another_entry": False, "package": False}
     assert outcome(module, "", **alone) == ("megatron", None)
     kind, what = outcome(module, "--context-parallel-impl burst", **alone, validate=True)
     assert kind == "AssertionError" and "needs the package megatron_burst" in what

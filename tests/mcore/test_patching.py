@@ -1,4 +1,5 @@
-"""Patches of Megatron and the doors that apply them: `python -m megatron_burst`, the patch module.
+"""Patches of Megatron and the entry points that apply them: `python -m megatron_burst`, the patch
+module.
 
 Catches a patch that is applied twice or to another Megatron, and a command line that fails with a
 traceback where one sentence would do.
@@ -321,12 +322,12 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         f"{ddp}.zero_grad_buffer",
         f"{ddp}.finish_grad_sync",
     ]
-    seams = [
+    relied_on = [
         "megatron.core.transformer.attention.CoreAttentionBuilder.__call__",
         "megatron.training.models.gpt.default_layer_spec",
     ]
-    assert [target for target, _ in listed if target not in seams] == asked
-    assert all(why for _, why in listed) and len(listed) == len(asked) + len(seams)
+    assert [target for target, _ in listed if target not in relied_on] == asked
+    assert all(why for _, why in listed) and len(listed) == len(asked) + len(relied_on)
 
 
 LAUNCHED = {  # with a checkout the helpers are made, with TransformerEngine it shards documents

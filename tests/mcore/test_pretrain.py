@@ -1,8 +1,9 @@
-"""A pretrain script of Megatron's kind by each of the four doors, from end to end.
+"""A pretrain script of Megatron's kind through each of the four entry points, from end to end.
 
 Catches what no part shows alone: flags that do not reach the layers, patches that come too late,
-ranks that build other models. The truth is the same script at CP=1 without burst. Doors that depend
-on what is imported when are opened under torchrun; runs on more ranks start with Megatron loaded.
+ranks that build other models. The truth is the same script at CP=1 without burst. Entry points
+that depend on what is imported when are opened under torchrun; runs on more ranks start with
+Megatron loaded.
 """
 
 import json
@@ -29,8 +30,8 @@ import runpy, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
-FLAG_DOOR = "--context-parallel-impl burst --context-parallel-size"
-SPEC_DOOR = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --context-parallel-size 4
+BY_FLAG = "--context-parallel-impl burst --context-parallel-size"
+BY_SPEC = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --context-parallel-size 4
     --no-create-attention-mask-in-dataloader --hierarchical-context-parallel-sizes 2 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
@@ -44,14 +45,14 @@ PLAN = {
     "--burst-tune": "circulate=q",
 }
 TORCHRUN = {  # what two ranks start, their flags
-    "launcher": (["-m", "megatron_burst", str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-fused-loss"),
-    "import": (["own_script.py"], f"{FLAG_DOOR} 2 --burst-plan plan.json"),
-    "diff": ([str(SCRIPT)], f"{FLAG_DOOR} 2 --burst-tune circulate=kv"),
+    "launcher": (["-m", "megatron_burst", str(SCRIPT)], f"{BY_FLAG} 2 --burst-fused-loss"),
+    "import": (["own_script.py"], f"{BY_FLAG} 2 --burst-plan plan.json"),
+    "diff": ([str(SCRIPT)], f"{BY_FLAG} 2 --burst-tune circulate=kv"),
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),
-    "flag": (4, f"{FLAG_DOOR} 4 --burst-tune nodes=2 --burst-fused-loss {KEEP}"),
-    "spec": (4, SPEC_DOOR),
+    "flag": (4, f"{BY_FLAG} 4 --burst-tune nodes=2 --burst-fused-loss {KEEP}"),
+    "spec": (4, BY_SPEC),
 }
 if why_not("--spec"):
     del LOADED["spec"]

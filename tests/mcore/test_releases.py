@@ -29,7 +29,7 @@ def test_every_place_has_a_known_form():
 
 def test_a_release_is_known_by_its_first_two_numbers():
     assert minor("0.16.1") == (0, 16) and minor("1.2.0rc3") == (1, 2)
-    assert minor("unknown") == LAST  # whose seams are compared one by one
+    assert minor("unknown") == LAST  # whose functions are compared one by one
 
 
 def test_rows_about_releases_are_of_places_in_the_table():
@@ -62,13 +62,13 @@ def test_rows_are_those_that_the_release_has(release, model, spec, monkeypatch):
 
 
 def moved(rank):
-    """What the first model of a Megatron that moved a seam is told."""
+    """What the first model of a Megatron that moved a function is told."""
     from megatron.core.transformer.attention import Attention, CoreAttentionBuilder
 
     CoreAttentionBuilder.__call__ = lambda self, config, sequence_ids: None
     Attention.__init__ = lambda self, config, sequence_ids: None
     said = []
-    for group in ("attention", "seams"):
+    for group in ("attention", "hook points"):
         with pytest.raises(BurstError) as refused:
             patches.apply(group)
         said.append(str(refused.value))

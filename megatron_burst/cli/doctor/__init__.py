@@ -17,7 +17,7 @@ from megatron_burst.cli.terminal import shown, without_warnings
 from megatron_burst.errors import BurstError, require
 
 Size = Annotated[
-    int | None, Option(min=1, metavar="N", help="in a job: the parallel size that it will have")
+    int | None, Option(min=1, metavar="N", help="in a job: the parallel size that the job will use")
 ]
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
@@ -25,10 +25,16 @@ _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 def doctor(
     nodes: Annotated[
         str | None,
-        Option(metavar="A,B,C", help="before a job: names of its nodes, asked over ssh"),
+        Option(
+            metavar="A,B,C", help="before a job: names of its nodes, which are checked over ssh"
+        ),
     ] = None,
     ssh: Annotated[
-        str, Option(metavar="COMMAND", help="reaches a node; its name and a script are appended")
+        str,
+        Option(
+            metavar="COMMAND",
+            help="command that reaches a node; the node's name and a script are appended",
+        ),
     ] = _SSH,
     timeout_s: Annotated[
         float, Option(min=0.1, metavar="S", help="seconds to wait in each step")
@@ -38,14 +44,14 @@ def doctor(
     pp: Size = None,
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
     verbose: Annotated[
-        bool, Option("--verbose", "-v", help="show the warnings of torch and Megatron too")
+        bool, Option("--verbose", "-v", help="also show warnings of torch and Megatron")
     ] = False,
 ) -> None:
     """Check this machine, a whole job, or nodes before a job.
 
-    Alone it checks this machine, under torchrun or srun the job, with --nodes nodes without a job.
-    Exits with 1 if something would break a run, with 2 for options that are refused. Never stops,
-    starts or changes anything.
+    Started alone, it checks this machine; under torchrun or srun, the whole job; with --nodes,
+    nodes without a job. Exit status: 1 if something would break a run, 2 for refused options. It
+    never starts, stops or changes anything.
     """
     sizes = {"--tp": tp, "--cp": cp, "--pp": pp}
     try:
@@ -95,10 +101,10 @@ def _check(ssh: str, nodes: str | None, sizes: list[str], launch: object) -> Non
         unread = f"{ssh!r}: {error}"
     in_job = "must come in a job, because groups are laid on the ranks that are there"
     needs = [
-        (nodes is not None or ssh == _SSH, "--ssh must come with --nodes, because only those are "
-         "reached by it", repr(ssh), "pass --nodes a,b,c, or leave it out"),
-        (not unread, "--ssh must be a command that a shell could read, because nodes are reached "
-         "by it", unread, "close the quotes"),
+        (nodes is not None or ssh == _SSH, "--ssh must come with --nodes, because it is only "
+         "used for them", repr(ssh), "pass --nodes a,b,c, or leave it out"),
+        (not unread, "--ssh must be a valid shell command, because it is used to reach nodes",
+         unread, "close the quotes"),
         (launch or not sizes, f"{' '.join(sizes)} {in_job}", "none",
          "start doctor with torchrun or srun, or leave it out"),
     ]  # fmt: skip

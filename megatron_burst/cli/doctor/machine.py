@@ -31,7 +31,7 @@ def check_machine(
         found += check_state(survey.without("processes") if in_job else survey)
         found += [check_nvlink(survey), *check_network(survey), check_shm(survey)]
         found += [*check_limits(survey), check_connections(survey, environ, in_job)]
-    found += [software.check_torch(gpus), software.check_backends(), software.check_seams()]
+    found += [software.check_torch(gpus), software.check_backends(), software.check_hook_points()]
     return found + check_environment(environ)
 
 

@@ -54,8 +54,8 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
         if not text.isdigit():
             raise BurstError(
                 f"doctor: {name} must be a number, because ranks find each other by it; got "
-                f"{text!r}; start it with torchrun or srun, or unset RANK to look at this machine "
-                "alone"
+                f"{text!r}; start it with torchrun or srun, or unset RANK to check only this "
+                "machine"
             )
         return int(text)
 
@@ -160,10 +160,10 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
         )
     except (RuntimeError, ValueError) as error:  # DistNetworkError and others are sub-classes
         raise BurstError(
-            "doctor: every rank must reach the store of rank 0, because ranks find each other "
-            f"there; got no connection to {launch.address}:{launch.port} from rank {launch.rank} "
-            f"({str(error).splitlines()[0][:160]}); see that rank 0 runs, that MASTER_ADDR is an "
-            "address of its node that others reach, and that no firewall closes the port"
+            "doctor: every rank must reach the store of rank 0, because ranks meet there; got "
+            f"no connection to {launch.address}:{launch.port} from rank {launch.rank} "
+            f"({str(error).splitlines()[0][:160]}); check that rank 0 runs, that other nodes "
+            "can reach MASTER_ADDR, and that no firewall blocks the port"
         ) from None
 
 
@@ -181,9 +181,9 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     meeting.present = meeting.collect("present", [0], patience=2.0).get(0, ())
     if launch.rank not in meeting.present:
         raise BurstError(
-            f"doctor: all ranks must come within {timeout_s:g} s, because they check each other; "
-            f"got rank {launch.rank} beside {len(meeting.present)} that rank 0 has seen; start "
-            "them together, or raise --timeout-s"
+            f"doctor: all ranks must arrive within {timeout_s:g} s, because they check each "
+            f"other; got rank {launch.rank} beside {len(meeting.present)} that rank 0 has seen; "
+            "start them together, or raise --timeout-s"
         )
     return meeting, meeting.collect("here", meeting.present)
 

@@ -1,4 +1,5 @@
-"""Versions, kernels, Megatron's seams, and what torch sees of the GPUs."""
+"""Versions, kernels, the Megatron functions that burst replaces, and what torch sees of the
+GPUs."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ def check_versions(found: dict[str, str]) -> Check:
         what = f"{what}; burst's flags and specs refuse this megatron-core"
         return fail("versions", what, _INSTALL)
     if minor(megatron) > LAST:
-        change = "see to it that the seams below fit"
+        change = "check that the hook points below fit"
         return warn("versions", f"{what}; this megatron-core is newer than the tests'", change)
     return ok("versions", what)
 
@@ -100,8 +101,9 @@ def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[
     return [ok("te kernels", f"{both} takes cuDNN, which is right under context parallelism")]
 
 
-def check_seams(load: Callable[[], list] | None = None) -> Check:
-    """Which places of Megatron's burst can attach to; `load`: gives others than the installed."""
+def check_hook_points(load: Callable[[], list] | None = None) -> Check:
+    """Whether the Megatron functions that burst replaces are as expected; `load` returns others
+    than the installed ones, for tests."""
     try:
         if load is None:
             if find_megatron():
@@ -110,13 +112,13 @@ def check_seams(load: Callable[[], list] | None = None) -> Check:
         found = load()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
-        return fail("seams", what, change)
+        return fail("hook points", what, change)
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
-        return warn("seams", what, _INSTALL)
+        return warn("hook points", what, _INSTALL)
     broken = [(patch, problem) for patch in found if (problem := patch.misfit())]
     if broken:
         what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
-        return fail("seams", what, _INSTALL)
+        return fail("hook points", what, _INSTALL)
     on = sum(patch.live for patch in found)
-    return ok("seams", f"all {len(found)} fit; {on} are attached in this process")
+    return ok("hook points", f"all {len(found)} fit; {on} are attached in this process")
