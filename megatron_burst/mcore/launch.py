@@ -56,7 +56,8 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     if megatron.training is None:
         raise BurstError(
             f"{entry}: megatron.training must be importable, because burst's flags are added to "
-            f"its parser; got {megatron} alone; use megatron_burst.auto, or a checkout of Megatron-LM"
+            f"its parser; got {megatron} alone; use megatron_burst.auto, or a checkout of "
+            "Megatron-LM"
         )
     asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
     parsed = global_args()
