@@ -321,6 +321,8 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
         f"{ddp}.zero_grad_buffer",
         f"{ddp}.finish_grad_sync",
+        "megatron.training.training.train_step",
+        "megatron.training.training.training_log",
     ]
     relied_on = [
         "megatron.core.transformer.attention.CoreAttentionBuilder.__call__",
