@@ -202,7 +202,9 @@ def test_parents_that_make_no_tree_are_refused(name):
 
 def test_padding_in_a_tree_is_refused():
     lengths = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
-    with pytest.raises(BurstError, match="without padding.*got cu_seqlens_padded; pass cu_seqlens"):
+    with pytest.raises(
+        BurstError, match="no padding between.*got cu_seqlens_padded; pass cu_seqlens"
+    ):
         Documents(Sample(*lengths, None, [-1, 0]), (8, 1), Layout.ZIGZAG, torch.device("cpu"))
 
 

@@ -99,7 +99,7 @@ REFUSALS = {
     ),
     "folder": (
         ["--device", "cpu", "--seq", "64", "--out", "nowhere/a.csv"],
-        "attention: --out must name a file that can be written.*got nowhere/a.csv: its folder",
+        "attention: --out must name a writable file.*got nowhere/a.csv: its folder",
     ),
 }
 

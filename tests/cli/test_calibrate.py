@@ -106,15 +106,14 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
     arguments = ["calibrate", "--device", "cpu", "--budget-s", "0", "--out", out]
     done = CliRunner().invoke(app, arguments)
     assert (
-        done.exit_code == 2
-        and "error: calibrate: --out must name a file that can be written" in done.output
+        done.exit_code == 2 and "error: calibrate: --out must name a writable file" in done.output
     )
 
 
 def test_a_folder_as_out_is_refused_before_anything_is_measured(tmp_path):
     done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(tmp_path)])
     assert done.exit_code == 2 and "measuring" not in done.output
-    assert "error: calibrate: --out must name a file that can be written" in done.output
+    assert "error: calibrate: --out must name a writable file" in done.output
 
 
 def test_pretended_nodes_that_do_not_divide_the_ranks_are_refused():

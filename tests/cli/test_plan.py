@@ -218,7 +218,10 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["--seq-length", "1025G"], "positive whole number up to 1024G"),
         (["--json", "x.svg", "--picture", "x.svg"], "another file than --json"),
         (["--picture", "x.txt"], "--picture must end in"),
-        (["--json", "/nowhere/at/all.json"], "--json must name a file .*folder is not there"),
+        (
+            ["--json", "/nowhere/at/all.json"],
+            "--json must name a writable file.*folder is not there",
+        ),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, match):

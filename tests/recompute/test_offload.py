@@ -45,7 +45,7 @@ def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
         del parcels, full
         gc.collect()
     assert caplog.messages == [
-        "burst keep: 0.00 GiB of host memory a rank are full; what comes more stays on the device"
+        "burst keep: 0.00 GiB of host memory per rank are full; further results stay on the device"
     ]
     other = packed(memory, torch.ones(1024))  # free buffers of another size make room
     assert isinstance(other, HostParcel) and memory.taken_bytes == 4096
@@ -100,7 +100,7 @@ def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(c
     host_memory.cache_clear()
     assert host_memory(CPU, 0.5) is host_memory(CPU, 0.5)
     assert host_memory(CPU, 0.5).limit_bytes == 1 << 29
-    assert caplog.messages == ["burst keep: at most 0.50 GiB of host memory a rank (as asked)"]
+    assert caplog.messages == ["burst keep: at most 0.50 GiB of host memory per rank (as asked)"]
     limit = host_memory(CPU, None).limit_bytes
     assert limit > 0
     assert f"at most {limit / 2**30:.2f} GiB" in caplog.messages[1]
