@@ -21,17 +21,17 @@ class Row:
     """One implementation's measurement of one pass over one problem; fields are columns.
 
     Attributes:
-        date: when, UTC.
-        versions: of what took part.
+        date: date and time, UTC.
+        versions: versions of the packages involved.
         gpu: name, clock and temperature of rank 0's device after the last repetition.
-        nodes: real or pretended ones.
-        ranks: of the run; `one_gpu` computes on one of them.
-        link: measured ring shift and all-to-all, GB/s a rank.
+        nodes: number of nodes, real or emulated.
+        ranks: number of ranks in the run; `one_gpu` computes on one of them.
+        link: measured ring shift and all-to-all, GB/s per rank.
         pass_: "fwd" (under no_grad) or "fwd_bwd".
-        ms: median over repetitions of the slowest rank's milliseconds; None unless ok.
-        ms_min, ms_max: its spread.
+        ms: milliseconds of the slowest rank, median over repetitions; None unless ok.
+        ms_min, ms_max: minimum and maximum over repetitions.
         tflops_per_gpu: the pass's operations / GPUs that compute / ms.
-        peak_gib: memory above inputs and outputs in fwd_bwd, of the worst rank; None on CPU.
+        peak_gib: peak memory above inputs and outputs in fwd_bwd, worst rank; None on CPU.
         status: "ok", "failed" or "skipped".
         note: the reason if it is not ok.
     """
@@ -64,13 +64,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow(Row):
-    """The same of a packed sample or a window, which `mask` names.
+    """The same for a packed sample or a window, which `mask` names.
 
     Attributes:
-        num_documents: of the sample; 1 beside a window.
-        longest: tokens of the longest one.
-        area: pairs of queries and keys that are seen / those of one causal document.
-        seed: of what was drawn.
+        num_documents: documents in the sample; 1 for a window.
+        longest: tokens of the longest document.
+        area: query-key pairs of the mask / pairs of one causal document.
+        seed: seed of the drawn lengths.
     """
 
     num_documents: int

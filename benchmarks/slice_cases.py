@@ -99,13 +99,13 @@ class SliceRow:
     """One run; fields are columns.
 
     Attributes:
-        documents: of a packed sample, and how many; "" for one sequence.
-        ms: median of its steps; least and most.
-        tflops_per_gpu: model FLOPs, of attention those of each document.
-        peak_gib: PyTorch's peak, weights and all.
-        loss: of the last step.
-        speedup: ms of Megatron's fastest run of this slice before it / its own.
-        loss_difference: its loss / that run's - 1.
+        documents: kind and number of a packed sample's documents; "" for one sequence.
+        ms: median over steps, with minimum and maximum.
+        tflops_per_gpu: model FLOPs, counting attention per document.
+        peak_gib: PyTorch's peak, including weights.
+        loss: loss of the last step.
+        speedup: ms of Megatron's fastest earlier run of this slice / ms of this run.
+        loss_difference: loss of this run / loss of that run - 1.
     """
 
     date: str

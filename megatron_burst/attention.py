@@ -63,15 +63,16 @@ def burst_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is sharded over the ranks of a group.
 
-    Every rank passes its own rows and gets its own rows of the output. On GPUs keys are gathered a
-    few heads at a time inside a node; between nodes K and V travel round a ring in forward, in
-    backward K, V, dK, dV or Q, dO, dQ do, whichever is fewer bytes. On CPUs rings nest in rings.
-    Results are merged and gradients summed in max(float32, input dtype). Under `torch.no_grad`
-    nothing is kept. All ranks of the group must call with the same shapes and options, and all of
-    them must run backward through the output if one does: each needs the others' shards. Inside a
-    checkpoint (`torch.utils.checkpoint`, or Megatron's) `config.keep` lets recomputation take what
-    the first pass has computed (from the second checkpoint of the process on: the first call sees
-    to it). To torch.compile it is one graph break.
+    Every rank passes its own rows and gets its own rows of the output. On GPUs, K and V are
+    gathered inside a node, a few KV heads at a time. Between nodes, K and V circulate in a ring in
+    forward; in backward either (K, V, dK, dV) or (Q, dO, dQ) circulate, whichever is fewer bytes.
+    On CPUs there are rings inside nodes too. Results are merged and gradients summed in
+    max(float32, input dtype). Under `torch.no_grad` nothing is saved for backward. All ranks of
+    the group must call with the same shapes and options. If one of them runs backward through the
+    output, all of them must, because each needs the others' shards. Inside activation checkpoints
+    (`torch.utils.checkpoint` or Megatron's), `config.keep` lets recomputation reuse the results of
+    the first pass (from the process's second checkpoint on; the first call sets this up). For
+    torch.compile it is one graph break.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -79,42 +80,43 @@ def burst_attention(
         k: [b, s_local, h_kv, d_qk]; h_kv divides h, and heads are not expanded.
         v: [b, s_local, h_kv, d_v].
         group: the context-parallel group; None is the default group.
-        causal: mask keys at later positions of the whole sequence.
-        window: (left, right): how many positions before its own and behind it a query sees; None or
-            -1: all. With `causal` it sees none behind it, whatever `right` is.
-        cu_seqlens: int32 or int64 [documents + 1], for a batch of one packed sample: where each
-            document begins in the whole sample, 0 first, and where the last one ends. Queries see
-            keys of their own document alone; rows behind the last one see nothing and get zeros.
-            Tensors on the CPU are checked at once, those on a GPU in backward, without a wait.
-        cu_seqlens_padded: the same where documents lie with their padding, which is at their ends
-            and gets zeros; `cu_seqlens` then tells how long each is without.
-        max_seqlen: tokens of the longest document, or more; None: found, which waits for the GPU
-            once a sample if `cu_seqlens` is there.
-        prefix_tree: for each segment of `cu_seqlens` the number of its parent, -1 for none: a query
-            sees its own segment causally, and all of its ancestors'. A list, or int32 or int64
-            [segments] on the CPU. Segments lie depth first: each right behind its parent, or behind
-            the last descendant of its parent's child before. Causal, without windows and padding,
-            in "zigzag" or "contiguous"; `cu_seqlens` on a GPU is waited for once a sample.
-        softmax_scale: of the scores; None is d_qk ** -0.5.
+        causal: whether to mask keys at later positions of the whole sequence.
+        window: (left, right): the number of earlier and of later positions that a query attends to;
+            None or -1: no bound. With `causal` it attends to no later ones, whatever `right` is.
+        cu_seqlens: int32 or int64 [documents + 1], for one packed sample with batch size 1: 0, then
+            the end of each document in the whole sample. Queries attend to keys of their own
+            document only; rows after the last document attend to nothing and get zeros. Tensors on
+            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing.
+        cu_seqlens_padded: the same, including each document's padding, which is at its end and gets
+            zeros; `cu_seqlens` then has the lengths without padding.
+        max_seqlen: number of tokens of the longest document, or more. None computes it, which
+            synchronizes once per sample if `cu_seqlens` is on a GPU.
+        prefix_tree: the number of each `cu_seqlens` segment's parent, -1 for none: a query attends
+            to its own segment causally, and to all of its ancestors. A list, or int32 or int64
+            [segments] on the CPU. Segments are stored depth first: each directly after its parent,
+            or after the last descendant of its previous sibling. Causal only, without windows and
+            padding, in "zigzag" or "contiguous"; synchronizes once per sample if `cu_seqlens` is on
+            a GPU.
+        softmax_scale: scale of the scores; None is d_qk ** -0.5.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
-            "zigzag-documents" (TransformerEngine's THD): the same of each document.
+            "zigzag-documents" (TransformerEngine's THD): the same for each document.
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
-        return_lse: also return the log-sum-exp of the scores.
-        config: how it runs.
-        hcp_groups: existing [intra, inter] sub-groups to read over; None makes own ones, and
-            `config.tuning.nccl_ctas` own ones of the same ranks.
-        layer: a number of the caller's, so that a rank that skips one of several calls alike is
-            found out at its next one.
+        return_lse: whether to also return the log-sum-exp of the scores.
+        config: options.
+        hcp_groups: existing [intra, inter] sub-groups to communicate over. None creates them, and
+            so does `config.tuning.nccl_ctas`, for the same ranks.
+        layer: a number of the caller's choice. With it, a rank that skips one of several identical
+            calls is detected at its next call.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
         s_local] ([h, s_local] for "thd") in max(float32, input dtype), which carries no gradient.
 
     Raises:
-        BurstError: if the input does not fit, or inside of torch.func's transforms, vmap and
-            forward-mode AD; before anything is sent, and on all ranks if they pass the same. Where
-            ranks make different calls, or not equally many, all of them raise it: on CPU in that
-            very pass, before anything is sent; on GPUs in the next one.
+        BurstError: if the input is not supported, or inside torch.func's transforms, vmap and
+            forward-mode AD; before anything is sent, and on all ranks if they pass the same. If
+            ranks make different calls, or a different number of them, all ranks raise it: on CPUs
+            in the same pass, before anything is sent; on GPUs in the next pass.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """

@@ -1,5 +1,5 @@
-"""Entry point for frameworks that build Megatron's models themselves: import it, and layers whose
-configuration says cp_comm_type="burst" run burst attention. Options: MEGATRON_BURST."""
+"""Entry point for frameworks that build Megatron's models themselves. Once it is imported, layers
+whose configuration has cp_comm_type="burst" run burst attention. Options: MEGATRON_BURST."""
 
 from megatron_burst.mcore.launch import switch_on_automatically
 from megatron_burst.mcore.launch import take_args as init

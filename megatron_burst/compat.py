@@ -1,7 +1,7 @@
-"""The original BurstAttention's functions on this engine: a script changes one import.
+"""The original BurstAttention's functions on this engine, so that a script changes one import only.
 
 `burst_attn_func`, `burst_attn_func_striped`, `OpBurstAttn.apply` and `OpBurstAttnStrip.apply` have
-the arguments of the package burst_attn. `burst_attention` has everything beyond them.
+the arguments of the package burst_attn. `burst_attention` has more options.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,19 +38,19 @@ def burst_attn_func(
 ) -> Tensor:
     """Attention of a sequence that is sharded over a group, with the original's arguments.
 
-    Under a causal mask rank r of P holds chunks r and 2P-1-r of 2P, one after the other; without
-    one any rows. Gradients flow to q, k and v.
+    With a causal mask, rank r of P holds chunks r and 2P-1-r of 2P, one after the other; without
+    a mask it may hold any rows. Gradients flow to q, k and v.
 
     Args:
         q: [b, s_local, h, d]; [b, h, s_local, d] if `flash` is None. Float64, float32, bfloat16 or
             float16.
         k: the same, with a number of heads that divides h.
         v: as k; its head dimension may be another.
-        softmax_scale: of the scores; None is d ** -0.5.
-        flash: the kernel. "cuda", here the fastest that can do the call, FlashAttention among them;
-            "triton", the package's own; None (or "none"), the original's plain one, whose tensors
-            have heads before tokens: here the fastest too. All of them take the causal mask.
-        causal: mask keys at later positions of the whole sequence.
+        softmax_scale: scale of the scores; None is d ** -0.5.
+        flash: the kernel. "cuda": the fastest that supports the call, such as FlashAttention;
+            "triton": this package's own; None (or "none"): the original's plain one, whose tensors
+            have heads before tokens; here also the fastest. All of them support the causal mask.
+        causal: whether to mask keys at later positions of the whole sequence.
         optimize_bwd_comm: the original then sends the row sums of out * dout in backward, rather
             than out. Burst chooses what it sends by bytes; both values compute the same.
         deterministic: compute bitwise the same gradients every time.
@@ -85,7 +85,7 @@ def burst_attn_func_striped(
 ) -> Tensor:
     """As `burst_attn_func`, but rank r of P holds the positions r, r + P, r + 2P, ...
 
-    Shards of this layout are passed on in rings; nothing is gathered on a node.
+    Shards of this layout circulate in rings; nothing is gathered inside a node.
     """
     given = (flash, process_group, double_group)
     return _attend((q, k, v), softmax_scale, causal, deterministic, given, "striped")

@@ -1,4 +1,4 @@
-"""The options: the only place where flags become values."""
+"""Options: the only place where flags become values."""
 
 import re
 from argparse import Namespace
@@ -13,38 +13,40 @@ _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What only an experimenter turns (`--burst-tune name=value,...`); the defaults fit every run.
+    """Options for experiments (`--burst-tune name=value,...`); the defaults suit every run.
 
     Attributes:
-        nodes: pretend that the group spans this many nodes of contiguous ranks; None: ask them.
-        flat: run one ring over all ranks as if there were one node, to measure what nesting brings.
-        circulate: what travels round the rings in backward, of which a gather or an all-to-all on
-            one node has none; "auto" takes what has fewer bytes.
+        nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
+        flat: run one ring over all ranks as if there were one node, to measure the gain of nested
+            rings.
+        circulate: what circulates in backward (nothing does in a gather or an all-to-all on one
+            node); "auto" chooses what has fewer bytes.
         heads_per_round: KV heads that are gathered, or that a rank computes, at a time (fewer in
-            the last round); refused where there are fewer, and in a ring, which has no rounds; None
-            takes what fills the GPU within a bounded buffer.
-        pieces: go through the heads in rounds; False takes all in one, so that transfers between
-            nodes are whole shards, to measure what cutting them brings.
-        grad_wire: dtype of gradients between ranks: "accumulate" is max(float32, input dtype),
+            the last round). Refused if there are fewer, and in a ring, which has no rounds. None
+            chooses what fills the GPU within a bounded buffer.
+        pieces: process the heads in rounds; False uses a single round, so that transfers between
+            nodes are whole shards, to measure the gain of sending pieces.
+        grad_wire: dtype of gradients sent between ranks. "accumulate" is max(float32, input dtype),
             whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
-            is "input" where a sum makes one hop only, "accumulate" where it makes more. What a
-            kernel itself rounds to the input dtype and nobody adds to travels so.
-        resend: whether gathered K and V go between nodes again in backward: "always"; "never": they
-            stay where they came in forward if backward follows it directly, which is refused where
-            they cannot; "auto": never, where that takes no more memory than the queries and sends
-            no more than circulating Q. What an all-to-all over all ranks brings stays in any case.
+            is "input" if a sum is sent only once, otherwise "accumulate". Gradients that a kernel
+            itself rounds to the input dtype, and that are not summed, are sent in that dtype.
+        resend: whether gathered K and V are sent between nodes again in backward: "always";
+            "never": they stay in memory from forward if backward follows it directly, which is
+            refused where they cannot; "auto": never, if that takes no more memory than the queries
+            and sends no more than circulating Q. K and V from an all-to-all over all ranks always
+            stay.
         transfer: how gathered keys and their gradients move between the GPUs of a node: "send" by
-            NCCL, "pull" by copy engines, which leave the multiprocessors to the kernels and know no
-            rings; "auto" takes what was measured to be faster.
-        nccl_ctas: most thread blocks that a transfer of NCCL's may take from the GPU's
+            NCCL; "pull" by copy engines, which leave the multiprocessors to the kernels but do not
+            support rings; "auto" chooses what was measured to be faster.
+        nccl_ctas: maximum number of thread blocks that an NCCL transfer may take from the GPU's
             multiprocessors; None leaves it to NCCL.
-        overlap: hide transfers between ranks behind kernels; False waits for each at once, to
-            measure what hiding them brings.
-        keep_host_gib: most host memory of a rank for what is offloaded; None: half of what is
-            available, shared by the ranks of the node.
-        keep_debug: compare the inputs of recomputation with the first pass's, bit by bit.
-        timeout_s: seconds a rank waits for the others before it names who is missing; None: as long
-            as operations of the process group may take (--distributed-timeout-minutes).
+        overlap: hide transfers between ranks behind kernels; False waits for each immediately, to
+            measure the gain of hiding them.
+        keep_host_gib: maximum host memory per rank for offloading; None: half of the available
+            memory, shared by the ranks of the node.
+        keep_debug: compare the inputs of recomputation with those of the first pass, bit by bit.
+        timeout_s: seconds that a rank waits for the others before it names the missing ones; None:
+            the timeout of the process group (--distributed-timeout-minutes).
     """
 
     nodes: int | None = None
@@ -143,29 +145,28 @@ def _check_words(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BurstConfig:
-    """How burst attention runs. All ranks of a context-parallel group must have the same.
+    """Options of burst attention. All ranks of a context-parallel group must pass the same.
 
     Attributes:
-        intra: how keys come together inside a node: "ring" passes shards from rank to rank,
-            "gather" collects them a few heads at a time, "a2a" is an all-to-all of heads for rows;
-            "auto" gathers on GPUs.
-        inter: how they come together between nodes: "ring" passes them from node to node while the
-            ranks of each node work together, "a2a" is an all-to-all over all ranks; "auto" takes
-            the one or the other, by bytes between nodes.
-        backend: the attention kernel by name, or several joined by commas, the first of which that
-            can do the call is taken; "auto" takes the fastest that can.
-        hardware: a machine whose speeds are known, by name ("h200", ...) or as a TOML file that
-            `megatron-burst calibrate` wrote; what is "auto" then is what simulation finds fastest.
-        deterministic: compute bitwise the same gradients every time.
-        keep: which of attention's results (out, lse) stay for a layer's recomputation: "none",
-            those of the later "half" of the sequence, "all"; "auto" chooses within
+        intra: how K and V are combined inside a node: "ring" passes shards from rank to rank,
+            "gather" collects a few KV heads at a time, "a2a" is an all-to-all that trades rows for
+            heads; "auto" gathers on GPUs.
+        inter: how they are combined between nodes: "ring" passes them from node to node, "a2a" is
+            an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
+        backend: name of the attention kernel, or several names joined by commas, of which the first
+            one that supports the call is used; "auto" uses the fastest that does.
+        hardware: a machine with known speeds, by name ("h200", ...) or as a TOML file from
+            `megatron-burst calibrate`. "auto" then chooses what the simulation finds fastest.
+        deterministic: compute bitwise reproducible gradients.
+        keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
+            those of the second "half" of the sequence, "all"; "auto" chooses within
             `keep_budget_gib`, under Megatron only.
-        keep_layers: how many layers of a pipeline stage keep, from the first; None: all of them.
+        keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
             Under Megatron only.
-        keep_offload: what stays in pinned host memory until it is needed: "results", which are
-            kept, "inputs" of recomputed layers, under Megatron only, "both" or "none".
-        keep_budget_gib: device memory of a rank that "auto" may fill.
-        tuning: what only an experimenter turns.
+        keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
+            layers (under Megatron only), "both" or "none".
+        keep_budget_gib: device memory per rank that "auto" may use.
+        tuning: options for experiments.
     """
 
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
@@ -276,19 +277,19 @@ def given_tuning(args: Namespace) -> Tuning:
 
 @dataclass(frozen=True, slots=True)
 class FusedLossConfig:
-    """How the fused LM head and loss run in Megatron (`--burst-fused-loss`).
+    """Options of the fused LM head and loss in Megatron (`--burst-fused-loss`).
 
     Attributes:
         grads: "auto" computes gradients along with the loss and adds the weight's to `main_grad`,
-            under the scale that the last backward pass had; one that finds another scale computes
-            them again, so any use of the losses is right. "recompute" always computes logits again
-            in backward, a third more work, as "auto" does in fp16, with --deterministic-mode and
-            without Megatron's DDP. "forward" needs a second float32 gradient of the weight, and
-            losses that are multiplied with the loss mask and one number, as pretrain_gpt.py's are;
-            other uses give NaN gradients.
-        label_smoothing: as Megatron's vocab_parallel_cross_entropy has it.
+            with the scale of the last backward pass. If backward brings another scale, it computes
+            them again, so results are correct for any use of the losses. "recompute" always
+            recomputes logits in backward, which is a third more work; "auto" does so in fp16, with
+            --deterministic-mode and without Megatron's DDP. "forward" needs a second float32
+            gradient of the weight, and losses that are multiplied by the loss mask and one number,
+            as in pretrain_gpt.py; other uses give NaN gradients.
+        label_smoothing: as in Megatron's vocab_parallel_cross_entropy.
         z_loss: weight of the squared log-sum-exp.
-        softcap: bound of the logits; 0: none.
+        softcap: soft cap of the logits; 0: none.
     """
 
     grads: Literal["auto", "recompute", "forward"] = "auto"

@@ -8,9 +8,9 @@ type Need = tuple[object, str, object, str]
 
 
 class BurstError(ValueError):
-    """An input, option or environment that burst attention refuses.
+    """An input, option or environment that burst does not support.
 
-    Raised before anything is computed or sent, and wherever it can be on all ranks together.
+    Raised before anything is computed or sent, and on all ranks together wherever possible.
     """
 
     def __init__(self, sentence: str) -> None:
@@ -35,7 +35,7 @@ def unmet(who: str, needs: Iterable[Need]) -> str:
 
 
 def require(who: str, needs: Iterable[Need]) -> None:
-    """Refuse what a need does not hold of.
+    """Raise an error if a need does not hold.
 
     Raises:
         BurstError: with the sentence of the first such need.

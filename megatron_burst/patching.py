@@ -188,10 +188,10 @@ def on_undo(give_back: Callable[[], None]) -> None:
 
 
 def undo_all() -> None:
-    """Give back all that patches have replaced in this process, the latest first.
+    """Undo all patches in this process, the latest first.
 
-    Models keep the attention and the loss that they were built with. A name that somebody has bound
-    anew over a patch stays theirs.
+    Models keep the attention and the loss that they were built with. A function that other code
+    has replaced after the patch is not restored.
     """
     while _UNDO:
         _UNDO.pop()()

@@ -181,13 +181,13 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
 
 
 def check_in_step(group: dist.ProcessGroup) -> None:
-    """Make sure that all ranks of a context-parallel group have made the same calls so far.
+    """Check that all ranks of a context-parallel group have made the same calls so far.
 
-    Each call makes sure of those before it; this does of the last ones, at the end of a step or of
-    an evaluation. All ranks call it together; it waits for their CPUs, not for GPUs.
+    Each call checks the calls before it; this function checks the last ones, at the end of a step
+    or an evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
 
     Raises:
-        BurstError: on all ranks, naming those that have begun something else.
+        BurstError: on all ranks, naming the ranks that made other calls.
     """
     if group in _STATES:
         Marks(_STATES[group].log).begin(Kind.END)

@@ -33,47 +33,47 @@ def linear_cross_entropy(
     chunk_tokens: int | str = "auto", grads: Grads = "auto", keep_logits: bool = True,
     supervised: SupervisedCount | None = None, forecast: Forecast | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Cross entropy of `hidden @ weight.T`, whose logits exist a tile at a time.
+    """Cross entropy of `hidden @ weight.T`, computed one tile of logits at a time.
 
-    Needs less than 1 GiB besides its inputs, their gradients and one float32 gradient of the
-    weight, at any number of tokens; where Megatron's `main_grad` is that one, gradients in forward
-    take one more. Statistics, loss and sums are in float32 (float64 for
-    float64); logits and their gradients are rounded to the model's dtype for the GEMMs. The CPU
-    never waits for the GPU. A token is left out (loss 0, gradient 0, whatever its hidden state is)
+    Needs less than 1 GiB on top of its inputs, their gradients and one float32 gradient of the
+    weight, for any number of tokens. If Megatron's `main_grad` is that gradient, computing
+    gradients in forward needs one more. Statistics, loss and sums are in float32 (float64 for
+    float64); logits and their gradients are rounded to the model's dtype for the GEMMs. It never
+    synchronizes with the GPU. A token is ignored (loss 0, gradient 0, whatever its hidden state)
     if its label is `ignore_index` or its mask is 0.
 
     Args:
-        hidden: [..., h], of bf16, fp16, fp32 or fp64; any strides. Megatron's [s, b, h]; with
-            sequence_parallel [s / tp, b, h], the first axis split over the group in rank order.
-        weight: [vocab / tp, h], contiguous, of hidden's dtype: this rank's classes, in rank order.
-        labels: [...] integers, of the whole sequence, the same on all ranks of the group. One that
-            is out of range is refused on the CPU; on a GPU it makes its token's loss and all
-            gradients NaN on all ranks, even if one rank alone has it.
-        tp_group: ranks that share the vocabulary; None: this one has all of it.
-        sequence_parallel: whether they also share the sequence.
-        reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask, the latter
-            over the sum of masks (0 if that is 0), of the tokens that count.
-        ignore_index: label of tokens that are left out.
+        hidden: [..., h] in bf16, fp16, fp32 or fp64; any strides. In Megatron [s, b, h]; with
+            sequence_parallel [s / tp, b, h], the first axis sharded over the group in rank order.
+        weight: [vocab / tp, h], contiguous, in hidden's dtype: this rank's classes, in rank order.
+        labels: [...] integers, for the whole sequence, the same on all ranks of the group. A label
+            out of range is refused on the CPU. On a GPU it makes its token's loss and all
+            gradients NaN on all ranks, even if only one rank has it.
+        tp_group: ranks that the vocabulary is sharded over; None: this rank has all of it.
+        sequence_parallel: whether the sequence is sharded over them too.
+        reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask over the tokens
+            that are not ignored; "mean" divides by the sum of the masks (0 if that is 0).
+        ignore_index: label of ignored tokens.
         loss_mask: [...] weights of tokens in the reduction; with "none" only 0 matters.
         label_smoothing, z_loss, softcap, logit_scale: see `LossOptions`.
-        return_lse: also return each token's log-sum-exp.
-        chunk_tokens: rows of a tile of logits; "auto" fits them into the memory above.
-        grads: "recompute" computes logits again in backward: 4 GEMMs, one collective of statistics,
-            any gradient. "forward" computes gradients along with the loss: 3 GEMMs, a collective a
-            chunk, and only the scalar that they are multiplied with may come later: with "none" the
-            losses' gradients must be proportional to loss_mask, else all gradients become NaN.
-            "auto": "forward" for sums and means in bf16, fp32 and fp64 without return_lse; with a
-            forecast gradients in forward too, which may be any.
-        keep_logits: where logits are computed again in backward, whether the last tile of them
-            waits for it in the memory above; False where several losses wait for backward at once.
-        supervised: from `count_supervised`: only tokens that count are computed. On the CPU they
-            are counted anyway.
-        forecast: of a head in Megatron's training; with "auto" and "none" its weight's gradient is
-            added to `main_grad` in forward while that is allowed; see `Forecast`.
+        return_lse: whether to also return each token's log-sum-exp.
+        chunk_tokens: rows per tile of logits; "auto" fits tiles into the memory above.
+        grads: "recompute" recomputes logits in backward: 4 GEMMs, one collective for the
+            statistics, any gradient of the losses. "forward" computes gradients along with the
+            loss: 3 GEMMs, one collective per chunk. Only a scalar factor may then come later: with
+            "none", the losses' gradients must be proportional to loss_mask, otherwise all gradients
+            become NaN. "auto" is "forward" for sums and means in bf16, fp32 and fp64 without
+            return_lse. With a forecast, it computes gradients in forward for any use of the losses.
+        keep_logits: if logits are recomputed in backward, whether to save the last tile of them, in
+            the memory above; pass False if several losses wait for backward at the same time.
+        supervised: from `count_supervised`; skips ignored tokens on a GPU. On the CPU they are
+            always skipped.
+        forecast: of an LM head in Megatron's training. With "auto" and "none", the weight's
+            gradient is added to `main_grad` in forward while that is allowed; see `Forecast`.
 
     Returns:
-        the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 where
-        a token is left out).
+        the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 for
+        ignored tokens).
 
     Raises:
         BurstError: on all ranks together, before anything is computed.
@@ -110,11 +110,11 @@ def linear_cross_entropy(
 
 
 class TokenLogProbs(NamedTuple):
-    """Of each token, [...] in float32 or wider; 0 where a token is left out."""
+    """Values per token, [...] in float32 or wider; 0 for ignored tokens."""
 
     log_probs: Tensor  # of the labels
-    entropy: Tensor | None  # over the vocabulary, in nats; None where it was not asked for
-    mask: Tensor  # bool: false where a token is left out
+    entropy: Tensor | None  # over the vocabulary, in nats; None if it was not asked for
+    mask: Tensor  # bool: false for ignored tokens
 
 
 @uncompiled
@@ -125,16 +125,16 @@ def token_log_probs(
 ) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
-    Of sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token
-    in its document, the one behind the end of a shard too. Other arguments are those of
+    For sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token
+    in its document, even if another rank has it. The other arguments are those of
     `linear_cross_entropy`.
 
     Args:
-        loss_mask: tokens to leave out are 0 in it.
+        loss_mask: 0 for tokens to ignore.
         options: `logit_scale` is 1 / temperature; smoothing and z-loss must be left out.
-        entropy: whether it is wanted.
-        keep_logits: whether up to 0.9 GiB of logits wait for backward; False where several calls
-            do so at once.
+        entropy: whether to compute entropies.
+        keep_logits: whether to save up to 0.9 GiB of logits for backward; pass False if several
+            calls wait for backward at the same time.
 
     Raises:
         BurstError: as of `linear_cross_entropy`.

@@ -27,31 +27,31 @@ def next_tokens(
     cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
     whole_sample: bool = False, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """The token behind each row in its document: labels of the loss and of log-probabilities.
+    """The next token of each row in its document: labels for the loss and for log-probabilities.
 
-    Where a shard ends the next token is another rank's: one all-gather of token ids, 8 bytes a
-    token of the sample, brings it. Rows without a next token get `ignore_index`: the last one of
-    each document, padding, and what lies behind the last document.
+    At the end of a shard the next token is on another rank. One all-gather of token ids, 8 bytes
+    per token of the sample, fetches it. Rows without a next token get `ignore_index`: the last row
+    of each document, padding, and rows after the last document.
 
     Args:
-        tokens: [t] or [s, b] integers, not shifted: this rank's rows, as its hidden states have
-            them; with sequence parallelism those of all tensor-parallel ranks.
+        tokens: [t] or [s, b] integers, not shifted: this rank's rows, in the order of its hidden
+            states; with sequence parallelism, the rows of all tensor-parallel ranks.
         cp_group: ranks that the sample is sharded over; None: this rank has all of it.
-        layout: how, as of `burst_attention`.
-        cu_seqlens: int32 or int64 [documents + 1], on the CPU or beside the tokens: where the
-            documents of one packed sample begin and the last one ends; None: each of b sequences
-            is one document.
-        cu_seqlens_padded: the same where documents lie with their padding.
-        whole_sample: whether `tokens` are all ranks', by position; then no ids are sent.
+        layout: how it is sharded, as in `burst_attention`.
+        cu_seqlens: int32 or int64 [documents + 1], on the CPU or on the tokens' device: 0, then the
+            end of each document of one packed sample; None: each of b sequences is one document.
+        cu_seqlens_padded: the same, including each document's padding.
+        whole_sample: whether `tokens` is the whole sample, in order; then no ids are sent.
         ignore_index: label of rows without a next token.
 
     Returns:
         labels of this rank's rows, int64 [t] or [s, b].
 
     Raises:
-        BurstError: on all ranks of the group, before anything is computed. On a GPU nothing waits:
-            boundaries that are there are not looked at, as attention over the same sample does
-            that; if they differ between ranks all labels are out of range, so losses become NaN.
+        BurstError: on all ranks of the group, before anything is computed. On a GPU nothing
+            synchronizes: boundaries on a GPU are not checked, because attention over the same
+            sample checks them. If they differ between ranks, all labels are out of range, so
+            losses become NaN.
     """
     group = None if cp_group is None or cp_group.size() == 1 else cp_group
     sample = None if cu_seqlens is None else Sample(cu_seqlens, cu_seqlens_padded, None)

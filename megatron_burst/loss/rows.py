@@ -96,11 +96,11 @@ def count_supervised(
     labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
     tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
 ) -> SupervisedCount:  # fmt: skip
-    """Start counting the tokens that count, for `linear_cross_entropy` to compute only these.
+    """Start counting the tokens that are not ignored, so that `linear_cross_entropy` skips others.
 
-    Start it where the batch is at hand, long before the loss: the CPU then waits, if at all, for a
-    GPU that has the whole forward pass still before it. Arguments are those of
-    `linear_cross_entropy`; on the CPU that counts by itself.
+    Call it as soon as the batch is available, long before the loss. Reading the count then does
+    not stall the GPU, which still has the whole forward pass to run. Arguments are those of
+    `linear_cross_entropy`, which does not need this on the CPU.
     """
     blocks = tp_group.size() if sequence_parallel and tp_group is not None else 1
     valid = valid_tokens(labels, loss_mask, ignore_index).view(blocks, -1)
@@ -115,7 +115,7 @@ def count_supervised(
 
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
-    """Which tokens count, contiguous, in the shape of the labels."""
+    """Which tokens are not ignored, contiguous, in the shape of the labels."""
     valid = labels != ignore_index
     return (valid if loss_mask is None else valid & (loss_mask != 0)).contiguous()
 

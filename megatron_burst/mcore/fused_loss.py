@@ -145,15 +145,15 @@ class FusedHead:
 
 
 def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
-    """Have a model compute its losses without logits; a second time changes nothing.
+    """Make a model compute its losses with the fused LM head and loss. Idempotent.
 
     Args:
-        model: Megatron's GPTModel or HybridModel, not yet wrapped (in DDP, say); returned. A
-            pipeline stage without an output layer is left as it is.
-        config: how; None: the defaults.
+        model: Megatron's GPTModel or HybridModel, not yet wrapped (for example in DDP). It is
+            modified and returned. A pipeline stage without an output layer is left unchanged.
+        config: options; None: the defaults.
 
     Raises:
-        BurstError: if the model's head is one that the loss would not be right for.
+        BurstError: if the fused loss does not support the model's output layer.
     """
     if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
         return model

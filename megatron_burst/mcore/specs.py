@@ -72,14 +72,14 @@ def _check_by_spec(config: Any) -> None:
 def burst_spec(spec: Any) -> Any:
     """A copy of a spec tree in which burst attention replaces Megatron's core attention.
 
-    Options are those of the configuration's `burst`, if a script sets it to a BurstConfig, else of
-    the command line or MEGATRON_BURST.
+    Options come from the configuration's attribute `burst`, if a script sets it to a BurstConfig,
+    otherwise from the command line or MEGATRON_BURST.
 
-    `spec`: a ModuleSpec or anything that holds some: submodules, block submodules, partials, lists,
-    tuples and dicts. One that has burst's already stays as it is.
+    `spec`: a ModuleSpec, or anything that contains some: submodules, block submodules, partials,
+    lists, tuples and dicts. A spec that already has burst attention is not changed.
 
     Raises:
-        BurstError: if there is no core attention of Megatron's in it, nor burst's.
+        BurstError: if the spec contains neither Megatron's core attention nor burst's.
     """
     patches.apply_when_imported("layers")
     return _replaced(spec)

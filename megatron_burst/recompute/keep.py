@@ -1,4 +1,4 @@
-"""Calls attention so that checkpoints around it need not call it again."""
+"""Calls attention so that checkpoints around it do not call it again."""
 
 import functools
 from collections.abc import Callable
@@ -15,27 +15,28 @@ from megatron_burst.transforms import uncompiled
 
 
 def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:
-    """An attention function whose results `torch.utils.checkpoint` need not compute again.
+    """Wrap an attention function so that `torch.utils.checkpoint` does not recompute its results.
 
-    In the first pass of a checkpoint, reentrant or not, what the function saves for its backward
-    is kept, except its inputs; with any flash attention that is (out, lse). Recomputation gets it
-    back: it runs no kernel and sends nothing. Outside of checkpoints nothing changes. What is kept
-    serves one backward: after `retain_graph` a reentrant checkpoint computes anew, and torch
-    refuses a second one through another. To torch.compile it is one graph break.
+    In the first pass of a checkpoint, reentrant or not, everything that the function saves for its
+    backward is kept, except its inputs; with any flash attention that is (out, lse). Recomputation
+    reuses it: it runs no kernel and sends nothing. Outside checkpoints nothing changes. Kept
+    results serve one backward: with `retain_graph`, a reentrant checkpoint recomputes them in the
+    second one, and torch refuses a second one through a non-reentrant checkpoint. For
+    torch.compile it is one graph break.
 
         attend = keep(partial(F.scaled_dot_product_attention, is_causal=True))
         checkpoint(lambda x: layer(x, attend), x, use_reentrant=False)
 
     Args:
-        attention: takes tensors, by position, by name or in lists and the like, and anything
-            else; returns a tensor or a tuple of tensors. Tensors that need a gradient and are made
-            inside the checkpoint must be among its arguments, not in its closure.
-        debug: compare the inputs of recomputation with the first pass's, bit by bit.
+        attention: takes tensors (by position, by name, or inside lists, tuples and dicts) and any
+            other arguments; returns a tensor or a tuple of tensors. Tensors that need a gradient
+            and are created inside the checkpoint must be arguments, not part of its closure.
+        debug: compare the inputs of recomputation with those of the first pass, bit by bit.
 
     Raises:
-        BurstError: when called, if it returns anything else, or if recomputation does not call it
-            with tensors of the same shapes in the same order; in backward, if what it returned was
-            written in place (`out += x`), because that is what is kept.
+        BurstError: when called, if the function returns anything else, or if recomputation does
+            not call it with tensors of the same shapes in the same order; in backward, if its
+            result was modified in place (`out += x`), because the kept result is that tensor.
     """
     patches.apply("checkpoints")
     keeping = Keeping(debug=debug)
