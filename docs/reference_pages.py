@@ -55,6 +55,64 @@ def command_line() -> str:
     return re.sub(r"<([a-z|0-9_ ]+)>", r"&lt;\1&gt;", text)
 
 
+API = (
+    "attention.burst_attention", "config.BurstConfig", "config.Tuning",
+    "comm.state.check_in_step", "recompute.keep.keep", "loss.linear.linear_cross_entropy",
+    "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.rows.count_supervised",
+    "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "patching.undo_all",
+    "errors.BurstError",
+)  # fmt: skip
+MODULES = {
+    "auto": "Frameworks on Megatron: `megatron_burst.auto`",
+    "compat": "The original BurstAttention's interface: `megatron_burst.compat`",
+}
+
+
+def python() -> str:
+    """The public names: a table to read as it is, and where the site puts docstrings."""
+    lines = [
+        "# Python interface",
+        "",
+        "Everything in this table is importable from `megatron_burst`. Arguments, shapes, dtypes "
+        "and errors are in the docstrings: in the linked files, and on the site (`make docs`) "
+        "below.",
+        "",
+        "| name | what it does |",
+        "| --- | --- |",
+    ]
+    for name in API:
+        node, path = _definition(name)
+        words = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+        link = f"../../{path.relative_to(DOCS.parent)}"
+        lines.append(f"| [`{_signature(node)}`]({link}) | {words.replace('|', chr(92) + '|')} |")
+    lines += ["", "## Docstrings", ""]
+    lines += [line for name in API for line in (f"::: megatron_burst.{name}", "")]
+    for module, title in MODULES.items():
+        lines += [f"## {title}", "", f"::: megatron_burst.{module}", "    options:"]
+        lines += ["      show_root_heading: false", ""]
+    return "\n".join(lines)
+
+
+def _definition(name: str) -> tuple[ast.AST, Path]:
+    """A function or class of the package, and its file."""
+    module, _, last = name.rpartition(".")
+    path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    nodes = ast.parse(path.read_text()).body
+    (found,) = [node for node in nodes if getattr(node, "name", None) == last]
+    return found, path
+
+
+def _signature(node: ast.AST) -> str:
+    """Names of a function's arguments; a class's own name."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    given = node.args
+    names = [arg.arg for arg in [*given.posonlyargs, *given.args]]
+    if given.kwonlyargs:
+        names += ["*", *(f"{arg.arg}=" for arg in given.kwonlyargs)]
+    return f"{node.name}({', '.join(names)})"
+
+
 class Refused(NamedTuple):
     """An error of the code: what must hold, and what to change if it does not."""
 
@@ -136,6 +194,7 @@ def _filled_in(node: ast.AST) -> str:
 
 
 PAGES = {
+    "reference/api.md": python,
     "reference/flags.md": flags,
     "reference/command-line.md": command_line,
     "reference/errors.md": refusals,

@@ -262,7 +262,7 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
             assert f"got one of {impl}; show that with benchmarks.show " in said
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks/attention.md", "docs/masks.md"])
+@pytest.mark.parametrize("name", ["docs/benchmarks/attention.md", "docs/benchmarks/packed.md"])
 def test_tables_of_documents_are_those_of_their_csvs(name):
     """`python -m benchmarks.show docs` makes them again."""
     text = (ROOT / name).read_text()
