@@ -202,7 +202,7 @@ def refused_by_spec(rank):
             built_by_spec(f"{BY_SPEC} {NO_MASK} {flags}")
     with pytest.raises(BurstError, match=f"mask_in_dataloader=True; pass {NO_MASK}$"):
         built_by_spec(BY_SPEC)
-    with pytest.raises(BurstError, match="got --mtp-num-layers 1; start the script by python -m"):
+    with pytest.raises(BurstError, match="got --mtp-num-layers 1; start the script with python -m"):
         built_by_spec(f"{BY_SPEC} {NO_MASK}", mtp_num_layers=1)
     with pytest.raises(BurstError, match=r"with --cuda-graph-impl.*cuda_graph_impl=local; leave"):
         built_by_spec(f"{BY_SPEC} {NO_MASK}", cuda_graph_impl="local")
