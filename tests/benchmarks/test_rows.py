@@ -237,7 +237,7 @@ def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
 
 
 def test_folders_are_not_made(tmp_path):
-    match = "benchmarks.attention: --out must name a file that can be .*new/rows.csv: its folder"
+    match = "benchmarks.attention: --out must name a writable file.*new/rows.csv: its folder"
     with pytest.raises(BurstError, match=match):
         append(tmp_path / "new" / "rows.csv", one_problem())
     assert not (tmp_path / "new").exists()
