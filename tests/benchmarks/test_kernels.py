@@ -1,16 +1,16 @@
 """benchmarks/kernels.py, as far as it runs without a GPU."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from benchmarks.candidates import candidates
 from benchmarks.kernels import Case, Row, compile_all, run_once, save
-from benchmarks.kernels_table import table
+from benchmarks.kernels_table import main, table
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.triton_blocks import Pass
 
@@ -64,10 +64,11 @@ def test_a_csv_of_another_benchmark_is_refused_in_one_sentence(tmp_path):
         tmp_path / "none.csv": "no such file",
         measured: "no column torch and 28 other differences; name",
     }
+    app = typer.Typer()
+    app.command()(main)
     for path, words in got.items():
-        script = str(ROOT / "benchmarks" / "kernels_table.py")
-        done = subprocess.run([sys.executable, script, str(path)], capture_output=True, text=True)
-        assert done.returncode == 2 and not done.stdout
+        done = CliRunner().invoke(app, [str(path)])
+        assert done.exit_code == 2 and not done.stdout
         assert done.stderr.startswith(
             f"error: benchmarks: {path} must be a CSV with the columns of "
         )
