@@ -57,7 +57,7 @@ def failures(rank):
 def test_a_failed_hop_names_the_hop_or_the_rank_that_went_astray():
     (plain, astray), _ = run_ranks(failures, 2)
     assert type(plain) is BurstError
-    assert "got a failure in the intra hop: Connection closed; look at" in str(plain)
+    assert "got a failure in the intra hop: Connection closed; check that" in str(plain)
     assert type(astray) is DisagreementError and '{"q": "(1, 2)"}' in str(astray)
 
 
