@@ -18,6 +18,7 @@ from megatron_burst.plan.hardware_file import preset_of
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Model
+from megatron_burst.plan.peer import as_megatron, megatron_bytes
 from megatron_burst.plan.step import layer_seconds
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import AttentionShape, Direction
@@ -53,7 +54,7 @@ def is_of_layers(row: Row) -> bool:
 
 def is_standin(row: Row) -> bool:
     """Whether a row is TransformerEngine's ring, which a ring of ours stands in for."""
-    return (row.impl, row.mode, row.nodes) == ("te", "p2p", 1)  # its hops wait for each other
+    return (row.impl, row.mode) == ("te", "p2p")
 
 
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
@@ -83,7 +84,7 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     call = _call(row, hardware)
     if is_standin(row):
-        call = _as_megatron(call, hardware)
+        call = as_megatron(call, hardware)
     hardware = _with_links(row, hardware, call)
     work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
@@ -91,7 +92,9 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     if row.pass_ == "fwd_bwd":
         work += _tflop(call, Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
-        if call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
+        if is_standin(row):
+            gib = megatron_bytes(call.shape) / GIB
+        elif call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
 
@@ -190,7 +193,7 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     for share, strategy in strategies:
         call = attention_call(job, strategy)
         if row.impl == "megatron":
-            call = _as_megatron(call, hardware)
+            call = as_megatron(call, hardware)
         links = _with_links(row, hardware, call)
         again = attention_time(call, links, Direction.FORWARD).seconds
         if mode.name == ATTENTION:
@@ -230,11 +233,3 @@ def _strategies(row: Row, layers: int, mode: Mode) -> list[tuple[float, Strategy
         return [(1.0, one)]
     share = max(1, layers // 2) / layers
     return [(share, one), (1 - share, replace(one, keep="none"))]
-
-
-def _as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
-    """A stand-in for TransformerEngine's p2p: one ring of K, V over all ranks, cuDNN's kernels."""
-    known = {kernel.backend for kernel in hardware.kernels}
-    backend = "cudnn" if "cudnn" in known else "auto"
-    way = {"intra": "ring", "inter": "flat", "circulate": "kv"}
-    return replace(call, **way, transfer="send", backend=backend)

@@ -36,7 +36,8 @@ SHAPE = (
 KINDS = (  # what is summed up apart
     "64K and 256K on one node (speeds fitted)", "other lengths on one node",
     "several nodes (links as measured in the run)", "layers of Megatron's under recomputation",
-    "TransformerEngine's p2p, for which a ring of K, V over all ranks stands in",
+    "TransformerEngine's p2p on one node, for which a ring of K, V over all ranks stands in",
+    "TransformerEngine's p2p on several nodes",
 )  # fmt: skip
 Predictor = Callable[[Row], Prediction | None]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -66,7 +67,7 @@ class Compared:
         if is_of_layers(self.row):
             return KINDS[3]
         if is_standin(self.row):
-            return KINDS[4]
+            return KINDS[4 + (self.row.nodes > 1)]
         if self.row.nodes > 1:
             return KINDS[2]
         return KINDS[self.row.seq not in FITTED]
@@ -158,7 +159,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind, colour in zip(KINDS, (f"C{i}" for i in (7, 3, 0, 2, 1)), strict=True):
+    for kind, colour in zip(KINDS, (f"C{i}" for i in (7, 3, 0, 2, 1, 4)), strict=True):
         for kernel, marker in ((False, "o"), (True, "^")):
             some = [c for c in compared if c.kind == kind and (c.row.impl == "ceiling") == kernel]
             if not some:

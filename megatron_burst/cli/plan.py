@@ -11,7 +11,7 @@ from rich.progress import track
 from typer import Argument, Exit, Option
 
 from megatron_burst.cli.plan_notes import no_room, warnings_of
-from megatron_burst.cli.plan_sample import Asked, plan_sample
+from megatron_burst.cli.plan_sample import Asked, numbers_in, plan_sample
 from megatron_burst.cli.plan_table import Shown, show
 from megatron_burst.cli.terminal import check_writable, in_one_sentence, writing
 from megatron_burst.errors import BurstError
@@ -19,21 +19,18 @@ from megatron_burst.plan.flags import as_json
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.plan.hardware_file import preset_names
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.model_file import megatron_arguments, model_of, text_of
+from megatron_burst.plan.model_file import model_of
 from megatron_burst.plan.picture import save_picture
+from megatron_burst.plan.sample import Packing, Sample
+from megatron_burst.plan.script import Script, arguments_in, read_script
 from megatron_burst.plan.search import Candidate, Fixed, search
 from megatron_burst.plan.strategy import Job, Strategy, even_share
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.units import whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
 _NOT_RUN = 3  # exit code; 2 is refused input
 _GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
-_IN_FILE = {  # Megatron's names, and where they go
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
 Size = partial(Option, min=1, metavar="N")
 _MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
@@ -86,8 +83,8 @@ def plan(
         Path | None,
         Option(
             metavar="FILE",
-            help="plan one packed sample instead of a job; a file of boundaries or lengths "
-            "(text, .npy, .pt)",
+            help="documents of a packed sample: a file of boundaries or lengths (text, .npy, .pt); "
+            "without --seq-length, plan the attention of this sample instead of a job",
         ),
     ] = None,
     picture: Annotated[
@@ -108,21 +105,25 @@ def plan(
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
-        described, in_file = model_of(model), _arguments_in(model)
-        fixed = _fixed(in_file, asked)
+        described, in_file = model_of(model), arguments_in(model)
+        script = read_script(in_file)
+        fixed = _fixed(script, asked)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
-        if cu_seqlens:
-            of_jobs = {"seq_length": seq_length, "global_batch_size": global_batch_size}
-            _check_sample(asked | of_jobs | {"search": do_search, "json": json})
+        length = seq_length or in_file.get("seq_length", "")
+        if cu_seqlens and not length:
+            of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
+            _check_sample(asked | of_jobs)
             plan_sample(Asked(cu_seqlens, described, count, on_node, fixed, machine, picture))
             return
-        tokens = _tokens(seq_length or in_file.get("seq_length", ""))
+        tokens = _tokens(length)
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
-        job = Job(described, tokens, count, on_node, batch(count), machine)
+        packing = _packing(script, cu_seqlens, tokens)
+        job = Job(described, tokens, count, on_node, batch(count), machine, packing)
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
-        show(Shown(job, found, warnings_of(job, found, fixed), missing, do_search, not in_file))
+        warnings = [*script.notes, *warnings_of(job, found, fixed)]
+        show(Shown(job, found, warnings, missing, do_search, not in_file, script.in_words))
         _write(job, found, json, picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
@@ -137,26 +138,21 @@ def _write(job: Job, found: Sequence[Candidate], json: Path | None, picture: Pat
             save_picture(job, found[0].strategy, picture)
 
 
-def _arguments_in(model: str) -> dict[str, str]:
-    """What a file of Megatron's arguments says, but for what a shell would have to expand."""
-    path = Path(model)
-    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
-        return {}
-    found = megatron_arguments(text_of(path))
-    return {name: str(value) for name, value in found.items() if "$" not in str(value)}
-
-
-def _fixed(arguments: dict[str, str], asked: dict[str, Any]) -> Fixed:
-    """What is given: sizes that a file of Megatron's arguments has, and options, which count before
-    them."""
-    given = {
-        name: whole_number(arguments[flag], f"--{flag}".replace("_", "-"))
-        for name, flag in _IN_FILE.items()
-        if flag in arguments
-    }
+def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
+    """What is given: by a script, and by options, which count before it."""
+    policy = {} if asked["recompute"] else script.policy
+    given = {**script.sizes, **policy}
     given |= {name: value for name, value in asked.items() if value is not None}
     _check_policy(given)
     return tuple(sorted(given.items()))
+
+
+def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> Packing | None:
+    """How samples of so many tokens are packed: as a script says, else as THD."""
+    if cu_seqlens:
+        sample = Sample.of(numbers_in(cu_seqlens)).filling(tokens)
+        return Packing(script.layout or Layout.DOCUMENTS, sample)
+    return Packing(script.layout) if script.layout else None
 
 
 def _tokens(seq: str) -> int:
@@ -219,8 +215,9 @@ def _check_sample(given: dict[str, object]) -> None:
     if options:
         option = "--" + options[0].replace("_", "-")
         raise BurstError(
-            "plan: --cu-seqlens must only be combined with --gpus, --gpus-per-node, --hardware, "
-            "--tp, --cp and --picture, because it plans one layer's attention, not a job; got "
+            "plan: without --seq-length, --cu-seqlens must only be combined with --gpus, "
+            "--gpus-per-node, --hardware, --tp, --cp and --picture, because it plans one layer's "
+            "attention, not a job; got "
             f"{option}; leave one out"
         )
 

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.search import Candidate, Fixed, enough_gpus, length_step, loses, search
+from megatron_burst.plan.search import (
+    Candidate,
+    Fixed,
+    enough_gpus,
+    length_step,
+    loses,
+    options_of,
+    search,
+)
 from megatron_burst.plan.strategy import SIZES, Job
 from megatron_burst.schedule.flat import flat_cost
 from megatron_burst.schedule.topology import Topology
@@ -14,7 +22,10 @@ _TIGHT = 0.95  # of the usable memory
 
 def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed`."""
-    every = _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found)
+    every = (
+        _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found),
+        _documents(job),
+    )  # fmt: skip
     return [one for one in every if one]
 
 
@@ -85,12 +96,22 @@ def _tight(job: Job, found: Sequence[Candidate]) -> str:
     return note
 
 
+def _documents(job: Job) -> str:
+    """That the documents of packed samples are not known."""
+    if not job.packing or job.packing.sample:
+        return ""
+    return (
+        f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's pairs, "
+        "because their lengths are not known: --cu-seqlens FILE gives yours"
+    )
+
+
 def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
     """By how much the best of what does not fit is too large, and what would do; `batch`: sequences
     of a step of a job with so many GPUs."""
     said = loses(found[0], found[0])
     if fixed and (best := search(job)[0]).fits:
-        options = " ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
+        options = " ".join(options_of(fixed))
         found_so = f"{best.strategy.layout}, {best.strategy.policy}"
         return f"{said}; without {options} it fits: {found_so}"
     without_dp = tuple((name, value) for name, value in fixed if name != "dp")

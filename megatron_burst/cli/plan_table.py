@@ -16,6 +16,7 @@ from megatron_burst.plan.flags import as_words, flag_values, model_flags
 from megatron_burst.plan.half import Rates, choose_half
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
+from megatron_burst.plan.peer import Gain, gain
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.step import half_call
 from megatron_burst.plan.strategy import Job, attention_call
@@ -37,6 +38,7 @@ class Shown:
     no_room: str = ""  # by how much the best does not fit, and what would do; "" if it does
     others: bool = False  # whether to show them; else a line on how the best was chosen
     own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
+    read: str = ""  # what a script says of the job, in words
 
 
 def new_console() -> Console:
@@ -55,6 +57,10 @@ def show(shown: Shown) -> None:
         f"{job.batch} sequence{'s' * (job.batch > 1)} a step, {job.gpus} GPUs, "
         f"{job.on_node} a node, {job.hardware.name}",
     )
+    if shown.read:
+        say(console, f"read from the script: {shown.read}")
+    if job.packing and job.packing.sample:
+        say(console, f"packed documents have {job.share:.1%} of a causal sequence's pairs")
     for note in shown.warnings:
         say(console, note, "warning: ", "yellow")
     if shown.others and len(found) > 1:
@@ -136,6 +142,8 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if best.strategy.cp > 1:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             say(console, line)
+        if best.time and not best.refused:
+            say(console, _gain_line(job, gain(job, best.strategy), best.time.seconds))
         if best.strategy.keep == "half":
             say(console, _half_line(job, best))
 
@@ -197,8 +205,9 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
     lines = [f"attention of {which}: {call.in_words}"]
     if call.mode == "ring" or call.arranged.inter_size > 1:
         lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
+    sample = job.packing and job.packing.sharded(call.topology.cp_size)
     for direction in Direction:
-        timeline = pass_time(call, job.hardware, direction)
+        timeline = pass_time(call, job.hardware, direction, sample)
         sent = sent_bytes(call, direction)
         links = ", ".join(
             f"{name} {num_bytes / GIB:.3g} GiB sent, "
@@ -208,6 +217,19 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
         )
         lines.append(f"  {direction}: {_digits(1e3 * timeline.seconds, 4)} ms; {links}")
     return lines
+
+
+def _gain_line(job: Job, found: Gain, step: float) -> str:
+    """What burst gains over Megatron's own context parallelism."""
+    (ours, theirs), (least, most) = found.seconds, [x / GIB for x in found.num_bytes]
+    layers = " of layers without a window" if job.model.windows else ""
+    return (
+        "predicted gain over Megatron's own ring (--cp-comm-type p2p, which recomputes without "
+        f"--keep): attention{layers} takes {_digits(ours, 3)} s of a step in place of "
+        f"{_digits(theirs, 3)} ({found.ratio:.2f} times as fast), with {least:.2f} GiB beside its "
+        f"inputs and outputs in place of {most:.2f}; the step takes {_digits(step, 4)} s in place "
+        f"of {_digits(step + theirs - ours, 4)}"
+    )
 
 
 def _digits(number: float, count: int) -> str:

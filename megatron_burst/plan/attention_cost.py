@@ -75,8 +75,12 @@ def _no_collection() -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
+def pass_time(
+    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None
+) -> Timeline:
     """`attention_time` in training on any number of nodes, without spans."""
+    if sample:
+        return _of_sample(call, hardware, direction, sample)
     (base, times), *more = (
         (_duration(part, hardware, direction), times) for part, times in _on_few(call, direction)
     )
@@ -86,6 +90,16 @@ def pass_time(call: AttentionCall, hardware: Hardware, direction: Direction) -> 
     waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
              for link, wait in base.waits]  # fmt: skip
     return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
+
+
+def _of_sample(
+    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
+) -> Timeline:
+    """Of documents that are known: shards with other documents are other work."""
+    of_heads = call.mode == "a2a" and call.arranged.inter_size == 1
+    even = call.layout is Layout.DOCUMENTS or of_heads
+    ranks = _simulated(call) if even else range(call.topology.cp_size)
+    return attention_time(call, hardware, direction, ranks=ranks, with_spans=False, sample=sample)
 
 
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
@@ -125,7 +139,7 @@ def _simulated(call: AttentionCall) -> range:
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
-    even = call.layout is Layout.ZIGZAG or call.mask.full
+    even = call.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) or call.mask.full
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1

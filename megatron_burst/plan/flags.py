@@ -37,6 +37,7 @@ def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
+            "packing": asdict(job.packing) if job.packing else None,
         },
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
@@ -99,10 +100,15 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values
 
 
 def _recompute_flags(job: Job, strategy: Strategy) -> Values:
-    if strategy.recompute == "none":
-        return {"--recompute-granularity": False}
-    if strategy.recompute == "selective":
-        modules = ["mlp", *(["moe"] if job.model.experts else [])]  # "mlp" leaves experts alone
+    if strategy.recompute != "full":
+        modules = ["core_attn"] if strategy.core_attn else []
+        if strategy.recompute == "selective":
+            modules += [
+                "mlp",
+                *(["moe"] if job.model.experts else []),
+            ]  # "mlp" leaves experts alone
+        if not modules:
+            return {"--recompute-granularity": False}
         return {"--recompute-granularity": "selective", "--recompute-modules": modules}
     flags: Values = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
     flags["--recompute-num-layers"] = 1

@@ -122,6 +122,8 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     # input, its norm, q, k, v, out, lse
     attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
     attention += _beside_values(model, strategy, tokens) + call.left_bytes
+    if strategy.core_attn:
+        attention -= 4 * model.heads_q * tokens + call.left_bytes
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}

@@ -40,10 +40,11 @@ class Windows:
         """Layers with a window."""
         return sum(self.layers)
 
-    def keys(self, seq: int) -> float:
-        """Keys that a query sees on average, the first ones of the sequence included."""
+    def keys(self, seq: int, share: float = 1.0) -> float:
+        """Keys that a query sees on average, the first ones of the sequence included; `share`: of
+        the pairs of a causal sequence, those that packed documents have."""
         size = min(self.size, seq)
-        return size - size * size / (2 * seq)
+        return min(size - size * size / (2 * seq), share * seq / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +159,17 @@ class Model:
         """Layers whose queries see all earlier keys."""
         return self.layers - (self.windows.count if self.windows else 0)
 
-    def flops_per_token(self, seq: int) -> float:
+    def flops_per_token(self, seq: int, share: float = 1.0) -> float:
         """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 
         Backward is twice forward, the causal half of attention, no recomputation; of layers with
-        windows twice the keys that a query sees stand for S.
+        windows twice the keys that a query sees stand for S. `share`: of the pairs of a causal
+        sequence, those that packed documents have.
         """
         width = 3 * self.heads_q * (self.dim_qk + self.dim_v)
-        attention: float = width * self.full_layers * seq
+        attention: float = width * self.full_layers * seq * share
         if self.windows:
-            attention += width * self.windows.count * 2 * self.windows.keys(seq)
+            attention += width * self.windows.count * 2 * self.windows.keys(seq, share)
         return 6 * self.matmul_params + attention
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,9 @@ def _beside(config: Mapping[str, Any]) -> tuple[tuple[str, int | float | bool], 
     return tuple(flags.items())
 
 
+_LISTS = ("recompute_modules",)  # flags with several values
+
+
 def megatron_arguments(text: str) -> dict[str, Any]:
     """Arguments in a text, dashes as underscores; a flag without a value is True.
 
@@ -191,18 +194,22 @@ def megatron_arguments(text: str) -> dict[str, Any]:
         found = {key: value.strip().strip("\"'") for key, value in pairs}
         return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
     arguments: dict[str, Any] = {}
+    value: str | bool
     text = re.sub(r"(^|\s)#.*", "", text)
     text = re.sub(r"\$\{\w+:-([^{}$]*)\}", r"\1", text)  # "${NAME:-default}"
     for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
         words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
-        for word, after in pairwise([*words, ""]):
+        for at, (word, after) in enumerate(pairwise([*words, ""])):
             flag, equals, text = word.lstrip("(").partition("=")
             if flag.startswith("--"):
-                value: str | bool = text
+                key, value = _key(flag.lstrip("-").rstrip(")")), text
                 if not equals:
                     value = True if after.startswith("--") or not after else after
-                arguments[_key(flag.lstrip("-").rstrip(")"))] = value
+                if key in _LISTS and value is after:
+                    some = (one.rstrip(")") for one in words[at + 1 :])
+                    value = " ".join(takewhile(re.compile(r"[a-z_]+$").match, some))
+                arguments[key] = value
     return arguments
 
 

@@ -7,7 +7,7 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_cost import attention_time
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import OpTimer, Timer
-from megatron_burst.plan.sample import Sample
+from megatron_burst.plan.sample import Packing, Sample
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Places
@@ -63,8 +63,8 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
         BurstError: if burst has no mode for it.
     """
     ranks = range(call.topology.cp_size)
-    chunks = 2 * len(ranks)
-    sample = given.padded(chunks) if layout is Layout.DOCUMENTS else given.ended(chunks)
+    sample = Packing(layout, given).sharded(len(ranks))
+    assert sample
     shape = replace(call.shape, tokens=sample.tokens // len(ranks))
     call = replace(call, shape=shape, layout=layout, mask=Mask(right=0, documents=True))
     programs = [[call.program(rank, way) for way in Direction] for rank in ranks]

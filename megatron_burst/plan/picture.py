@@ -48,6 +48,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
         BurstError: if matplotlib (the extra `plots`) is not installed.
     """
     call = attention_call(job, strategy)
+    sample = job.packing and job.packing.sharded(strategy.cp)
     ranks = range(min(call.topology.cp_size, _MOST_RANKS))
     many = len(ranks) > 12
     shape = (1, 2) if many else (2, 1)
@@ -57,7 +58,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
     kinds = set()
     for ax, direction in zip(axes, Direction, strict=True):
-        timeline = attention_time(call, job.hardware, direction, ranks=ranks)
+        timeline = attention_time(call, job.hardware, direction, ranks=ranks, sample=sample)
         _draw_panel(ax, timeline, ranks, call.topology)
         ax.set_title(
             f"{job.model.name} {in_units(job.seq)}, {strategy.layout}: one layer's attention, "

@@ -7,6 +7,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron_burst.errors import BurstError
+from megatron_burst.plan.documents import SHARE
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Places, Tile, meet
 
 
@@ -51,6 +53,22 @@ class Sample:
         """Of the pairs of one causal document as long as the sample."""
         return sum(n * (n + 1) for n in self.lengths) / (self.tokens * (self.tokens + 1))
 
+    def filling(self, tokens: int) -> "Sample":
+        """With its documents repeated, and the last one cut, until there are so many tokens.
+
+        Raises:
+            BurstError: if there are more already.
+        """
+        if self.tokens > tokens:
+            raise BurstError(
+                "plan: --cu-seqlens must fit into --seq-length, because documents are packed into "
+                f"samples of that length; got {self.tokens} and {tokens} tokens; raise "
+                "--seq-length, or leave it out for attention of this sample alone"
+            )
+        lengths = self.lengths * -(-tokens // self.tokens)
+        edges = [edge for edge in accumulate(lengths, initial=0) if edge < tokens]
+        return Sample((*edges, tokens))
+
     def padded(self, each: int) -> "Sample":
         """With every document padded to a multiple."""
         return Sample((0, *accumulate(-(-length // each) * each for length in self.lengths)))
@@ -94,3 +112,29 @@ def _pairs(sample: Sample, queries: Places, keys: Places) -> int:
         for some in by_document.get(document, ())
     )
     return sum(tile.pairs for tile in met if tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a job's samples are packed.
+
+    Attributes:
+        layout: DOCUMENTS, each one sharded for itself (THD), or ZIGZAG, boundaries anywhere.
+        sample: the documents of every sample; None: they are not known, and taken to be usual ones.
+    """
+
+    layout: Layout
+    sample: Sample | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the pairs of one causal sequence, those that the documents have."""
+        return self.sample.share if self.sample else SHARE
+
+    def sharded(self, cp_size: int) -> Sample | None:
+        """The sample with the padding that so many ranks need."""
+        if not self.sample:
+            return None
+        chunks = 2 * cp_size
+        by_document = self.layout is Layout.DOCUMENTS
+        return self.sample.padded(chunks) if by_document else self.sample.ended(chunks)

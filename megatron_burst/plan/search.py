@@ -127,6 +127,11 @@ def _given_sizes(fixed: Fixed) -> dict[str, int]:
     return {name: value for name, value in fixed if name in SIZES}
 
 
+def options_of(fixed: Fixed) -> list[str]:
+    """The options that fix what is given."""
+    return [f"--{name}".replace("_", "-") for name, _ in fixed if name != "core_attn"]
+
+
 def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
     """Every (TP, CP, PP, DP, EP) that divides evenly."""
     for tp in _divisors(job.on_node, fixed.get("tp")):
@@ -157,7 +162,7 @@ def _divisors(number: int, given: int | None) -> list[int]:
 def _why_nothing(job: Job, fixed: Fixed) -> str:
     """Why nothing makes up a job; a length alone that is in the way is named."""
     sizes: dict[str, Any] = _given_sizes(fixed)
-    options = " or ".join(f"--{name}".replace("_", "-") for name, _ in fixed)
+    options = " or ".join(options_of(fixed))
     change = f"leave out {options}, or change" if fixed else "change"
     change += " --gpus, --seq-length or --global-batch-size"
     given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
@@ -194,8 +199,9 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     """The strategies of a layout with the policies that are given."""
     sizes = {name: getattr(layout, name) for name in SIZES}
     asked = {name: value for name, value in fixed if name not in SIZES}
+    again = asked.pop("core_attn", False)  # what a job has, and the search would never choose
     for policy in _POLICIES:
-        strategy = replace(policy, **sizes)
+        strategy = replace(policy, **sizes, core_attn=again)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
         if wanted and not misfit(job, strategy):
             yield strategy

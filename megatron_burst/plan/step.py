@@ -12,8 +12,6 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import Memory
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link
 
 # Parts of a step, as tables and complaints name them.
@@ -59,7 +57,7 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
     peak = job.hardware.gpu.peak_tflops * 1e12
-    mfu = tokens * job.model.flops_per_token(job.seq) / peak
+    mfu = tokens * job.model.flops_per_token(job.seq, job.share) / peak
     return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
 
 
@@ -84,7 +82,8 @@ class _Layer:
         self._timer = Timer(job.hardware)
         self._tokens = job.seq // strategy.cp
         call = call or attention_call(job, strategy)
-        self._passes = {d: pass_time(call, job.hardware, d) for d in Direction}
+        sample = job.packing and job.packing.sharded(strategy.cp)
+        self._passes = {d: pass_time(call, job.hardware, d, sample) for d in Direction}
         model = job.model
         self._full = model.full_layers / model.layers
         self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
@@ -99,7 +98,9 @@ class _Layer:
         model = self._job.model
         if not model.windows:
             return 0.0
-        seconds = self._timer.window(model.windows.keys(self._job.seq), shape, direction)
+        seconds = self._timer.window(
+            model.windows.keys(self._job.seq, self._job.share), shape, direction
+        )
         return seconds * model.windows.count / model.layers
 
     def _matmul(self, params: float) -> float:
@@ -108,7 +109,7 @@ class _Layer:
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
         parts: dict[str, float] = defaultdict(float)
-        again = self._again()
+        again = recomputed(self._job, self._strategy)
         for direction, timeline in self._passes.items():
             times = self._full * (1 + (again if direction is Direction.FORWARD else 0))
             waits = 0.0
@@ -133,15 +134,6 @@ class _Layer:
         parts[EXPERT] += self._expert_seconds() if share else 0.0
         parts[HOST] += self._host_seconds(sum(parts.values()))
         return parts
-
-    def _again(self) -> float:
-        """Share of attention's forward that backward computes again."""
-        strategy = self._strategy
-        if strategy.recompute != "full" or strategy.keep == "all":
-            return 0.0
-        if strategy.keep == "none":
-            return 1.0
-        return recomputed_share(half_call(self._job, strategy))
 
     def _reshard_seconds(self) -> float:
         """Time in which early rows, resharded for recomputation, pass between nodes."""
@@ -194,12 +186,21 @@ class _Layer:
         return max(0.0, seconds - forward) + max(0.0, seconds - 3 * forward)
 
 
+def recomputed(job: Job, strategy: Strategy) -> float:
+    """Share of attention's forward that backward computes again."""
+    if strategy.recompute != "full":
+        return float(strategy.core_attn)
+    if strategy.keep == "half":
+        return recomputed_share(half_call(job, strategy))
+    return float(strategy.keep == "none")
+
+
 def half_call(job: Job, strategy: Strategy) -> HalfCall:
     """A layer's attention whose later half is kept."""
     call = attention_call(job, strategy)
     over_all = call.mode == "a2a" and call.arranged.inter_size == 1
     known = Rates.of(job.hardware), over_all
-    return HalfCall(Layout.ZIGZAG, Mask.CAUSAL, call.topology, call.shape, *known)
+    return HalfCall(call.layout, call.mask, call.topology, call.shape, *known)
 
 
 def _network_share(hardware: Hardware) -> float:

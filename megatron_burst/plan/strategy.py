@@ -1,7 +1,7 @@
 """How a training job is sharded over GPUs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
@@ -9,7 +9,9 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
+from megatron_burst.plan.sample import Packing
 from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.units import nearest_multiples
 
@@ -29,6 +31,12 @@ class Job:
     gpus_per_node: int  # of an NVLink domain; a job on a single one may be smaller
     batch: int  # sequences of a step, all GPUs together; micro-batches hold one
     hardware: Hardware  # the cluster's
+    packing: Packing | None = None  # of the sequences; None: each is one causal document
+
+    @property
+    def share(self) -> float:
+        """Of the pairs of query and key in causal sequences, those that the job's have."""
+        return self.packing.share if self.packing else 1.0
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
@@ -77,6 +85,7 @@ class Strategy:
     # activations that backward computes again: none, feed-forward ("selective"), or everything
     # but the layers' inputs
     recompute: Recompute = "full"
+    core_attn: bool = False  # whether "none" and "selective" compute core attention again too
     keep: Keep = "none"  # which of attention's results full recomputation has at hand
     offload: bool = False  # whether they wait on the host
     offload_inputs: bool = False  # whether layers' inputs do too
@@ -101,7 +110,8 @@ class Strategy:
     def policy(self) -> str:
         """What is computed again, in words."""
         if self.recompute != "full":
-            return f"recompute {self.recompute}"
+            what = "core_attn" if self.recompute == "none" else f"{self.recompute} and core_attn"
+            return f"recompute {what if self.core_attn else self.recompute}"
         where = " on host" if self.offload else ""
         inputs = ", inputs on host" if self.offload_inputs else ""
         return f"recompute full, keep {self.keep}{where}{inputs}"
@@ -165,7 +175,7 @@ def ranks_per_node(job: Job, strategy: Strategy) -> int:
 
 def attention_call(job: Job, strategy: Strategy) -> AttentionCall:
     """A layer's attention on one rank, in bf16; neighbours at stride TP, nodes filled in order."""
-    model = job.model
+    model, packing = job.model, job.packing
     shape = AttentionShape(
         batch=1, tokens=job.seq // strategy.cp, heads_q=model.heads_q // strategy.tp,
         heads_kv=max(1, model.heads_kv // strategy.tp), dim_qk=model.dim_qk, dim_v=model.dim_v,
@@ -173,8 +183,14 @@ def attention_call(job: Job, strategy: Strategy) -> AttentionCall:
     )  # fmt: skip
     nodes = max(1, strategy.cp // ranks_per_node(job, strategy))
     topology = pretend_nodes(strategy.cp, nodes)
-    return AttentionCall(
+    call = AttentionCall(
         shape, topology, job.on_node // topology.intra_size, strategy.intra,
         multiprocessors=job.hardware.gpu.multiprocessors,
         again=strategy.recompute == "full" and strategy.keep != "none",
     )  # fmt: skip
+    if not packing:
+        return call
+    if sample := packing.sharded(strategy.cp):  # with padding, where that is needed
+        shape = replace(shape, tokens=sample.tokens // strategy.cp)
+    mask = Mask(right=0, documents=True)
+    return replace(call, shape=shape, layout=packing.layout, mask=mask)

@@ -57,7 +57,7 @@ def test_more_ranks_than_a_screen_holds(lengths):
     ("options", "words"),
     [
         (["--search"], "got --search; leave one out"),
-        (["--seq-length", "64k"], "got --seq-length"),
+        (["--seq-length", "16k"], "must fit into --seq-length"),
         (["--keep", "all"], "got --keep"),
         (["--cp", "3"], "do not fit|does not divide|needs 3 GPUs"),
         (["--tp", "16"], "TP 16"),
@@ -77,3 +77,14 @@ def test_files_without_documents_are_refused(content, tmp_path):
         path.write_text(content)
     text = run("--gpus", 2, "--cu-seqlens", path, code=2)
     assert text.startswith("error: plan: --cu-seqlens must") and "; got " in text
+
+
+def test_a_job_of_these_samples(lengths):
+    options = "--gpus", 8, "--seq-length", "128k", "--keep", "all"
+    text = run(*options, "--cu-seqlens", lengths)
+    assert "packed documents have 6.3% of a causal sequence's pairs" in text
+    assert "a step takes" in text and "warning" not in text
+    packed, causal = (
+        float(said.split("a step takes ")[1].split(" s")[0]) for said in (text, run(*options))
+    )
+    assert packed < 0.6 * causal

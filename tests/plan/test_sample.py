@@ -15,9 +15,11 @@ from benchmarks.documents import lengths_of
 from benchmarks.rows import PACKED_CSV, read
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.hardware_file import preset
+from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.packed import rows_of_rank, way_of
-from megatron_burst.plan.sample import Sample
+from megatron_burst.plan.sample import Packing, Sample
+from megatron_burst.plan.step import step_time
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
@@ -117,6 +119,35 @@ def test_predictions_are_near_what_was_measured():
             sample = Sample.of(lengths_of(kind, row.seq, row.seed, 4))
             way = way_of(call, sample, H200, modes[row.mode])
             found[row.mask, row.seq, row.heads_q, row.mode] = 1e3 * sum(way.seconds) / row.ms
-    assert len(found) == 16 and all(0.9 < ratio < 1.12 for ratio in found.values())
+    assert len(found) == 17 and all(0.9 < ratio < 1.12 for ratio in found.values())
     short = [ratio for (mask, *_), ratio in found.items() if mask == "each-2K"]
     assert len(short) == 2
+
+
+@pytest.mark.parametrize("layout", [Layout.DOCUMENTS, Layout.ZIGZAG])
+def test_a_job_of_packed_samples(layout):
+    """Documents make attention cheaper, nothing else; one document is a causal sequence."""
+    job = Job(LLAMA, 1 << 17, 8, 8, 8, H200)
+    one = replace(job, packing=Packing(layout, Sample((0, 1 << 17))))
+    short = replace(job, packing=Packing(layout, Sample.of([4096] * 32)))
+    usual = replace(job, packing=Packing(layout))
+    times = [
+        step_time(it, way, memory_of(it, way)) for it in (job, one, usual, short)
+        for way in [Strategy(cp=8)]
+    ]  # fmt: skip
+    causal, alone, drawn, packed = (time.seconds for time in times)
+    assert alone == pytest.approx(causal, rel=0.03)
+    assert packed < drawn < 0.6 * causal
+    parts = [dict(time.parts) for time in times]
+    assert parts[3]["matrix products"] == parts[0]["matrix products"]
+    assert parts[3]["attention kernels"] < 0.1 * parts[0]["attention kernels"]
+    assert short.share == pytest.approx(1 / 32, rel=0.001)
+    tokens = times[3].tokens_per_gpu * LLAMA.flops_per_token(1 << 17, short.share)
+    assert times[3].mfu == pytest.approx(tokens / 989.5e12)
+
+
+def test_documents_fill_a_sequence():
+    assert Sample.of([4, 2]).filling(15).lengths == (4, 2, 4, 2, 3)
+    assert Sample.of([4, 2]).filling(12).lengths == (4, 2, 4, 2)
+    with pytest.raises(BurstError, match="--seq-length, .* got 6 and 5 tokens"):
+        Sample.of([4, 2]).filling(5)

@@ -1,0 +1,79 @@
+"""What a script says of a job: a plan of other recomputation, or of one causal sequence where
+documents are packed, is a plan of another job."""
+
+import pytest
+
+from megatron_burst.plan.model_file import megatron_arguments
+from megatron_burst.plan.script import read_script
+from megatron_burst.schedule.layout import Layout
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def read(text):
+    return read_script(megatron_arguments(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (FULL, "recompute full, keep none"),
+        (f"{FULL} --burst-keep all", "recompute full, keep all"),
+        (f"{FULL} --burst-keep half --burst-keep-offload results",
+         "recompute full, keep half on host"),
+        (f"{FULL} --burst-keep all --burst-keep-offload both",
+         "recompute full, keep all on host, inputs on host"),
+        (f"{FULL} --burst-keep-offload inputs", "recompute full, keep none, inputs on host"),
+        ("--recompute-activations --swiglu", "recompute core_attn"),
+        ("--recompute-granularity selective", "recompute core_attn"),
+        ("--recompute-granularity selective --burst-keep all", "recompute none"),
+        ("--recompute-granularity selective --recompute-modules mlp", "recompute selective"),
+        ("ARGS=(--recompute-granularity selective \\\n --recompute-modules mlp core_attn)",
+         "recompute selective and core_attn"),
+        ("--num-experts 8 --recompute-granularity selective --recompute-modules moe layernorm",
+         "recompute selective"),
+        ("--num-experts 8 --recompute-granularity selective --recompute-modules mlp",
+         "recompute none"),
+        ("--recompute-modules mlp --tensor-model-parallel-size 2", "TP 2"),
+    ],
+)  # fmt: skip
+def test_recomputation_is_read(text, words):
+    assert read(text).in_words == words
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("--sft --seq-length 4096", Layout.DOCUMENTS),
+        ("--dataloader-inter-document-masking", Layout.ZIGZAG),
+        ("--reset-attention-mask", Layout.ZIGZAG),
+        ("--reset-position-ids", None),
+    ],
+)
+def test_packing_is_read(text, layout):
+    assert read(text).layout is layout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{FULL} --burst-keep all", []),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 4",
+         ["--recompute-method block --recompute-num-layers 4 is counted as uniform 1"]),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm moe_act",
+         ["recomputation of layernorm, moe_act is not counted"]),
+        (f"{FULL} --burst-keep all --burst-keep-layers 3", ["--burst-keep-layers 3 is not"]),
+        (f"{FULL} --burst-keep auto --burst-keep-budget-gib 4", ["--burst-keep auto is counted"]),
+        ("--reset-attention-mask", ["burst attention refuses --reset-attention-mask"]),
+    ],
+)  # fmt: skip
+def test_what_is_counted_otherwise_is_said(text, words):
+    notes = read(text).notes
+    assert len(notes) == len(words)
+    assert all(note.startswith(start) for note, start in zip(notes, words, strict=True))
+
+
+def test_keep_auto_is_left_to_the_search():
+    policy = read(f"{FULL} --burst-keep auto --burst-keep-budget-gib 4").policy
+    assert policy == {"recompute": "full", "offload_inputs": False}
+    assert read("--swiglu").policy == {}
