@@ -22,7 +22,7 @@ CASES = list(product(LAYOUTS, ("kv", "q"), HEADS, (True, False)))
 
 def cases_of(world):
     """All on few ranks; on many, where peers and groups differ but not heads, these by turns."""
-    if world <= 4:
+    if world <= 2:
         return CASES
     others = product(LAYOUTS, ("kv", "q"), (True, False))
     return [(*case[:2], list(HEADS)[n % 3], case[2]) for n, case in enumerate(others)]
