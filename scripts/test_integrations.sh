@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs tests/integrations with the frameworks that build on Megatron, on the CPU:
 #
-#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] scripts/test_integrations.sh [pytest's arguments]
+#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] [SLIME=clone] [ROLL=clone] scripts/test_integrations.sh [pytest's arguments]
 #
 # Each gets an environment below .venvs/. Megatron-Bridge and mcore-bridge import TransformerEngine, whose
 # PyTorch part is built from source where a CUDA toolkit is, or taken from WHEELS. What is in no registry
-# is a clone, which SLIME and ROLL name; without one its tests are skipped.
+# is a clone, which NEMO_RL (with 7ea279a), SLIME (at 624b824) and ROLL (at v0.3.0) name; without one
+# its tests are skipped.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

@@ -42,7 +42,7 @@ with() { # a release, variables: sets the environment, with what its megatron.tr
     venv=.venvs/megatron-$1
     environment=(env BURST_ENVIRONMENT="megatron-$1"
         BURST_PACKAGES="megatron-core==$1 pyyaml regex six" "${@:2}")
-    [ "$1" != 0.19.2 ] || venv=.venv environment=(env)
+    [ "$1" != 0.19.2 ] || venv=.venv environment=(env "${@:2}")
 }
 
 for release in ${RELEASES-0.16.1 0.17.1 0.18.2 0.19.2}; do
@@ -50,7 +50,8 @@ for release in ${RELEASES-0.16.1 0.17.1 0.18.2 0.19.2}; do
     run "$release" wheel "${all[@]}" "${training[@]}" "$@"
 done
 if [ -n "${MEGATRON_LM:-}" ]; then
-    venv=.venv environment=(env PYTHONPATH="$(checkout HEAD)")
+    with 0.19.2
+    with 0.19.2 PYTHONPATH="$(checkout HEAD)"
     run main "$(git -C "$MEGATRON_LM" rev-parse --short HEAD)" "${all[@]}" "${training[@]}" "$@"
     with 0.16.1
     with 0.16.1 PYTHONPATH="$(checkout core_v0.16.1)"
