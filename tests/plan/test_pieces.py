@@ -41,5 +41,5 @@ def test_nodes_whose_ranks_interleave_visit_each_in_its_way():
 
 
 def test_the_striped_layout_cannot_be_gathered():
-    with pytest.raises(BurstError, match="in the order of the sequence.*got layout striped; pass"):
+    with pytest.raises(BurstError, match="in sequence order.*got layout striped; pass"):
         node_visits(pretend_nodes(2, 1), 0, Layout.STRIPED, 4)
