@@ -297,7 +297,7 @@ def test_rows_that_are_not_in_zigzag_are_refused():
     check_packed(params, "none", SimpleNamespace(size=lambda: 2))
     params.cp_partition_mode = "contiguous"
     check_packed(params, "none", SimpleNamespace(size=lambda: 1))
-    with pytest.raises(BurstError, match=r"in zigzag; got cp_partition_mode=contiguous; leave it"):
+    with pytest.raises(BurstError, match=r"zigzag order; got cp_partition_mode=contiguous; leave"):
         check_packed(params, "none", SimpleNamespace(size=lambda: 2))
 
 
