@@ -98,7 +98,7 @@ def _draw_step(ax: Any, program: Program, step: int, tokens: int, y: float) -> N
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    topology, label = program.topology, "gradients\ngo home"
+    topology, label = program.topology, "gradients\nreturn"
     color: Any = "0.93"
     home = step >= topology.cp_size
     if not home:

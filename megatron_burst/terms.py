@@ -161,7 +161,7 @@ def _of_names(terms: Terms) -> Iterator[Need]:
 def _of_tree(terms: Terms) -> Iterator[Need]:
     yield (
         terms.packed or not terms.tree,
-        "cu_seqlens must come with prefix_tree, because it tells where the tree's segments begin",
+        "cu_seqlens must come with prefix_tree, because it says where the tree's segments begin",
         "no cu_seqlens",
         "pass it, or leave out prefix_tree",
     )

@@ -38,8 +38,9 @@ def _refused(job: Job, found: Sequence[Candidate]) -> str:
         alone = any(one.strategy.cp == 1 for one in found)
         why = "does not fit in memory" if alone else "is not among what was asked for"
         return (
-            f"burst attention refuses {what} today: this plan, with CP {best.strategy.cp}, tells "
-            f"what a job would be like, but its run stops as it starts; CP 1, which runs, {why}"
+            f"burst attention refuses {what} today: this plan, with CP {best.strategy.cp}, "
+            "predicts what the job would be like, but its run would refuse to start; CP 1, "
+            f"which runs, {why}"
         )
     note = f"burst attention refuses {what} today: only CP 1 runs, and the best of that is shown"
     faster = next((one for one in found if one.refused and one.time), None)
@@ -57,9 +58,9 @@ def idle_nodes(job: Job) -> str:
     nodes, last = job.gpus // job.on_node, job.gpus % most
     uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
     return (
-        f"{job.gpus} GPUs are no multiple of a node's {most}: planned as {nodes} nodes with "
-        f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on each "
-        f"node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
+        f"{job.gpus} GPUs are not a multiple of a node's {most}: planned as {nodes} nodes with "
+        f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on "
+        f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
         f"{flat_cost(uneven)}"
     )
 
@@ -70,8 +71,8 @@ def _uneven_length(job: Job, fixed: Fixed) -> str:
     if job.seq % step == 0:
         return ""
     return (
-        f"{job.seq} tokens leave out every strategy whose 2 x CP x TP does not divide them; to "
-        f"leave out none, choose a {nearest_multiples(job.seq, step)}"
+        f"{job.seq} tokens rule out every strategy whose 2 x CP x TP does not divide them; to "
+        f"rule out none, choose a {nearest_multiples(job.seq, step)}"
     )
 
 
@@ -83,8 +84,8 @@ def _tight(job: Job, found: Sequence[Candidate]) -> str:
         return ""
     free = (usable - best.memory.peak) / GIB
     note = (
-        f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what a planner "
-        "does not see (fragmentation, uneven experts) may not fit"
+        f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
+        "planner does not model (fragmentation, uneven experts) may not fit"
     )
     roomy = (one for one in found if one.runs == best.runs and one.memory.peak <= _TIGHT * usable)
     if (other := next(roomy, None)) and other.time and best.time:
@@ -116,7 +117,7 @@ def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[
         return f"{said}; without {options} it fits: {found_so}"
     without_dp = tuple((name, value) for name, value in fixed if name != "dp")
     if gpus := enough_gpus(job, without_dp, batch):
-        return f"{said}; {gpus} GPUs would do"
+        return f"{said}; {gpus} GPUs would be enough"
     if fixed and (gpus := enough_gpus(job, (), batch)):
-        return f"{said}; {gpus} GPUs would do, with sizes and policy left to the planner"
+        return f"{said}; {gpus} GPUs would be enough, with sizes and policy chosen by the planner"
     return f"{said}; more GPUs alone do not help: shorten the sequence, or lower the batch"

@@ -123,7 +123,7 @@ def _table(ways: Mapping[str, Way]) -> Table:
         "forward, ms": [f"{1e3 * way.seconds[0]:.3g}" for way in every],
         "backward, ms": [f"{1e3 * way.seconds[1]:.3g}" for way in every],
         "of that exposed, ms": [f"{1e3 * way.exposed:.3g}" for way in every],
-        "TFLOP/s a GPU": [f"{way.tflops:.0f}" for way in every],
+        "TFLOP/s per GPU": [f"{way.tflops:.0f}" for way in every],
     }
     for rank in range(min(_SHOWN, len(every[0].work))):
         rows[f"rank {rank}: work / mean, MiB sent"] = [

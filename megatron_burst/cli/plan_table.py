@@ -54,8 +54,8 @@ def show(shown: Shown) -> None:
     say(
         console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{job.batch} sequence{'s' * (job.batch > 1)} a step, {job.gpus} GPUs, "
-        f"{job.on_node} a node, {job.hardware.name}",
+        f"{job.batch} sequence{'s' * (job.batch > 1)} per step, {job.gpus} GPUs, {job.on_node} "
+        f"per node, {job.hardware.name}",
     )
     if shown.read:
         say(console, f"read from the script: {shown.read}")
@@ -94,9 +94,9 @@ def _why_best(found: Sequence[Candidate]) -> str:
     """How the best was chosen, in a line."""
     best, fitting = found[0], [one for one in found if one.fits]
     if len(found) == 1:
-        return "the only strategy with what is given"
+        return "the only strategy with the given options"
     if not fitting:
-        return f"none of {len(found)} strategies fits; the nearest: {best.strategy.layout}"
+        return f"none of {len(found)} strategies fits; the closest: {best.strategy.layout}"
     why = f"chosen: the fastest of {len(found)} strategies, of which {len(fitting)} fit in memory"
     others = [one for one in fitting if one.strategy.layout != best.strategy.layout]
     if others:
@@ -123,7 +123,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         every = time.tokens_per_gpu * job.gpus
         say(
             console,
-            f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s a GPU, "
+            f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s per GPU, "
             f"{every:,.0f} in all, MFU {time.mfu:.1%}",
         )
     say(console, f"{best.strategy.layout}, {best.strategy.policy}")
@@ -154,7 +154,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
     if shown.own_flags:
         head = "Model flags (sizes; look up activation, norms, biases and router in its card):"
         _show_words(console, head, as_words(model_flags(job.model)))
-    note = "beside the model's own" if best.fits else "of what does not fit"
+    note = "in addition to the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
     flags = flag_values(job, best.strategy, best.memory.node)
@@ -194,7 +194,7 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     usable = job.hardware.gpu.usable_bytes / GIB
     rows.append((f"peak, {gib['peak'] / usable:.0%} of {usable:.1f} usable", f"{gib['peak']:.2f}"))
     rows.append((f"not then: {_MEMORY[earlier]}", f"{gib[earlier]:.2f}"))
-    rows.append(("not then: hop buffers", f"{gib['attention']:.2f}"))
+    rows.append(("not then: receive buffers", f"{gib['attention']:.2f}"))
     if gib["node"]:
         rows.append(("pinned memory of a node", f"{gib['node']:.1f}"))
     return rows

@@ -32,10 +32,10 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
         )
         yield (
             len(x) >= 2 and len(x) == len(sample.cu_seqlens),
-            f"{name} must tell where each document begins and where the last one ends, so there is "
-            "one more than there are documents, with and without padding",
+            f"{name} must say where each document begins and where the last one ends, so its "
+            "length must be the number of documents plus one, with and without padding",
             f"{len(x)} boundaries of {len(sample.cu_seqlens) - 1} documents",
-            "pass as many of both",
+            "pass cu_seqlens and cu_seqlens_padded of the same length",
         )
         yield (
             x.device in (device, torch.device("cpu")),
@@ -123,9 +123,9 @@ def of_parents(sample: Sample) -> Iterator[Need]:
         )
         yield (
             parents.device.type == "cpu",
-            f"{what}, because how deep it is decides how many kernel calls there are",
+            f"{what}, because its depth decides the number of kernel calls",
             f"{parents.device}",
-            "pass prefix_tree.cpu(), made once a sample",
+            "pass prefix_tree.cpu(), once per sample",
         )
     listed = listed_of(parents)
     yield (
@@ -165,7 +165,7 @@ def _of_order(parents: Sequence[int]) -> Iterator[Need]:
         not wrong,
         "segments of a prefix tree must be stored depth first, because a segment's descendants "
         "must directly follow it",
-        "".join(f"segment {s} not right behind segment {parents[s]} and its descendants"
+        "".join(f"segment {s} not directly after segment {parents[s]} and its descendants"
                 for s in wrong[:1]),
         "put each segment directly after its parent, or after the last descendant of its "
         "previous sibling",

@@ -123,9 +123,9 @@ def _choices(way: AttentionCall, transfer: Choice) -> list[Choice]:
     if way.mode == "ring" or way.arranged.inter_size > 1:
         choices.append(_named("circulate", way.circulate_why))
     if way.mode == "gather":
-        choices += [Choice(f"{way.heads} of {way.shape.heads_kv} KV heads a round"), transfer]
+        choices += [Choice(f"{way.heads} of {way.shape.heads_kv} KV heads per round"), transfer]
     elif way.mode == "a2a":
-        choices += [Choice(f"{way.heads} KV heads of a rank a round"), transfer]
+        choices += [Choice(f"{way.heads} KV heads of a rank per round"), transfer]
     return choices
 
 

@@ -260,7 +260,7 @@ def _automatic(problem: Problem) -> list[str]:
     return [name for name in backends() if not (slow and name == "reference")]
 
 
-_UNKNOWN = "there is no such backend"
+_UNKNOWN = "no such backend exists"
 
 
 def _refusal(name: str, problem: Problem) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-UNKNOWN = "it is of a release that is not known"
+UNKNOWN = "its release is unknown"
 
 
 def load(module: str) -> Any:
@@ -48,7 +48,7 @@ def understand(
         return f"it has no {name}"
     parameters = parameters_of(function)
     if parameters is None:
-        return f"{name} does not say what it takes"
+        return f"{name} has no readable signature"
     lacking = [x for x in given if x not in parameters]
     if lacking:
         return f"{name} does not take {', '.join(lacking)}"
@@ -56,7 +56,7 @@ def understand(
         x for x, p in parameters.items() if x not in given and x not in off and p.default is p.empty
     ]
     if unknown:
-        return f"{name} wants {', '.join(unknown)}"
+        return f"{name} requires {', '.join(unknown)}"
     return partial(function, **{x: value for x, value in off.items() if x in parameters})
 
 

@@ -32,7 +32,7 @@ class TorchCpu:
         takes_delta=False,
         packed=True,
         wide_grads=True,
-        speed="the fastest attention that torch has on CPU",
+        speed="torch's fastest attention on CPUs",
     )
 
     def missing(self) -> str | None:

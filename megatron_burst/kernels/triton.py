@@ -28,7 +28,7 @@ class Triton:
         packed=True,
         wide_grads=True,
         archs=frozenset({8, 9, 10, 11, 12}),
-        speed="our own Triton kernels, which any GPU since Ampere runs",
+        speed="our own Triton kernels, for any GPU since Ampere",
     )
 
     def missing(self) -> str | None:

@@ -157,8 +157,8 @@ class Expected:
             self.learn(grad)
             if forecast.given_up:
                 _log.warning(
-                    "--burst-fused-loss: the scale of the losses changes in a way that cannot be "
-                    "foreseen; from now on logits are computed again in backward"
+                    "--burst-fused-loss: the scale of the losses changes unpredictably; from "
+                    "now on logits are recomputed in backward"
                 )
         return hit and self.in_main_grad
 

@@ -50,7 +50,7 @@ class LazyLogits:
 
     def size(self, dim: int) -> int:
         if dim not in (-1, 2):
-            raise _refusal("logits are known by their last axis only", f"size({dim})")
+            raise _refusal("logits only have a size in their last axis", f"size({dim})")
         return self.weight.shape[0]
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ class LazyLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.argmax:
             return args[0].max(**(kwargs or {}))[1]
-        raise _refusal("logits are never made while the loss is computed", func.__name__)
+        raise _refusal("logits are never stored while the loss is computed", func.__name__)
 
 
 class FusedHead:
@@ -185,7 +185,9 @@ def log_probs_and_entropy(
     """
     if labels is None and input_ids is None:
         got = "labels=None and input_ids=None"
-        raise _refusal("log-probabilities need labels or tokens, because these say of what", got)
+        raise _refusal(
+            "log-probabilities need labels or tokens, because they say of which tokens", got
+        )
     if labels is None:
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
         targets = _next_of(input_ids, packed_seq_params, group)

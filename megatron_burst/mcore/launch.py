@@ -215,8 +215,8 @@ def _refuse_yaml() -> None:
     own = any(word.startswith("--burst-") for word in words)
     if given and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
         raise BurstError(
-            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then drops the command line; "
-            "got --yaml-cfg; pass the file's values as flags"
+            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the command "
+            "line; got --yaml-cfg; pass the file's values as flags"
         )
 
 

@@ -173,16 +173,16 @@ def check_rotated(
     if not is_packed(params):
         return
     group = group_of(params, cp_group)
-    change = "import megatron_burst.auto, or start the script by python -m megatron_burst"
+    change = "import megatron_burst.auto, or start the script with python -m megatron_burst"
     require("packed samples", [
         (group is cp_group or follows,
          "the group of a packed micro-batch must be the layer's with CUDA graphs and in models "
-         "that only name burst in their spec, because Megatron's RoPE takes positions of the "
+         "that only name burst in their spec, because Megatron's RoPE uses positions in the "
          "layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
         (cp_group.size() == 1 or not documents_lie_anywhere() or _rotates_anywhere(),
-         "documents must not begin anywhere in models that only name burst in their spec, because "
-         "Megatron's RoPE takes each to be sharded for itself",
+         "documents must not start at any token in models that only name burst in their spec, "
+         "because Megatron's RoPE assumes that each is sharded on its own",
          "--dataloader-inter-document-masking", change),
     ])  # fmt: skip
 

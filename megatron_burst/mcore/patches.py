@@ -69,7 +69,7 @@ _CORES = (
 )
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
-_BUILT = "attaches the fused loss to models as they are built, whoever builds them"
+_BUILT = "attaches the fused loss to models when they are built, by any code"
 _RNG = (
     "the RNG tracker forks CUDA's generator (core/tensor_parallel/random.py:318), and full "
     "recomputation restores it (:528); here both work on the CPU's"
@@ -189,15 +189,15 @@ TABLE: tuple[Patch, ...] = (
         (f"{_CORE}.transformer.heterogeneous.heterogeneous_config:"
          "HeterogeneousTransformerConfig.get_config_for_layer", f"{_SPECS}:with_options",
          "self layer_number",
-         "makes a layer's configuration of Megatron's own fields, and `burst` is none"),
+         "copies only Megatron's own fields into a layer's configuration, so `burst` is lost"),
     ),
     # what the flag applies besides
     *_of(
         "asked",
         (ATTENTION, f"{_SPECS}:refuse_unset",
          f"{LAYER} pg_collection pp_layer_offset name",
-         "a script may go past the validate_args that sets cp_comm_type, and the flag would be "
-         "off"),
+         "a script may bypass the validate_args that sets cp_comm_type, and the flag would have "
+         "no effect"),
     ),
     # what packed samples need
     *_of(
@@ -215,8 +215,8 @@ TABLE: tuple[Patch, ...] = (
         (ROTARY,
          f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
-         "takes each document to be sharded for itself (rope_utils.py:184), and these samples "
-         "are sharded as a whole"),
+         "assumes that each document is sharded on its own (rope_utils.py:184), but these "
+         "samples are sharded as a whole"),
     ),
     # what burst relies on as it is
     *_of(

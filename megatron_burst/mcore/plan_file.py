@@ -73,7 +73,7 @@ def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> Non
         if flag not in known:
             near = get_close_matches(flag, known, n=1)
             change = f"write {near[0]}" if near else "leave it out"
-            raise _refusal(f"{path} must name flags that there are", flag, change)
+            raise _refusal(f"{path} must name existing flags", flag, change)
 
 
 def _parsed(
@@ -85,7 +85,7 @@ def _parsed(
     try:
         return parse(words)[0]
     except ArgumentError as error:
-        raise _refusal(f"{path} must give values that its flags take", str(error)) from None
+        raise _refusal(f"{path} must have values that its flags accept", str(error)) from None
     finally:
         parser.exit_on_error = exits
 
@@ -96,7 +96,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         got = error.strerror or str(error)
-        raise _refusal(f"{path} must be a file that can be read", got) from None
+        raise _refusal(f"{path} must be a readable file", got) from None
     except ValueError as error:  # JSON's own errors and those of text
         raise _refusal(f"{path} must be JSON", str(error)) from None
     flags = plan.get("flags") if isinstance(plan, dict) else None

@@ -59,7 +59,11 @@ class AttentionCall:
         """How it goes between nodes, with the reason."""
         free = self.inter == "auto" and not self._of_rings and self.topology.inter_size > 1
         if free and self._wants_whole and self.mask.windowed:
-            return Choice("a2a", "over all ranks each has whole documents, as windows need them")
+            return Choice(
+                "a2a",
+                "with an all-to-all over all ranks each rank has whole "
+                "documents, which windows need",
+            )
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         over_all = AllToAll(self._rounds_over_all, self.again)
         if free and self._wants_whole and self.layout is not Layout.DOCUMENTS:
@@ -124,7 +128,9 @@ class AttentionCall:
         if one_row and self.layout is Layout.DOCUMENTS and self.mask.right == 0:
             return Choice("gather", "chunks of each document are equal work on all ranks")
         if one_row and self._wants_whole:
-            return Choice("a2a", "each rank has all rows of some heads, whatever the documents are")
+            return Choice(
+                "a2a", "each rank has all rows of some heads, so all ranks have equal work"
+            )
         return choose_intra(self.arranged, self.layout, self.device, self.intra, between)
 
     @property
@@ -160,7 +166,9 @@ class AttentionCall:
     def circulate_why(self) -> Choice:
         """What passes from rank to rank in backward, with the reason."""
         if self.recalls:
-            return Choice(Circulate.KV, "they stay where they came in forward; gradients go home")
+            return Choice(
+                Circulate.KV, "K and V stay in memory from forward; only gradients are sent back"
+            )
         if self.mode == "ring" or self.arranged.inter_size > 1:
             share = self._travelling_share if self.mode == "gather" else 1.0
             ranks = self.arranged.intra_size if self.mode == "a2a" else 1

@@ -13,7 +13,7 @@ from megatron_burst.schedule.topology import Topology
 # heads must not have to wait for
 _GBS, _TFLOPS = 5.0, 700.0
 _PASSES = 3.5  # products of both passes, in forwards
-_ON_CPU = "on CPU nothing is gained by fewer kernel calls"
+_ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def choose_intra(
     if asked != "auto":
         return Choice(asked, "over all ranks" if inter == "a2a" else "asked for")
     if cannot:
-        return Choice("ring", "gathering cannot do it")
+        return Choice("ring", "gathering does not support it")
     if device == "cpu":
         return Choice("ring", _ON_CPU)
     return Choice("gather", "few long kernel calls, merged once")
@@ -217,8 +217,8 @@ def choose_inter(
     sent = a2a_bytes(shape, topology, over_all.again)
     bare = sent // over_all.rounds
     figures = (
-        f"between nodes a ring sends {_size(ring)} a rank, an all-to-all {_size(sent)}, of which "
-        f"{_size(bare)} have nothing to hide behind"
+        f"between nodes a ring sends {_size(ring)} a rank, an all-to-all {_size(sent)}, of "
+        f"which {_size(bare)} are exposed"
     )
     return Choice("a2a" if sent + bare < ring else "ring", figures)
 
@@ -280,7 +280,7 @@ def choose_transfer(
         )
     if cannot:
         return Choice("send", cannot)
-    return Choice("pull", "asked for" if asked == "pull" else "by copy engine, beside the kernels")
+    return Choice("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
 
 
 def _size(num_bytes: int) -> str:

@@ -102,7 +102,7 @@ class Rates:
 
     tflops: float = 700.0  # TFLOP/s of attention's forward on a rank
     gbs: float = 5.0  # GB/s that leave a rank for other nodes while all ranks send
-    source: str = "assumed: --burst-hardware tells more"  # in words
+    source: str = "assumed: pass --burst-hardware for better figures"  # in words
 
     @classmethod
     def of(cls, machine: Hardware) -> "Rates":
@@ -157,16 +157,20 @@ def choose_half(call: HalfCall) -> Choice:
     """How the later half is kept: "resharded", "plain", or "none" where it gains nothing."""
     rates, tokens = call.rates, call.shape.tokens
     if call.mask.documents or not call.mask.causal:
-        return Choice("none", "but for one causal document half of the rows cost half of the time")
+        return Choice(
+            "none",
+            "only for a single causal document does recomputing half of the "
+            "rows cost less than half of the time",
+        )
     if tokens < 2:
-        return Choice("none", "one row a rank cannot be halved")
+        return Choice("none", "one row per rank cannot be halved")
     if call.is_even:
         return Choice("plain", "the early rows are spread evenly")
     otherwise, loses = "plain", "not resharded"
     if call.layout is Layout.CONTIGUOUS:
-        otherwise, loses = "none", "the later ranks would keep all of their rows"
+        otherwise, loses = "none", "later ranks would keep all of their rows"
     if tokens % 4:
-        return Choice(otherwise, f"{loses}: {tokens} rows a rank are no multiple of 4")
+        return Choice(otherwise, f"{loses}: {tokens} rows per rank are not a multiple of 4")
     gains = "the early rows are resharded, a quarter of a forward on each rank"
     if len(set(call.topology.node_of)) == 1:
         return Choice("resharded", gains)

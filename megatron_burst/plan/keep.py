@@ -30,7 +30,7 @@ class KeepChoice:
     reason: str  # figures
 
     def __str__(self) -> str:
-        where = " on the host" if self.offload else ""
+        where = " in host memory" if self.offload else ""
         return f"keep {self.keep} of {self.layers} layers{where} ({self.reason})"
 
 
@@ -61,7 +61,9 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
         return KeepChoice("all", layers, False, figures)
     hides = hides_copy(problem.tokens)
     if hides and total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes:
-        return KeepChoice("all", layers, True, f"{figures}; attention hides the copy to the host")
+        return KeepChoice(
+            "all", layers, True, f"{figures}; attention hides the copy to host memory"
+        )
     whole = min(layers, int(budget_bytes // per_layer))
     half = min(layers, int(budget_bytes // (per_layer / 2)))
     if problem.half_saves * half > whole:

@@ -64,7 +64,7 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
     ax.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
     ax.set_xlabel("keys, K tokens", fontsize=11)
     ax.set_title(f"{name}\n{fill(way.call.in_words, 34)}", fontsize=12)
-    words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s a GPU"
+    words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s per GPU"
     if way.call.mode == "a2a":
         words += f"\n\neach rank has all rows,\n1/{size} of the heads"
     ax.text(0.97, 0.96, words, transform=ax.transAxes, ha="right", va="top", fontsize=11)

@@ -20,8 +20,8 @@ _KINDS = {  # what it is, and its colours in even and odd rounds
     "merge": ("merging, summing", "#2e7d32", "#2e7d32"),
     "copy": ("packing", "#9ccc65", "#9ccc65"),
     "wait": ("waiting for a link", "#e53935", "#e53935"),
-    "read": ("data that arrives", "#ef8f00", "#ffc233"),
-    "grad": ("gradients that arrive", "#7b1fa2", "#b76fd0"),
+    "read": ("receiving inputs", "#ef8f00", "#ffc233"),
+    "grad": ("receiving gradients", "#7b1fa2", "#b76fd0"),
 }
 
 

@@ -233,5 +233,5 @@ def loses(one: Candidate, best: Candidate) -> str:
         return f"refused by burst; {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
     if slower < 0.0005:
         same = one.strategy.layout == best.strategy.layout
-        return "as fast, by other copies to the host" if same else "as fast"
+        return "as fast, with other copies to host memory" if same else "as fast"
     return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

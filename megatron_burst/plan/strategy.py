@@ -152,7 +152,7 @@ def misfit(job: Job, strategy: Strategy) -> str:
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
     if strategy.keep == "half" and strategy.cp == 1:
-        return "keeping half is burst attention's own, which needs CP above 1"
+        return "keeping half is burst's own, which needs CP above 1"
     if stage % strategy.ep:
         return f"EP {strategy.ep} does not divide the {stage} ranks of a stage"
     return ""

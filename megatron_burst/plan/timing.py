@@ -103,7 +103,7 @@ class _World:
         while self._events:
             now, _, happen, what = heappop(self._events)
             happen(*what, now)
-        assert all(tasks[-1].stop >= 0 for tasks in self._queues.values()), "a rank waits for ever"
+        assert all(tasks[-1].stop >= 0 for tasks in self._queues.values()), "a rank waits forever"
 
     def _at(self, time: float, happen: Callable, *what: object) -> None:
         heappush(self._events, (time, next(self._numbers), happen, what))

@@ -179,7 +179,7 @@ REFUSED = {  # parents, and words of the sentence
     "behind its child": ([-1, 2, 0], "an earlier segment.*got parent 2 of segment 1"),
     "below -1": ([-1, -2, 0], "an earlier segment.*got parent -2 of segment 1"),
     "breadth first": (
-        [-1, -1, 0], "depth first.*got segment 2 not right behind segment 0 and its descendants"
+        [-1, -1, 0], "depth first.*got segment 2 not directly after segment 0 and its descendants"
     ),
     "too few": ([-1, 0], "a parent for each segment.*got 2 parents of 3 segments"),
     "none": ([], "a parent for each segment.*got 0 parents of 3 segments"),

@@ -95,7 +95,7 @@ REFUSALS = {
     "device": (["--device", "cuda"], "--device cuda must find a GPU"),
     "nodes": (
         ["--nodes", "2"],
-        "attention: --nodes must divide the ranks.*got 2 nodes and 1 rank; choose 1, or start more",
+        "attention: --nodes must divide the number.*got 2 nodes and 1 rank; choose 1, or start",
     ),
     "folder": (
         ["--device", "cpu", "--seq", "64", "--out", "nowhere/a.csv"],

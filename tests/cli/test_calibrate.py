@@ -119,4 +119,4 @@ def test_a_folder_as_out_is_refused_before_anything_is_measured(tmp_path):
 def test_pretended_nodes_that_do_not_divide_the_ranks_are_refused():
     done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--nodes", "3"])
     assert done.exit_code == 2
-    assert "error: calibrate: --nodes must divide the ranks of the run" in done.output
+    assert "error: calibrate: --nodes must divide the number of ranks" in done.output

@@ -83,7 +83,7 @@ def test_sixteen_thousand_gpus_are_planned():
 def test_one_strategy_that_does_not_fit_says_by_how_much():
     job = ("llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
     text = run(*job, code=3)
-    assert "none of 192 strategies fits; the nearest: TP 8" in text
+    assert "none of 192 strategies fits; the closest: TP 8" in text
     assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
 
 

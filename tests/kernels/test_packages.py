@@ -189,8 +189,8 @@ def forward_with(*names, **defaults):
 KNOWN = ("q", "k", "v", "softmax_scale", "causal")
 WRONG = {  # what flash-attn's forward is, what is said about it
     "lacks": (forward_with("q", "k", "v", "causal"), "does not take softmax_scale"),
-    "wants": (forward_with(*KNOWN, "sinks"), "wants sinks"),
-    "vague": (lambda *args, **kwargs: None, "does not say what it takes"),
+    "wants": (forward_with(*KNOWN, "sinks"), "requires sinks"),
+    "vague": (lambda *args, **kwargs: None, "has no readable signature"),
     "absent": (None, "it has no _flash_attn_forward"),
 }
 
@@ -201,7 +201,7 @@ def test_a_release_that_is_not_understood_is_refused(monkeypatch, forward, said)
     package._flash_attn_forward = forward
     monkeypatch.setitem(sys.modules, FLASH_ATTN, package)
     said_of_it = FlashAttention2().missing()
-    assert said_of_it.startswith("it is of a release that is not known") and said in said_of_it
+    assert said_of_it.startswith("its release is unknown") and said in said_of_it
 
 
 def test_new_options_with_a_default_are_left_alone(monkeypatch):

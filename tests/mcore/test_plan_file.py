@@ -149,11 +149,11 @@ def test_the_job_of_a_plan_is_checked_before_megatron_validates(plan):
          "no --no-create-.* in the plan and --no-create-attention-mask-in-dataloader in the run"),
         ({"context_parallel_impl": "megatron"}, "--context-parallel-impl megatron in the plan"),
         ({"burst_intr": "ring"}, "got --burst-intr; write --burst-intra"),
-        ({"burst_plan": "x"}, "must name flags that there are.*got --burst-plan"),
+        ({"burst_plan": "x"}, "must name existing flags.*got --burst-plan"),
         ({"seq_len": 4}, "got --seq-len; write --seq-length"),
         ({"zzz": 4}, "got --zzz; leave it out"),
-        ({"burst_intra": "nested"}, "must give values that its flags take.*invalid choice"),
-        ({"burst_tune": "pieces=no"}, "must give values that its flags take.*got 'pieces=no'"),
+        ({"burst_intra": "nested"}, "must have values that its flags accept.*invalid choice"),
+        ({"burst_tune": "pieces=no"}, "must have values that its flags accept.*got 'pieces=no'"),
         ({"burst_intra": {"a": 1}}, 'must map flags to values.*got --burst-intra: {"a": 1}'),
     ],
 )  # fmt: skip
@@ -176,7 +176,5 @@ def test_files_that_are_no_plans_are_refused(tmp_path, text, match):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(BurstError, match=match):
         read_plan(tmp_path / "plan.json")
-    with pytest.raises(
-        BurstError, match="nowhere.json must be a file that can be read.*No such file"
-    ):
+    with pytest.raises(BurstError, match="nowhere.json must be a readable file.*No such file"):
         read_plan(tmp_path / "nowhere.json")

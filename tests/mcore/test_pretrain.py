@@ -37,7 +37,7 @@ BY_SPEC = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --contex
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload both
     --burst-tune keep_debug=true"""
-RING = "ring (on CPU nothing is gained by fewer kernel calls)"
+RING = "ring (on CPUs fewer kernel calls gain nothing)"
 PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,

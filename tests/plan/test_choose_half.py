@@ -35,19 +35,19 @@ CHOICES = [
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 8, SLOW), "resharded (the early rows are resharded"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, FAST), "resharded (the early rows are resharded"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 4, 2, 8, SLOW), "plain (not resharded: .* ms between nodes"),
-    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not resharded: 6 rows a rank are"),
+    ((Layout.ZIGZAG, Mask.CAUSAL, 4, 1, 6, FAST), "plain (not resharded: 6 rows per rank are"),
     ((Layout.ZIGZAG, Mask.CAUSAL, 1, 1, 8, FAST), "plain (the early rows are spread evenly"),
     ((Layout.STRIPED, Mask.CAUSAL, 4, 2, 7, SLOW), "plain (the early rows are spread evenly"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 8, SLOW), "resharded (the early rows are resharded"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, FAST), "resharded (the early rows are resharded"),
-    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, SLOW), "none (the later ranks would keep all of th"),
-    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 6, FAST), "none (the later ranks would keep all of th"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 2, 8, SLOW), "none (later ranks would keep all of th"),
+    ((Layout.CONTIGUOUS, Mask.CAUSAL, 4, 1, 6, FAST), "none (later ranks would keep all of th"),
     ((Layout.CONTIGUOUS, Mask.CAUSAL, 1, 1, 6, FAST), "plain (the early rows are spread evenly"),
     (
         (Layout.ZIGZAG, Mask.FULL, 4, 1, 8, FAST),
-        "none (but for one causal document half of the rows",
+        "none (only for a single causal document does",
     ),
-    ((Layout.STRIPED, Mask.CAUSAL, 4, 1, 1, FAST), "none (one row a rank cannot be halved"),
+    ((Layout.STRIPED, Mask.CAUSAL, 4, 1, 1, FAST), "none (one row per rank cannot be halved"),
 ]
 
 
@@ -121,4 +121,4 @@ def test_a_machine_that_is_known_has_its_own_links():
         for rates in (Rates(), known, replace(known, gbs=0.5))
     ]
     assert [choice.value for choice in how] == ["plain", "resharded", "plain"]
-    assert "--burst-hardware tells more" in how[0].reason
+    assert "pass --burst-hardware" in how[0].reason

@@ -56,8 +56,8 @@ def test_what_nothing_hides_counts_twice():
     found = AttentionCall(shape, topology)
     assert found.between == found.mode == "a2a" and found.heads == 1
     assert found.between_why.reason == (
-        "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB have "
-        "nothing to hide behind"
+        "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB are "
+        "exposed"
     )
     for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
         assert replace(found, **other).between == "ring"

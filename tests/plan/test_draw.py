@@ -25,5 +25,5 @@ def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magi
     assert content.startswith(magic)
     if suffix == "svg":  # matplotlib writes a label as a comment beside its glyphs
         text = content.decode()
-        for label in ("rank 3", "shard 0", "go home", "step 5", "gradient, between nodes"):
+        for label in ("rank 3", "shard 0", "return", "step 5", "gradient, between nodes"):
             assert f"<!-- {label} -->" in text, label

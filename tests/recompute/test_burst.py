@@ -52,12 +52,12 @@ CASES = {
 }
 SAID = {
     "half": "keep half: resharded (the early rows are resharded",
-    "half, two nodes": "assumed: --burst-hardware tells more)",
+    "half, two nodes": "assumed: pass --burst-hardware for better figures)",
     "half, fast links": "keep half: resharded (the early rows are resharded",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
-    "half, no mask": "keep half: none (but for one causal document half of the rows cost half",
+    "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
 
