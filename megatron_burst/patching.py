@@ -145,9 +145,14 @@ class Patch:
 
 
 def when_imported(module: str, then: Callable[[], None]) -> None:
-    """Call something as soon as a module is imported, by whomever; now, if it is already."""
+    """Call something as soon as a module is imported, by whomever; now, if it is already.
+
+    Asking for the same again while it waits changes nothing.
+    """
     if module in sys.modules:
         then()
+        return
+    if any(isinstance(one, _Waiting) and one.does(module, then) for one in sys.meta_path):
         return
     waiting = _Waiting(module, then)
     sys.meta_path.insert(0, waiting)
@@ -159,6 +164,10 @@ class _Waiting(MetaPathFinder):
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self.module, self.then, self.asks_others = module, then, False
+
+    def does(self, module: str, then: Callable[[], None]) -> bool:
+        """Whether it waits for this module, to do this."""
+        return self.module == module and _parts(self.then) == _parts(then)
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module or self.asks_others:
@@ -180,6 +189,11 @@ class _Waiting(MetaPathFinder):
     def end(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+
+
+def _parts(then: Callable[[], None]) -> object:
+    """What makes two calls the same."""
+    return (then.func, then.args) if isinstance(then, functools.partial) else then
 
 
 def on_undo(give_back: Callable[[], None]) -> None:

@@ -46,16 +46,18 @@ def _say_once(sentence: str) -> None:
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
-    """Say that options about recomputation do nothing where a model recomputes nothing.
+    """Say that options about recomputation do nothing where a model does not recompute attention.
 
     A command line is refused. A framework's process may hold models that never train beside one
     that does, under the same environment, so a model is not.
     """
-    if config.recompute_granularity is None and (burst.keep != "none" or burst.offloads_inputs):
+    granularity, keeps = config.recompute_granularity, burst.keep != "none"
+    others = granularity == "selective" and "core_attn" not in config.recompute_modules
+    if (keeps or burst.offloads_inputs) if granularity is None else (keeps and others):
         asked = f"keep={burst.keep}" if burst.keep != "none" else "keep_offload=inputs"
         _say_once(
-            f"burst attention: {asked} has no effect on a model that recomputes nothing; if this "
-            "one trains, set its recompute_granularity to full"
+            f"burst attention: {asked} has no effect on a model that does not recompute attention; if "
+            "this one trains, set its recompute_granularity to full"
         )
 
 

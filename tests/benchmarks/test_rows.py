@@ -126,7 +126,9 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
 
 def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
     """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's fastest mode 15 ms and 2.5 GiB."""
-    gains = pytest.importorskip("benchmarks.gains")
+    pytest.importorskip("matplotlib")
+    from benchmarks import gains
+
     rows = [*one_problem(), *one_problem(seq=2**17), *one_problem(mask="window-4K")]
     (found,) = gains.gains_of(rows + one_problem(pass_="fwd"))
     assert found == gains.Gains("causal\n4 GPUs", [1.5, 1.5], [2.5 / 1.5, 2.5 / 1.5])

@@ -136,8 +136,11 @@ def test_bridge_is_told_of_burst_again_after_undo_all(monkeypatch):
         undo_all()
     burst_spec(spec)
     waiting = [finder for finder in sys.meta_path if getattr(finder, "module", None) == name]
+    finders = len(sys.meta_path)
+    burst_spec(spec)
+    again = len(sys.meta_path)
     undo_all()
-    assert len(waiting) == 1
+    assert len(waiting) == 1 and again == finders
 
 
 @pytest.mark.parametrize("tree", [ModuleSpec(module=TransformerLayer), [], None, "spec"])
