@@ -56,8 +56,8 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     if (keeps or burst.offloads_inputs) if granularity is None else (keeps and others):
         asked = f"keep={burst.keep}" if burst.keep != "none" else "keep_offload=inputs"
         _say_once(
-            f"burst attention: {asked} has no effect on a model that does not recompute attention; if "
-            "this one trains, set its recompute_granularity to full"
+            f"burst attention: {asked} has no effect on a model that does not recompute attention; "
+            "if this one trains, set its recompute_granularity to full"
         )
 
 
