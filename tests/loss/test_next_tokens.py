@@ -126,7 +126,7 @@ REFUSED = {
     "no integers": ((IDS.float(),), {}, "must be integers.*got torch.float32 of shape"),
     "too many axes": ((TWO.view(2, 4, 2),), {}, r"\[t\] or \[s, b\].*got torch.int64 of shape"),
     "a batch": ((TWO,), {"cu_seqlens": CU}, r"batch size 1.*got tokens \(8, 2\) and 1 ranks"),
-    "no boundaries": ((IDS,), {"layout": "zigzag-documents"}, "cu_seqlens must be given for the layout"),
+    "no boundaries": ((IDS,), {"layout": "zigzag-documents"}, "cu_seqlens must be given"),
     "decreasing": ((IDS,), {"cu_seqlens": CU.flip(0)}, "begin with 0 and not decrease.*got 8, 3"),
     "too long": ((IDS,), {"cu_seqlens": CU * 2}, "end within the sample of 8.*got an end at 16"),
     "float": ((IDS,), {"cu_seqlens": CU.float()}, "cu_seqlens must be a tensor of int32 or int64"),
