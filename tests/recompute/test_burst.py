@@ -56,7 +56,7 @@ SAID = {
     "half, fast links": "keep half: resharded (the early rows are resharded",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
-    "half, slow links, contiguous": "keep half: none (the later ranks would keep all of their rows",
+    "half, slow links, contiguous": "keep half: none (later ranks would keep all of their rows",
     "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
