@@ -1,6 +1,7 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,8 +53,11 @@ class Transfer:
 
     def seconds(self) -> float:
         """From when the GPUs begin with it, waiting for each other, until they are done, if they
-        are and `Communicator.time_transfers` was called before."""
-        return max((work._get_duration() for work in self.works), default=0.0) / 1e3
+        are and `Communicator.time_transfers` was called before; nan where torch cannot tell."""
+        try:
+            return max((work._get_duration() for work in self.works), default=0.0) / 1e3
+        except RuntimeError:
+            return math.nan
 
 
 class Communicator:
@@ -69,7 +73,7 @@ class Communicator:
     ) -> None:  # fmt: skip
         self.topology, self.board = topology, board
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
-        self.cp_rank = group.rank()
+        self.cp_rank, self._times = group.rank(), False
         self._ranks = dist.get_process_group_ranks(group)
         self._buffers: dict[tuple, Memory] = {}
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
@@ -127,8 +131,16 @@ class Communicator:
 
     def time_transfers(self) -> None:
         """As `Carrier.time_transfers`."""
-        for group in self._groups.values():
-            group._enable_collectives_timing()
+        if self._times:
+            return
+        self._times = True
+        try:
+            for group in self._groups.values():
+                group._enable_collectives_timing()
+        except RuntimeError as error:  # such as of what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps
+            if dist.get_rank() == 0:
+                reason = str(error).splitlines()[0]
+                say(f"{WHO}: no times of transfers are measured: {reason}", logging.WARNING)
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -30,7 +32,7 @@ class _Moved:
     link: Link
     under_way: Any
     began: Any
-    ended: Any
+    ended: Any  # None: not yet
 
 
 class Clock:
@@ -45,7 +47,8 @@ class Clock:
 
     def __init__(self, executor: Executor) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._used, self._on_gpu, self._stream = 0, False, None
+        self._used, self._on_gpu = 0, False
+        self._stream: torch.cuda.Stream | None = None
         self._whole: list[Any] = []
         self._waits: list[tuple[Any, Any]] = []
         self._moved: dict[int, _Moved] = {}
@@ -55,13 +58,12 @@ class Clock:
 
     def begin(self, queues: OneQueue | Queues) -> None:
         """Begin to time a run, on the stream of the call."""
-        self._used, self._stream = 0, queues.stream
+        self._clear()
+        self._stream = queues.stream
         self._on_gpu = queues.where.device.type == "cuda"
         if self._on_gpu:
             self._carrier.time_transfers()
-        self._waits.clear()
-        self._moved.clear()
-        self._whole = [self._now()]
+        self._whole.append(self._now())
 
     def end(self) -> None:
         """The call's stream has been given all of the run."""
@@ -72,7 +74,10 @@ class Clock:
         return _Watched(self, count)
 
     def seconds(self) -> dict[str, float]:
-        """Of the run: "" of all of it, "exposed", "intra" and "inter"; once the GPU is done."""
+        """Of the run: "" of all of it, "exposed", "intra" and "inter", nan of what is not known;
+        nothing if it is not over, or the GPU is not done with it. Read once."""
+        if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
+            return {}
         found = {"": self._between(*self._whole), "exposed": 0.0} | dict.fromkeys(Link, 0.0)
         for wait in self._waits:
             found["exposed"] += self._between(*wait)
@@ -80,6 +85,7 @@ class Clock:
             own = isinstance(moved.under_way, Transfer) and self._on_gpu
             times = (moved.began, moved.ended)
             found[moved.link] += moved.under_way.seconds() if own else self._between(*times)
+        self._clear()
         return {str(name): seconds for name, seconds in found.items()}
 
     def wait(self, index: int, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
@@ -89,9 +95,17 @@ class Clock:
             return
         began = self._now()
         what.wait(stream)
-        self._waits.append((began, self._now()))
-        if not self._on_gpu and index in self._moved:
-            self._moved[index].ended = self._waits[-1][1]
+        ended = self._now()
+        self._waits.append((began, ended))
+        moved = self._moved.get(index)
+        if moved and moved.ended is None:  # others may wait for it again
+            moved.ended = ended
+
+    def _clear(self) -> None:
+        self._used = 0
+        self._whole.clear()
+        self._waits.clear()
+        self._moved.clear()
 
     def _timed(self, program: p.Program, index: int, step: Step, op: p.Op) -> Step:
         if isinstance(op, p.Transfer):
@@ -104,7 +118,8 @@ class Clock:
         def run(of: Run) -> Any:
             began = self._now()
             under_way = work(of)
-            self._moved[index] = _Moved(link, under_way, began, self._now())
+            ended = self._now() if self._on_gpu else None
+            self._moved[index] = _Moved(link, under_way, began, ended)
             return under_way
 
         return run
@@ -161,7 +176,8 @@ class Meter:
     """Counts the passes of a step by their programs, and times one of each where it is asked to.
 
     Passes of a program are alike. The one that is timed is that in the middle of the step, by how
-    many there were in the step before: ranks have met by then.
+    many there were in the step before: ranks have met by then. It is the first one if there are
+    not as many.
 
     Attributes:
         on: whether a step runs whose passes are counted.
@@ -169,47 +185,53 @@ class Meter:
 
     def __init__(self) -> None:
         self.on, self._timed = False, False
-        self._before: Counter[Executor] = Counter()
+        self._before: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
         self._runs: Counter[Executor] = Counter()
         self._clocks: dict[Executor, Clock] = {}
+        self._counted: list[tuple[p.Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
         """Count from here; `timed`: time passes too."""
         self.on, self._timed = True, timed
-        self._before, self._runs = self._runs, Counter()
-        self._clocks = {}
+        self._runs.clear()
+        self._clocks.clear()
+        self._counted.clear()
 
     def end_step(self) -> None:
         """Count no more until the next step."""
         self.on = False
+        for executor, runs in self._runs.items():
+            clock = ref(self._clocks[executor]) if executor in self._clocks else lambda: None
+            self._counted.append((executor.program, executor.unit, runs, clock))
+        self._before = WeakKeyDictionary(self._runs)
+        self._runs.clear()  # what they hold goes with the group
+        self._clocks.clear()
 
     def clock(self, executor: Executor) -> Clock | None:
         """Count a pass; what is to time it, if anything is."""
-        number = self._runs[executor]
+        number, before = self._runs[executor], self._before.get(executor)
         self._runs[executor] += 1
-        if not self._timed or executor not in self._before or profiled():
-            return None
-        if number != self._before[executor] // 2:
+        if not self._timed or before is None or profiled() or number not in (0, before // 2):
             return None
         return self._clocks.setdefault(executor, executor.clock)
 
     def seconds(self) -> dict[str, float]:
         """Of all passes of the step, if one of each kind was timed (see `Clock.seconds`), else
-        nothing; the GPU must be done with it."""
+        nothing; without what is not known. Read once, when the GPU is done with the step."""
         found: Counter[str] = Counter()
-        if self._clocks.keys() != self._runs.keys():
-            return {}
-        for executor, clock in self._clocks.items():
-            for name, seconds in clock.seconds().items():
-                found[name] += seconds * self._runs[executor]
-        return dict(found)
+        for _, _, runs, clock in self._counted:
+            timed = clock()
+            if not timed or not (seconds := timed.seconds()):
+                return {}
+            found.update({name: each * runs for name, each in seconds.items()})
+        return {name: seconds for name, seconds in found.items() if not isnan(seconds)}
 
     def sent_bytes(self) -> dict[Link, int]:
         """That this rank has sent, or others pulled from it, in all passes of the step."""
         found = dict.fromkeys(Link, 0)
-        for executor, runs in self._runs.items():
-            for link, count in executor.program.sent_bytes().items():
-                found[link] += count * executor.unit * runs
+        for program, unit, runs, _ in self._counted:
+            for link, count in program.sent_bytes().items():
+                found[link] += count * unit * runs
         return found
 
 

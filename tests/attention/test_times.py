@@ -4,14 +4,21 @@ Ranks are made late on purpose: catches waits that nobody times, another pass th
 passes outside of steps that are counted, and bytes that were never sent.
 """
 
+import gc
 import time
+from collections import Counter
+from contextlib import suppress
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import Communicator, Transfer
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine import times
+from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.times import METER
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_bytes import count_sends
@@ -82,6 +89,95 @@ def test_a_pass_stands_for_all_and_its_waits_are_exposed(options, link, late):
         assert took < waited["exposed"]
     else:
         assert max(waited["exposed"], waited[link]) < 0.9 * PASSES * LATE_S
+
+
+def measured_waits(rank, fewer):
+    """Seconds by link: the meter's, and from when each was sent until it was first waited for, in a
+    time that only waits take: 1 s, and 1000 s for what has come already."""
+    now, posted, truth, repeated = [0.0], {}, Counter(), 0
+    send, wait = Communicator.send, Transfer.wait
+
+    def sent(self, link, *parcels):
+        transfer = send(self, link, *parcels)
+        posted[id(transfer)] = (transfer, link, now[0])  # which keeps its id
+        return transfer
+
+    def waited(self, stream=None):
+        nonlocal repeated
+        wait(self, stream)
+        _, link, began = posted[id(self)]
+        now[0] += 1000 if link is None else 1
+        if link is None:
+            repeated += 1
+        else:
+            truth[link] += now[0] - began
+            posted[id(self)] = (self, None, None)
+
+    Communicator.send, Transfer.wait = sent, waited
+    times.perf_counter, config = lambda: now[0], BurstConfig.of(nodes=2)
+    q, k, v = (torch.randn(1, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    for count in (4, 1 if fewer else 4):
+        truth.clear()
+        METER.begin_step(timed=True)
+        outs = [burst_attention(q, k, v, config=config) for _ in range(count)]
+        torch.autograd.backward([out.sum() for out in outs])
+        METER.end_step()
+    return METER.seconds(), dict(truth), repeated
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_a_transfer_is_over_when_it_is_first_waited_for(fewer):
+    """Where a step has not as many passes as the one before, its first ones are timed."""
+    for seconds, truth, repeated in run_ranks(measured_waits, 4, fewer):
+        assert repeated > 0 and truth.keys() == {Link.INTRA, Link.INTER}
+        assert {link: seconds[link] for link in truth} == truth
+
+
+def broken(rank):
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    send, found = Communicator.send, []
+
+    def refused(*args):
+        raise RuntimeError("no network")
+
+    for wrong in (None, refused, None, None):
+        Communicator.send = wrong or send
+        METER.begin_step(timed=True)
+        with suppress(RuntimeError):
+            burst_attention(q, k, v)
+        METER.end_step()
+        found.append(bool(METER.seconds()))
+    return found
+
+
+def test_a_step_that_raised_has_no_times_and_the_next_one_does():
+    assert run_ranks(broken, 2) == [[False, False, True, True]] * 2
+
+
+def left_over(rank):
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    seen, run = set(), Executor.run
+
+    def noted(self, *args, **given):
+        seen.add(ref(self))
+        return run(self, *args, **given)
+
+    Executor.run = noted
+    group = dist.new_group()
+    for _ in range(3):
+        METER.begin_step(timed=True)
+        burst_attention(q, k, v, group=group)
+        METER.end_step()
+    dist.destroy_process_group(group)
+    del group
+    burst_attention(q, k, v)  # lets go of what belongs to groups that are destroyed
+    gc.collect()
+    return len(seen), sum(each() is not None for each in seen), METER.sent_bytes()
+
+
+def test_programs_of_a_group_go_with_it_though_their_step_was_not_logged():
+    for seen, alive, sent in run_ranks(left_over, 2):
+        assert (seen, alive) == (2, 1) and sent[Link.INTRA] > 0
 
 
 def switched_off(rank):

@@ -60,7 +60,7 @@ def logged(rank, folder):
         return post(ops)
 
     dist.batch_isend_irecv = counted
-    pretraining._main(rank, folder, FLAGS)
+    pretraining._main(rank, folder, FLAGS, documents=2000)
     return Writer.scalars, sent[True], sent[False]
 
 
