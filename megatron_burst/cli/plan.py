@@ -106,7 +106,7 @@ def plan(
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
         described, in_file = model_of(model), arguments_in(model)
-        script = read_script(in_file)
+        script = read_script(in_file, asked)
         fixed = _fixed(script, asked)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
@@ -123,16 +123,22 @@ def plan(
         found = search(job, fixed, _watched)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         warnings = [*script.notes, *warnings_of(job, found, fixed)]
-        show(Shown(job, found, warnings, missing, do_search, not in_file, script.in_words))
-        _write(job, found, json, picture)
+        show(Shown(job, found, warnings, missing, do_search, not in_file, script))
+        _write(job, found, script, json, picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
 
 
-def _write(job: Job, found: Sequence[Candidate], json: Path | None, picture: Path | None) -> None:
+def _write(
+    job: Job,
+    found: Sequence[Candidate],
+    script: Script,
+    json: Path | None,
+    picture: Path | None,
+) -> None:
     if json:
         with writing("plan", "--json", json):
-            json.write_text(as_json(job, found))
+            json.write_text(as_json(job, found, script.flags))
     if picture:
         with writing("plan", "--picture", picture):
             save_picture(job, found[0].strategy, picture)
@@ -140,10 +146,11 @@ def _write(job: Job, found: Sequence[Candidate], json: Path | None, picture: Pat
 
 def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
     """What is given: by a script, and by options, which count before it."""
-    policy = {} if asked["recompute"] else script.policy
-    given = {**script.sizes, **policy}
+    given = {**script.sizes, **script.policy}
     given |= {name: value for name, value in asked.items() if value is not None}
-    _check_policy(given)
+    if "core_attn" in script.policy and given.get("keep") in ("none", "all"):
+        del given["keep"]  # core_attn says what comes of it
+    _check_policy(given, asked)
     return tuple(sorted(given.items()))
 
 
@@ -189,8 +196,9 @@ def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     return track(layouts, "layouts", console=console, transient=True, disable=quiet)
 
 
-def _check_policy(given: dict[str, object]) -> None:
-    """Refuse options that contradict each other; what is missing is left to the search."""
+def _check_policy(given: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse options that contradict each other, or a script's recomputation; what is missing is
+    left to the search."""
     recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
     needs_full = {
         "--keep": keep != "none", "--offload": given.get("offload"),
@@ -198,14 +206,20 @@ def _check_policy(given: dict[str, object]) -> None:
     }  # fmt: skip
     option = next((option for option, is_on in needs_full.items() if is_on), None)
     if option and recompute != "full":
+        got, change = f"--recompute {recompute}", "leave one out"
+        if not asked["recompute"]:
+            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
+            got = f"{of.policy} from the script"
+            change = f"leave {option} out, or pass --recompute full"
         raise BurstError(
             f"plan: {option} must come with --recompute full, because it concerns the inputs of "
-            f"recomputed layers; got --recompute {recompute}; leave one out"
+            f"recomputed layers; got {got}; {change}"
         )
     if given.get("offload") and given.get("keep") == "none":
+        got = "--keep none" if asked["keep"] else "keep none from the script"
         raise BurstError(
             "plan: --offload must come with --keep half or all, because nothing is kept without "
-            "it; got --keep none; pass --keep all, or leave it out"
+            f"it; got {got}; pass --keep all, or leave it out"
         )
 
 

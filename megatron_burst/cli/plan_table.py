@@ -16,7 +16,8 @@ from megatron_burst.plan.flags import as_words, flag_values, model_flags
 from megatron_burst.plan.half import Rates, choose_half
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.memory import Memory
-from megatron_burst.plan.peer import Gain, gain
+from megatron_burst.plan.peer import gain
+from megatron_burst.plan.script import Script
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.step import half_call
 from megatron_burst.plan.strategy import Job, attention_call
@@ -38,7 +39,7 @@ class Shown:
     no_room: str = ""  # by how much the best does not fit, and what would do; "" if it does
     others: bool = False  # whether to show them; else a line on how the best was chosen
     own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
-    read: str = ""  # what a script says of the job, in words
+    script: Script | None = None  # what one says of the job
 
 
 def new_console() -> Console:
@@ -57,8 +58,8 @@ def show(shown: Shown) -> None:
         f"{job.batch} sequence{'s' * (job.batch > 1)} per step, {job.gpus} GPUs, {job.on_node} "
         f"per node, {job.hardware.name}",
     )
-    if shown.read:
-        say(console, f"read from the script: {shown.read}")
+    if shown.script and (read := shown.script.in_words):
+        say(console, f"read from the script: {read}")
     if job.packing and job.packing.sample:
         say(console, f"packed documents have {job.share:.1%} of a causal sequence's pairs")
     for note in shown.warnings:
@@ -143,7 +144,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             say(console, line)
         if best.time and not best.refused:
-            say(console, _gain_line(job, gain(job, best.strategy), best.time.seconds))
+            say(console, _gain_line(job, best, best.time.seconds))
         if best.strategy.keep == "half":
             say(console, _half_line(job, best))
 
@@ -157,7 +158,8 @@ def _show_flags(console: Console, shown: Shown) -> None:
     note = "in addition to the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
-    flags = flag_values(job, best.strategy, best.memory.node)
+    own = shown.script.flags if shown.script else None
+    flags = flag_values(job, best.strategy, best.memory.node, own)
     _show_words(console, f"Megatron flags ({note}):", as_words(flags))
 
 
@@ -219,16 +221,25 @@ def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
     return lines
 
 
-def _gain_line(job: Job, found: Gain, step: float) -> str:
-    """What burst gains over Megatron's own context parallelism."""
+def _gain_line(job: Job, best: Candidate, step: float) -> str:
+    """What burst, and what is kept, gains over Megatron's own context parallelism."""
+    found, keep = gain(job, best.strategy), best.strategy.keep
     (ours, theirs), (least, most) = found.seconds, [x / GIB for x in found.num_bytes]
     layers = " of layers without a window" if job.model.windows else ""
+    kept = beside = ""
+    if keep != "none":
+        too = " (Megatron's own attention can have that too)" if keep == "all" else ""
+        kept = (
+            f"; with --burst-keep {keep}{too} {_digits(found.kept, 3)} s "
+            f"({theirs / found.kept:.2f} times as fast as theirs without)"
+        )
+        beside = ", with what is kept,"
     return (
-        "predicted gain over Megatron's own ring (--cp-comm-type p2p, which recomputes without "
-        f"--keep): attention{layers} takes {_digits(ours, 3)} s of a step in place of "
-        f"{_digits(theirs, 3)} ({found.ratio:.2f} times as fast), with {least:.2f} GiB beside its "
-        f"inputs and outputs in place of {most:.2f}; the step takes {_digits(step, 4)} s in place "
-        f"of {_digits(step + theirs - ours, 4)}"
+        "predicted gain over Megatron's own ring (--cp-comm-type p2p, nothing kept): "
+        f"attention{layers} alone, recomputed alike, takes {_digits(ours, 3)} s of a step in "
+        f"place of {_digits(theirs, 3)} ({found.ratio:.2f} times as fast){kept}; "
+        f"{least:.2f} GiB beside its inputs and outputs{beside} in place of {most:.2f}; the step "
+        f"takes {_digits(step, 4)} s in place of {_digits(found.step, 4)}"
     )
 
 

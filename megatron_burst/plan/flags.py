@@ -26,13 +26,16 @@ def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def as_json(job: Job, found: Sequence[Candidate], most: int = 50) -> str:
+def as_json(
+    job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
+) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
-    flags, the job, that strategy, and others, `most` in all, with what speaks against them."""
+    flags, the job, that strategy, and others, `most` in all, with what speaks against them; `own`:
+    of `flag_values`."""
     best = found[0]
     described = {
         "version": VERSION,
-        "flags": flag_values(job, best.strategy, best.memory.node),
+        "flags": flag_values(job, best.strategy, best.memory.node, own),
         "model_flags": model_flags(job.model),
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
@@ -61,11 +64,17 @@ def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
     return described
 
 
-def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values:
+def flag_values(
+    job: Job,
+    strategy: Strategy,
+    host_bytes: float = 0.0,
+    own: Mapping[str, Any] | None = None,
+) -> Values:
     """What to add to a Megatron-LM command: values by flag, true for one that takes none.
 
     False stands for a flag that must not be there, because the figures would be others;
-    `host_bytes`: pinned memory of a node, of `Memory.node`.
+    `host_bytes`: pinned memory of a node, of `Memory.node`; `own`: of a script whose recomputation
+    the strategy has, in its own words (`Script.flags`), because it would refuse others.
     """
     flags: Values = {
         "--seq-length": job.seq,
@@ -92,26 +101,35 @@ def flag_values(job: Job, strategy: Strategy, host_bytes: float = 0.0) -> Values
             flags["--burst-intra"] = strategy.intra
     if strategy.fused_loss:
         flags["--burst-fused-loss"] = True
-    flags |= _recompute_flags(job, strategy)
+    flags |= _recompute_flags(job, strategy, own or {})
     if host_bytes:
         gib = host_bytes / job.on_node / (1 << 30)
         flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
     return flags
 
 
-def _recompute_flags(job: Job, strategy: Strategy) -> Values:
-    if strategy.recompute != "full":
-        modules = ["core_attn"] if strategy.core_attn else []
-        if strategy.recompute == "selective":
-            modules += [
-                "mlp",
-                *(["moe"] if job.model.experts else []),
-            ]  # "mlp" leaves experts alone
-        if not modules:
-            return {"--recompute-granularity": False}
-        return {"--recompute-granularity": "selective", "--recompute-modules": modules}
-    flags: Values = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
-    flags["--recompute-num-layers"] = 1
+def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Values:
+    """Each of the two groups as a script has it, else as the strategy needs it."""
+    kept = {flag: value for flag, value in own.items() if flag.startswith("--burst-")}
+    again = {flag: value for flag, value in own.items() if flag not in kept}
+    return (again or _again_flags(job, strategy)) | (kept or _keep_flags(strategy))
+
+
+def _again_flags(job: Job, strategy: Strategy) -> Values:
+    if strategy.recompute == "full":
+        flags: Values = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
+        return flags | {"--recompute-num-layers": 1}
+    modules = ["core_attn"] if strategy.core_attn else []
+    if strategy.recompute == "selective":
+        modules.append("mlp")
+        modules += ["moe"] if job.model.experts else []  # "mlp" leaves experts alone
+    if not modules:
+        return {"--recompute-granularity": False}
+    return {"--recompute-granularity": "selective", "--recompute-modules": modules}
+
+
+def _keep_flags(strategy: Strategy) -> Values:
+    flags: Values = {}
     if strategy.keep != "none":
         flags["--burst-keep"] = strategy.keep
     offloaded = (strategy.offload, strategy.offload_inputs)

@@ -4,11 +4,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
+from megatron_burst.plan.arguments import megatron_arguments
 from megatron_burst.plan.layer_kinds import (
     dense_layers,
     has_sinks,
@@ -178,43 +178,6 @@ def _beside(config: Mapping[str, Any]) -> tuple[tuple[str, int | float | bool], 
     if kind.startswith(("qwen3", "gemma3")) or "kv_lora_rank" in config:
         flags["--qk-layernorm"] = True
     return tuple(flags.items())
-
-
-_LISTS = ("recompute_modules",)  # flags with several values
-
-
-def megatron_arguments(text: str) -> dict[str, Any]:
-    """Arguments in a text, dashes as underscores; a flag without a value is True.
-
-    Understood are `--flag value` anywhere on a line or on continued lines (shell scripts, arrays,
-    quotes, comments) and YAML lines `flag: value`, with or without dashes and indentation.
-    """
-    if not re.search(r"(^|\s)--[a-z]", text) or re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
-        pairs = re.findall(r"^\s*-{0,2}([A-Za-z][\w-]*)\s*:[ \t]*([^#\n]*)", text, re.MULTILINE)
-        found = {key: value.strip().strip("\"'") for key, value in pairs}
-        return {_key(k): True if v.lower() == "true" else v for k, v in found.items() if v}
-    arguments: dict[str, Any] = {}
-    value: str | bool
-    text = re.sub(r"(^|\s)#.*", "", text)
-    text = re.sub(r"\$\{\w+:-([^{}$]*)\}", r"\1", text)  # "${NAME:-default}"
-    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
-        line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
-        words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
-        for at, (word, after) in enumerate(pairwise([*words, ""])):
-            flag, equals, text = word.lstrip("(").partition("=")
-            if flag.startswith("--"):
-                key, value = _key(flag.lstrip("-").rstrip(")")), text
-                if not equals:
-                    value = True if after.startswith("--") or not after else after
-                if key in _LISTS and value is after:
-                    some = (one.rstrip(")") for one in words[at + 1 :])
-                    value = " ".join(takewhile(re.compile(r"[a-z_]+$").match, some))
-                arguments[key] = value
-    return arguments
-
-
-def _key(flag: str) -> str:
-    return flag.replace("-", "_").lower()
 
 
 def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:

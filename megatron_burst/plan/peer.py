@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.attention_cost import buffer_bytes, pass_time
 from megatron_burst.plan.hardware import Hardware
+from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.sample import Packing
-from megatron_burst.plan.step import recomputed
+from megatron_burst.plan.step import recomputed, step_time
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
@@ -15,15 +16,18 @@ from megatron_burst.schedule.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Attention of a training step on a GPU, burst's and Megatron's own: of layers without windows,
-    recomputation included."""
+    """A training step on a GPU with burst's attention, and with Megatron's own, which keeps
+    nothing. Attention is that of layers without windows, recomputation included."""
 
-    seconds: tuple[float, float]  # of burst, of Megatron's own
-    num_bytes: tuple[int, int]  # beside inputs and outputs, at the fullest moment of backward
+    seconds: tuple[float, float]  # attention of burst, of Megatron's own, computed again alike
+    kept: float  # attention of burst with what its strategy keeps
+    # beside inputs and outputs, at the fullest moment of backward, what is kept included
+    num_bytes: tuple[float, float]
+    step: float  # seconds of Megatron's own
 
     @property
     def ratio(self) -> float:
-        """How many times as fast burst is."""
+        """How many times as fast burst is where both compute attention again alike."""
         return self.seconds[1] / self.seconds[0]
 
 
@@ -58,23 +62,33 @@ def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
 
 
 def gain(job: Job, strategy: Strategy) -> Gain:
-    """What burst attention gains in a step, under Megatron's own recomputation there."""
-    ours = attention_call(job, strategy)
+    """What a step gains by burst attention, and by what a strategy keeps."""
+    plain = replace(strategy, keep="none", offload=False, offload_inputs=False)
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
-    theirs = as_megatron(attention_call(replace(job, packing=packing), strategy), job.hardware)
-    # without burst nothing is kept
-    again = recomputed(job, strategy), float(strategy.recompute == "full" or strategy.core_attn)
-    seconds = []
-    for call, packed, share in ((ours, job.packing, again[0]), (theirs, packing, again[1])):
-        sample = packed and packed.sharded(strategy.cp)
-        forward, backward = (
-            pass_time(call, job.hardware, direction, sample).seconds for direction in Direction
-        )
-        seconds.append((1 + share) * forward + backward)
-    model = job.model
-    times = stage_layers(model, strategy) * model.full_layers / model.layers
-    times *= job.batch // strategy.dp
+    own = replace(job, packing=packing)
+    theirs = as_megatron(attention_call(own, plain), job.hardware)
+    memory = memory_of(job, strategy)
+    ours = attention_call(job, strategy)
     return Gain(
-        (times * seconds[0], times * seconds[1]),
-        (buffer_bytes(ours), megatron_bytes(theirs.shape, packed=job.packing is not None)),
+        (
+            _attention_seconds(job, plain, attention_call(job, plain)),
+            _attention_seconds(own, plain, theirs),
+        ),
+        _attention_seconds(job, strategy, ours),
+        (
+            buffer_bytes(ours) + memory.kept,
+            megatron_bytes(theirs.shape, packed=job.packing is not None),
+        ),
+        step_time(own, plain, memory_of(own, plain), theirs).seconds,
     )
+
+
+def _attention_seconds(job: Job, strategy: Strategy, call: AttentionCall) -> float:
+    """Attention of a step by such calls, with a strategy's recomputation."""
+    sample = job.packing and job.packing.sharded(strategy.cp)
+    forward, backward = (
+        pass_time(call, job.hardware, direction, sample).seconds for direction in Direction
+    )
+    times = stage_layers(job.model, strategy) * job.model.full_layers / job.model.layers
+    times *= job.batch // strategy.dp
+    return times * ((1 + recomputed(job, strategy)) * forward + backward)

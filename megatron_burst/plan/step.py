@@ -38,10 +38,13 @@ class StepTime:
         return f"{self.tokens_per_gpu:.4g}"
 
 
-def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
-    """Time of a step that needs this memory; `misfit` must have found nothing."""
+def step_time(
+    job: Job, strategy: Strategy, memory: Memory, call: AttentionCall | None = None
+) -> StepTime:
+    """Time of a step that needs this memory; `misfit` must have found nothing. `call`: of
+    attention, if not burst's."""
     # a layer is the same in every stage and for every micro-batch
-    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1))
+    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
     micro_batches = job.batch // strategy.dp
     layers = stage_layers(job.model, strategy)
     one: dict[str, float] = defaultdict(float)
@@ -62,9 +65,11 @@ def step_time(job: Job, strategy: Strategy, memory: Memory) -> StepTime:
 
 
 @lru_cache(maxsize=8192)
-def _layer(job: Job, strategy: Strategy) -> tuple[tuple[tuple[str, float], ...], float]:
+def _layer(
+    job: Job, strategy: Strategy, call: AttentionCall | None
+) -> tuple[tuple[tuple[str, float], ...], float]:
     """Seconds of an average layer by part, and of its backward."""
-    layer = _Layer(job, strategy)
+    layer = _Layer(job, strategy, call)
     return tuple(layer.parts().items()), layer.backward
 
 

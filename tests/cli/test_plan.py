@@ -243,41 +243,15 @@ def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
     assert f"plan: {option} must name a writable file" in text
 
 
-SCRIPT = """
-torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --swiglu \\
-  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --vocab-size 128256 \\
-  --ffn-hidden-size 14336 --untie-embeddings-and-output-weights --seq-length 131072 \\
-  --global-batch-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 """
-
-
-def test_a_script_is_planned_as_it_says(tmp_path):
-    path = tmp_path / "run.sh"
-    path.write_text(
-        SCRIPT + "--recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --burst-keep all --burst-keep-offload results --sft"
-    )
-    text = run(str(path), "--gpus", "8")
-    said = "TP 2, CP 4, recompute full, keep all on host, packed samples, THD"
-    assert f"read from the script: {said}" in text
-    assert "TP 2 CP 4 PP 1 DP 1, recompute full, keep all on host" in text
-    assert "the only strategy with the given options" in text
-    assert "documents are taken to be usual ones, with 10% of a causal sequence's pairs" in text
-    assert "recompute full, keep none" in run(str(path), "--gpus", "8", "--keep", "none",
-                                              "--no-offload")  # fmt: skip
-    assert "recompute none" in run(str(path), "--gpus", "8", "--recompute", "none")
-
-
-def test_a_plan_has_core_attention_among_its_modules(tmp_path):
-    path = tmp_path / "run.sh"
-    path.write_text(SCRIPT + "--recompute-activations")
-    text = run(str(path), "--gpus", "8")
-    assert "recompute core_attn" in text and "computing again" in text
-    assert "--recompute-modules core_attn" in text
-
-
 def test_the_gain_over_megatrons_own_ring_is_told():
     text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", "--cp", "8", "--keep", "all")
     (line,) = (line for line in text.splitlines() if "Megatron's own ring" in line)
     assert line.startswith("predicted gain")
-    assert re.search(r"attention takes [\d.]+ s of a step in place of [\d.]+ \(1\.\d\d ", line)
+    alone = r"recomputed alike, takes [\d.]+ s of a step in place of [\d.]+ \((1\.\d\d) times"
+    kept = (
+        r"with --burst-keep all \(Megatron's own attention can have that too\) [\d.]+ s \(([\d.]+)"
+    )
+    assert 1 < float(re.search(alone, line)[1]) < float(re.search(kept, line)[1])
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", "--cp", "8", "--keep", "none")
+    assert "own ring" in text and "with --burst-keep" not in text
     assert "own ring" not in run("llama3-8b", "--seq-length", "32k", "--gpus", "8", "--cp", "1")

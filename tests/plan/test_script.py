@@ -3,15 +3,16 @@ documents are packed, is a plan of another job."""
 
 import pytest
 
-from megatron_burst.plan.model_file import megatron_arguments
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.arguments import megatron_arguments
 from megatron_burst.plan.script import read_script
 from megatron_burst.schedule.layout import Layout
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def read(text):
-    return read_script(megatron_arguments(text))
+def read(text, **options):
+    return read_script(megatron_arguments(text), options)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,10 @@ def test_recomputation_is_read(text, words):
         ("--dataloader-inter-document-masking", Layout.ZIGZAG),
         ("--reset-attention-mask", Layout.ZIGZAG),
         ("--reset-position-ids", None),
+        ("sft: true", Layout.DOCUMENTS),
+        ("sft: false", None),
+        ("reset_attention_mask: False", None),
+        ("dataloader_inter_document_masking: null", None),
     ],
 )
 def test_packing_is_read(text, layout):
@@ -77,3 +82,52 @@ def test_keep_auto_is_left_to_the_search():
     policy = read(f"{FULL} --burst-keep auto --burst-keep-budget-gib 4").policy
     assert policy == {"recompute": "full", "offload_inputs": False}
     assert read("--swiglu").policy == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("recompute_activations: false", ""),
+        ("recompute_activations: true", "recompute core_attn"),
+        ("recompute_granularity: null\nrecompute_activations: true", "recompute core_attn"),
+        ("recompute_granularity: selective\nrecompute_modules: null", "recompute core_attn"),
+        ("recompute_granularity: selective\nrecompute_modules: []", "recompute none"),
+        ("recompute_granularity: selective\nrecompute_modules: [mlp, core_attn]  # both",
+         "recompute selective and core_attn"),
+        ("recompute_granularity: selective\nrecompute_modules: ['mlp',\n  \"core_attn\"]",
+         "recompute selective and core_attn"),
+        ("train:\n  recompute_granularity: selective\n  recompute_modules:  # both\n"
+         "  - mlp\n\n  # and\n  - 'core_attn'\n  tensor_model_parallel_size: 2",
+         "TP 2, recompute selective and core_attn"),
+        ("recompute_modules:\n    - mlp\nrecompute_granularity: selective", "recompute selective"),
+    ],
+)  # fmt: skip
+def test_truths_and_lists_of_yaml_are_read(text, words):
+    assert read(text).in_words == words
+    assert read(text).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("--recompute-granularity selective --recompute-modules mlp,moe", "mlp,moe"),
+        ("--recompute-granularity selective --recompute-modules mlp moe,layernorm",
+         "mlp moe,layernorm"),
+        ("--recompute-granularity selective --recompute-modules $MODULES", r"\$MODULES"),
+        ("recompute_granularity: selective\nrecompute_modules: *modules", r"\*modules"),
+    ],
+)  # fmt: skip
+def test_modules_that_cannot_be_read_are_refused(text, got):
+    with pytest.raises(BurstError, match=f"modules of the script must be names.*got '{got}'"):
+        read(text)
+
+
+def test_modules_end_where_a_shell_goes_on():
+    text = "--recompute-granularity selective --recompute-modules mlp ${MORE[@]} 2>&1 | tee log"
+    assert read(text).in_words == "recompute selective"
+
+
+def test_nothing_is_said_of_what_an_option_overrules():
+    text = "--recompute-granularity full --recompute-method block --burst-keep-layers 3"
+    assert len(read(text).notes) == len(read(text, recompute="full").notes) == 2
+    assert read(text, recompute="none", keep="none").notes == ()
