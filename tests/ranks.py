@@ -166,6 +166,7 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
             import torch
 
             torch.cuda.set_device(rank)
+        dist.set_debug_level_from_env()  # torch looked when it was imported
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

@@ -66,6 +66,8 @@ def _log_times(iteration: int) -> None:
     if getattr(args, "wandb_project", None):
         timers.write(names, get_wandb_writer(), iteration, reset=False)
     timers.log(names)
+    if not seconds:
+        print_rank_last(_NO_TIMES)
 
 
 def _log_bytes(iteration: int) -> None:
@@ -80,4 +82,8 @@ def _log_bytes(iteration: int) -> None:
             wandb_writer.log({name: sent[link]}, iteration)
 
 
+_NO_TIMES = (
+    "burst attention: no times in this step: it is the first one, a profiler looks on, or it has "
+    "passes of a shape or a mask that the step before did not have"
+)
 _LINKS = {Link.INTRA: "inside its node", Link.INTER: "to other nodes"}

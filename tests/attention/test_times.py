@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.carrier import OneQueue, Where
 from megatron_burst.comm.groups import Communicator, Transfer
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import times
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.times import METER
+from megatron_burst.engine.times import METER, Clock
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_bytes import count_sends
 from tests.ranks import run_ranks
+from tests.said import hearing
 
 LATE_S = 1.0
 PASSES = 5  # of each kind; the third is in the middle
@@ -178,6 +180,56 @@ def left_over(rank):
 def test_programs_of_a_group_go_with_it_though_their_step_was_not_logged():
     for seen, alive, sent in run_ranks(left_over, 2):
         assert (seen, alive) == (2, 1) and sent[Link.INTRA] > 0
+
+
+class Event:
+    """Takes the place of a CUDA event."""
+
+    done = True
+
+    def __init__(self, enable_timing):
+        self.at = 0.0
+
+    def record(self):
+        self.at = 1e3 * time.perf_counter()
+
+    def query(self):
+        return self.done
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def not_told(rank, done):
+    """Of a step on what passes for a GPU, where torch does not say how long transfers take."""
+    begin, wait, where = Clock.begin, Transfer.wait, Where(torch.device("cuda"))
+    over = []
+
+    def waited(self, stream=None):
+        if self not in over:  # on GPUs a transfer keeps its works
+            over.append(self)
+            works = self.works
+            wait(self)
+            self.works = works
+
+    Clock.begin, Transfer.wait = lambda self, queues: begin(self, OneQueue(where)), waited
+    torch.cuda.Event, Event.done = Event, done
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    with hearing() as said:
+        for _ in range(3):
+            METER.begin_step(timed=True)
+            burst_attention(q, k, v)
+            METER.end_step()
+    return METER.seconds(), [line for line in said if "times of transfers" in line]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_transfers_have_no_times_where_torch_does_not_tell_them(done):
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    found = run_ranks(not_told, 2, done, environment=environment)
+    for rank, (seconds, said) in enumerate(found):
+        assert seconds.keys() == ({"", "exposed", Link.INTER} if done else set())
+        assert len(said) == (rank == 0)
 
 
 def switched_off(rank):

@@ -9,6 +9,8 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from types import ModuleType
 
 import pytest
@@ -60,8 +62,9 @@ def logged(rank, folder):
         return post(ops)
 
     dist.batch_isend_irecv = counted
-    pretraining._main(rank, folder, FLAGS, documents=2000)
-    return Writer.scalars, sent[True], sent[False]
+    with redirect_stdout(StringIO()) as printed:
+        pretraining._main(rank, folder, FLAGS, documents=2000)
+    return Writer.scalars, sent[True], sent[False], printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def run(tmp_path_factory):
 
 
 def test_steps_that_megatron_logs_have_times_and_the_bytes_that_were_sent(run):
-    (_, *_), (scalars, in_steps, elsewhere) = run[0]
+    _, (scalars, in_steps, elsewhere, printed) = run[0]
     by_name = {}
     for name, step, value in scalars:
         by_name.setdefault(name, {})[step] = value
@@ -85,6 +88,7 @@ def test_steps_that_megatron_logs_have_times_and_the_bytes_that_were_sent(run):
     assert set(by_name["burst-attention-sent-inter-bytes"].values()) == {0}
     whole = by_name["burst-attention-time"]
     assert set(whole) >= {2, 6}  # while a profiler looks on nothing is timed
+    assert printed.count("no times in this step: ") == 3 - len(whole)
     for name in ("exposed", "transfers-intra"):
         times = by_name[f"burst-attention-{name}-time"]
         assert times.keys() == whole.keys() and min(times.values()) > 0
