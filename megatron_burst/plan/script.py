@@ -154,7 +154,7 @@ def _flags(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
     if selective or not asked.keys() & {"keep", "offload", "offload_inputs"}:
         starts += ("burst_keep",)
     found = {name: value for name, value in arguments.items() if name.startswith(starts)}
-    if _MODULES in found:
+    if found.pop(_MODULES, None) is not None and selective:  # full recomputation has none
         found[_MODULES] = _modules(arguments)
     if selective and "keep" in asked:
         found["burst_keep"] = asked["keep"]

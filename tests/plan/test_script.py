@@ -122,6 +122,14 @@ def test_modules_that_cannot_be_read_are_refused(text, got):
         read(text)
 
 
+def test_modules_matter_to_selective_recomputation_alone():
+    found = read(f"{FULL} --recompute-modules $MODULES")
+    assert found.in_words == "recompute full, keep none"
+    assert "--recompute-modules" not in found.flags
+    none = read("recompute_granularity: selective\nrecompute_modules: []")
+    assert none.flags["--recompute-modules"] == []
+
+
 def test_modules_end_where_a_shell_goes_on():
     text = "--recompute-granularity selective --recompute-modules mlp ${MORE[@]} 2>&1 | tee log"
     assert read(text).in_words == "recompute selective"
