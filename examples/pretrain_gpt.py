@@ -13,6 +13,7 @@ Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -47,6 +48,16 @@ DEFAULTS = {
 }  # fmt: skip
 
 
+def of_what_is_installed() -> dict[str, bool | str]:
+    """Megatron's defaults need Apex and TransformerEngine; the same without what is missing."""
+    has_te, has_apex = bool(find_spec("transformer_engine")), bool(find_spec("apex"))
+    return {
+        "transformer_impl": "transformer_engine" if has_te else "local",
+        "gradient_accumulation_fusion": bool(find_spec("fused_weight_gradient_mlp_cuda")),
+        "masked_softmax_fusion": has_apex, "no_persist_layer_norm": not has_apex,
+    }  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this script's own flags to Megatron's."""
     parser.add_argument("--step-log", type=Path, metavar="FILE", help="a JSON object per step")
@@ -61,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pack-documents", action="store_true",
         help="documents of --data-path see only themselves; each a multiple of 2 * CP tokens",
     )  # fmt: skip
-    parser.set_defaults(**DEFAULTS)
+    parser.set_defaults(**DEFAULTS, **of_what_is_installed())
     return parser
 
 
