@@ -164,6 +164,14 @@ def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def shrink_output(deallocate, /, out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+    """`deallocate_output_tensor` that keeps the storage, which gloo may still read to send it."""
+    whole = out.data if deallocate_pipeline_outputs and torch.is_tensor(out) else None
+    deallocate(out, deallocate_pipeline_outputs)
+    if whole is not None:
+        out.data = whole[(slice(1),) * whole.dim()]
+
+
 def mesh_on_the_cpu(from_group, /, group, device_type: str, *rest, **options):
     """`DeviceMesh.from_group` for the CPU."""
     return from_group(group, "cpu", *rest, **options)

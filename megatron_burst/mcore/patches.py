@@ -18,6 +18,7 @@ from megatron_burst.mcore.releases import (
     ATTENTION,
     DOCUMENTS,
     FINE_TUNING,
+    FREE_OUTPUT,
     GPT,
     GPT_HEAD,
     GPT_TAIL,
@@ -342,6 +343,9 @@ TABLE: tuple[Patch, ...] = (
          "tensor as_numpy record_stream",
          "core/transformer/moe/token_dispatcher.py:930 makes NumPy arrays of the splits of an "
          "all-to-all that lie on a GPU, and torch takes no tensors"),
+        (FREE_OUTPUT, f"{_CPU}:shrink_output", "out deallocate_pipeline_outputs",
+         "interleaved schedules free what they send before it is sent (0.16.1: "
+         "core/pipeline_parallel/schedules.py:1522, :1600); from 0.18 on they wait"),
         ("torch.distributed:DeviceMesh.from_group", f"{_CPU}:mesh_on_the_cpu",
          "group device_type mesh mesh_dim_names",
          "both FSDPs hard-code the device of their mesh: core/distributed/"

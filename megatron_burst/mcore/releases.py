@@ -17,6 +17,7 @@ FINE_TUNING = f"{_CORE}.utils:get_sft_batch_on_this_cp_rank"
 GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__"
 HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__"
 MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
+FREE_OUTPUT = f"{_CORE}.pipeline_parallel.schedules:deallocate_output_tensor"
 TE_RECOMPUTE = f"{_CORE}.recompute:te_checkpoint"
 LAYER_SPEC = "megatron.training.models.gpt:default_layer_spec"
 INITIALIZE = "megatron.training.initialize:initialize_megatron"
@@ -51,11 +52,12 @@ _NO_CUDA_ARGUMENT = (
     "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks"
 )
 
-RELEASES = {  # the first and the last that have a place
+RELEASES = {  # the first and the last that have a place, or need its patch
     DOCUMENTS: ((0, 19), NEWEST),
     FINE_TUNING: ((0, 18), (0, 18)),
     HYBRID: ((0, 18), NEWEST),
     MAMBA: ((0, 16), (0, 17)),
+    FREE_OUTPUT: ((0, 16), (0, 17)),
     TE_RECOMPUTE: ((0, 18), NEWEST),
     LAYER_SPEC: ((0, 19), NEWEST),
 }

@@ -12,10 +12,6 @@ LACKING = {  # what a test needs: releases without, and why in words that the ta
     "--spec": ("0.16 0.17 0.18", "--spec takes a function from 0.19 on"),
     "MLA": ("0.16", "its own MLA fails without TransformerEngine"),
     "experts": ("0.16", "its routers need a function of TransformerEngine's"),
-    "interleaved pipeline": (
-        "0.16",
-        "its interleaved pretrain() over gloo gives other losses in some runs: cause not found",
-    ),
     "MTP": ("0.20", "its layers of MTP cannot be built without TransformerEngine (d98e8a6)"),
     "recomputed MTP": (
         "0.18",

@@ -13,6 +13,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_burst.errors import BurstError
@@ -121,6 +122,29 @@ def test_a_kernel_that_only_gpus_have_is_left_open(asked):
     changed = cpu_mode.adjust_args(given)
     assert changed == (["--attention-backend auto"] if asked is AttnBackend.fused else [])
     assert given.attention_backend is (AttnBackend.auto if changed else asked)
+
+
+def freed_before_received(rank):
+    """Least value received; on the rank that sends ones how many are left after the send began."""
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    got = torch.ones(32, 1, 64)
+    if rank == 0:
+        sending = dist.isend(got, 1)
+        cpu_mode.shrink_output(deallocate_output_tensor, got, True)
+        others = [torch.zeros(32, 1, 64) for _ in range(100)]  # would take a freed one's place
+        dist.barrier()
+        sending.wait()
+        assert len(others) == 100 and got._base is None
+        return got.numel()
+    dist.barrier()
+    dist.recv(got.zero_(), 0)
+    return got.min().item()
+
+
+def test_an_output_that_megatron_frees_while_it_is_sent_arrives():
+    """As an interleaved schedule up to 0.17 does: the next stage once got what came after it."""
+    assert run_ranks(freed_before_received, 2) == [1, 1.0]
 
 
 def initial_weights(rank, cp_size):

@@ -40,7 +40,6 @@ pytestmark = needs("training")
 def why(run: tuple) -> str:
     """Why this Megatron cannot run it."""
     needed = {"torch FSDP2": FSDP2, "Megatron-FSDP": MEGATRON_FSDP, "experts": EXPERTS}
-    needed["interleaved pipeline"] = PIPELINE
     return "".join(why_not(need) for need, flags in needed.items() if flags in run[1][1])
 
 
