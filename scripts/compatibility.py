@@ -43,7 +43,9 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("keep", r"Setting\(pp=2, vp=1.*"), ("packed_uses", ".*under_way.*"),
             ("loss", "TP1 CP2 PP2.*"),
         ],
-        "PP 2, VPP 2, CP 2": [("keep", r"Setting\(pp=2, vp=2.*")],
+        "PP 2, VPP 2, CP 2": [
+            ("keep", r"Setting\(pp=2, vp=2.*"), ("pretrain_on_cpu", "interleaved.*"),
+        ],
         "EP 2, CP 2": [("pretrain_on_cpu", "experts")],
         "DDP, overlapped": [("loss", "DDP.*")],
         "torch FSDP2, CP 2": [("pretrain_on_cpu", "FSDP2")],
