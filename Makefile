@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu-test test-matrix test-integrations conformance docs lint format clean
+.PHONY: help install demo test test-fast gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -18,6 +18,9 @@ FAST := tests/plan tests/kernels tests/attention tests/recompute tests/loss test
 help: ## print this list
 	@echo "make TARGET [ARGS='...' for the program that it runs] [PYTHON=/path/to/python]"
 	@sed -n 's/^\([a-z-]*\):.* ## /  \1\t/p' Makefile | expand -t 20
+
+install: ## install what all targets need into .venv, which they do by themselves
+	@scripts/bootstrap.sh true
 
 demo: ## train a small GPT without and with burst, and compare
 	@$(RUN) examples/demo.py $(ARGS)

@@ -1,5 +1,7 @@
 """Samples that hold several documents, and what Megatron's attention is told of them (THD)."""
 
+import sys
+from argparse import Namespace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -8,6 +10,28 @@ from typing import Any
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def check_packing(args: Namespace) -> None:
+    """End a run whose samples would not be packed as its flags say.
+
+    Megatron's own ways to pack are those of its pretrain_gpt.py; the script beside this one would
+    ignore them.
+    """
+    for name in ("sft", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            sys.exit(
+                f"error: --{name.replace('_', '-')} must be left out, because this script would "
+                "train on whole samples; pass --pack-documents with --data-path or "
+                "--document-lengths FILE with --mock-data, or run Megatron-LM's own pretrain_gpt.py"
+            )
+    if args.document_lengths:
+        tokens = sum(PackedMockDataset.of(args.document_lengths).lengths)
+        if tokens != args.seq_length:
+            sys.exit(
+                f"error: the lengths in {args.document_lengths} must sum to --seq-length "
+                f"{args.seq_length}, because a sample is full; got {tokens}; change either"
+            )
 
 
 class PackedMockDataset(MockGPTDataset):
@@ -25,11 +49,6 @@ class PackedMockDataset(MockGPTDataset):
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         """With boundaries, int32 [documents + 1], and positions that begin anew at each."""
         lengths = list(self.lengths)
-        if sum(lengths) != self.config.sequence_length:
-            raise ValueError(
-                f"--document-lengths must sum to --seq-length {self.config.sequence_length}, "
-                f"because a sample is full; got {sum(lengths)}"
-            )
         Random(idx).shuffle(lengths)
         return super().__getitem__(idx) | {
             "position_ids": torch.cat([torch.arange(length) for length in lengths]),

@@ -34,7 +34,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
-from packed_data import PackedDataset, PackedMockDataset, params_of
+from packed_data import PackedDataset, PackedMockDataset, check_packing, params_of
 from step_log import StepLog
 
 from megatron_burst.mcore import patches
@@ -152,6 +152,7 @@ def main() -> None:
     """Parse Megatron's flags and train."""
     patches.apply("helpers")  # Megatron need not run make where its wheel has built them
     args = parse_and_validate_args(add_arguments)
+    check_packing(args)
     if args.step_log:
         StepLog(args.step_log)
     datasets_provider.is_distributed = True  # else only tensor-parallel rank 0 builds them

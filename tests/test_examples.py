@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
@@ -252,3 +252,25 @@ def test_log_probabilities_of_packed_documents_do_not_depend_on_the_ranks():
         printed[ranks] = re.findall(r"^\d+ tokens, \d+ predicted.*$", done.stdout, re.MULTILINE)
     assert len(printed[1]) == 5 and "40 tokens, 39 predicted" in printed[1][1]
     assert printed[1] == printed[2]
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(sft=True), "--sft must be left out"),
+        (dict(dataloader_inter_document_masking=True), "--dataloader-inter-document-masking must"),
+        (dict(seq_length=12), "must sum to --seq-length 12, .*; got 16; change either"),
+        (dict(), ""),
+    ],
+)
+def test_packing_that_the_script_would_ignore_ends_it(given, said, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from packed_data import check_packing
+
+    (tmp_path / "lengths").write_text("4, 8 4")
+    args = Namespace(**dict(seq_length=16, document_lengths=tmp_path / "lengths") | given)
+    if not said:
+        assert check_packing(args) is None
+        return
+    with pytest.raises(SystemExit, match=said):
+        check_packing(args)

@@ -300,7 +300,8 @@ TABLE: tuple[Refusal, ...] = (
     # keeping, and offloaded inputs
     Refusal("recompute", "recompute_granularity",
         lambda value, o: value is not None or getattr(o, "recompute_activations", False),
-        "results are kept for recomputation only", "pass --recompute-granularity full",
+        "results are kept for recomputation only",
+        "pass --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         asked="all activations saved", got="no --recompute-granularity"),
     Refusal("keep", "recompute_modules",
         lambda modules, o: not modules or "core_attn" in modules or not _selective(o),

@@ -265,7 +265,7 @@ def choose_transfer(
         return Choice("send", "asked for")
     cannot: str | None
     if device != "cuda":
-        cannot = f"the ranks must use GPUs, because copy engines are theirs; got {device}"
+        cannot = f"the ranks must use GPUs, because only GPUs have copy engines; got {device}"
     elif topology.spans_nodes or topology.intra_size == 1:
         cannot = (
             "a rank must share its node with those it gathers from, because it reads their memory; "

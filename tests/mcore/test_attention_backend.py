@@ -69,5 +69,5 @@ def test_a_family_that_cannot_do_a_call_is_refused_in_a_sentence():
     )
     with pytest.raises(BurstError, match=message):
         choose_backend(problem, with_attention_backend(BurstConfig(), AttnBackend.fused).backend)
-    with pytest.raises(BurstError, match=r"and not fa4: it runs on.*not bruts: there is no such"):
+    with pytest.raises(BurstError, match=r"and not fa4: it runs on.*not bruts: no such backend"):
         choose_backend(problem, "fa4,bruts")
