@@ -105,7 +105,9 @@ def plan(
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
-        described, in_file = model_of(model), arguments_in(model)
+        sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
+        in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
+        described = model_of(model)
         script = read_script(in_file, asked)
         fixed = _fixed(script, asked)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)

@@ -2,24 +2,38 @@
 
 import re
 from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Any
 
+from megatron_burst.plan.shell import expanded
+
 _LISTS = ("recompute_modules",)  # flags with several values, here words of one text
+_SWITCHES = {  # flags without a value that plans depend on
+    "sft", "swiglu", "group_query_attention", "multi_latent_attention", "recompute_activations",
+    "untie_embeddings_and_output_weights", "reset_attention_mask",
+    "dataloader_inter_document_masking",
+}  # fmt: skip
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ABSENT = ("", "null", "~")
 _YAML_KEY = r"^[ \t]*-{0,2}([A-Za-z][\w-]*)[ \t]*:"
 
 
-def megatron_arguments(text: str) -> dict[str, Any]:
+def megatron_arguments(text: str, folder: Path | None = None) -> dict[str, Any]:
     """Arguments in a text, dashes as underscores; a flag without a value is True.
 
     Understood are `--flag value` anywhere on a line or on continued lines (shell scripts, arrays,
-    quotes, comments) and YAML lines `flag: value`, with or without dashes and indentation; of YAML
-    lists in brackets and with an item a line, truths and null, which is left out.
+    quotes, comments, variables: `shell.expanded`; `folder`: the script's, for those it sources) and
+    YAML lines `flag: value`, with or without dashes and indentation; of YAML lists in brackets and
+    with an item a line, truths and null, which is left out.
     """
-    if not re.search(r"(^|\s)--[a-z]", text) or re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
+    if re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
         return _yaml(text)
-    return _shell(text)
+    found = _shell(expanded(text, folder)) if _is_shell(text) else {}
+    return found or _yaml(text)
+
+
+def _is_shell(text: str) -> bool:
+    return bool(re.search(r"(^|[\s(\"'])--[a-z]|^\s*(source|\.)\s", text, re.MULTILINE))
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -47,9 +61,7 @@ def _in_brackets(block: re.Match[str]) -> str:
 def _shell(text: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     value: str | bool
-    text = re.sub(r"(^|\s)#.*", "", text)
-    text = re.sub(r"\$\{\w+:-([^{}$]*)\}", r"\1", text)  # "${NAME:-default}"
-    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+    for line in text.splitlines():
         line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
         words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
         for at, (word, after) in enumerate(pairwise([*words, ""])):
@@ -57,8 +69,10 @@ def _shell(text: str) -> dict[str, Any]:
             if flag.startswith("--"):
                 key, value = _key(flag.lstrip("-").rstrip(")")), text
                 if not equals:
-                    value = True if after.startswith("--") or not after else after
-                if key in _LISTS and value is after:
+                    alone = not after or after.startswith("--") or "[@]}" in after
+                    alone = alone or (key in _SWITCHES and "$" in after)
+                    value = True if alone else after if "(" in after else after.rstrip(")")
+                if key in _LISTS and value is not True:
                     some = (one.rstrip(")") for one in words[at + 1 :])
                     # the first as it is, so that one that cannot be read is not lost
                     value = " ".join(takewhile(re.compile(r"[\w,]+$").match, some)) or after

@@ -18,6 +18,13 @@ from megatron_burst.plan.layer_kinds import (
 from megatron_burst.plan.model import PRESETS, Experts, Latent, Model
 
 _HUB = "hf:"
+MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
+    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "window_size", "window_attn_skip_freq", "softmax_type",
+}  # fmt: skip
 
 
 def model_of(name_or_path: str) -> Model:
@@ -44,7 +51,7 @@ def model_of(name_or_path: str) -> Model:
     text = text_of(path)
     if path.suffix == ".json":
         return from_hugging_face(_json(text, path), name_or_path)
-    return from_megatron(megatron_arguments(text), str(path))
+    return from_megatron(megatron_arguments(text, path.parent), str(path))
 
 
 def _cached_config(name: str) -> Path:

@@ -2,7 +2,7 @@
 kept of it, and how samples are packed."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.arguments import megatron_arguments
 from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.model_file import text_of
+from megatron_burst.plan.model_file import MODEL_ARGUMENTS, text_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.units import whole_number
 
@@ -21,6 +21,10 @@ _SIZES = {  # Megatron's names, and where they go
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
+_OPTIONS = {flag: option for option, flag in _SIZES.items()} | {
+    "seq_length": "seq_length", "global_batch_size": "global_batch_size",
+    "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
+}  # fmt: skip
 _OFFLOADS = {"results": (True, False), "inputs": (False, True), "both": (True, True)}
 _COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
 _MODULES = "recompute_modules"
@@ -67,14 +71,33 @@ class Script:
             yield "inputs on host"
 
 
-def arguments_in(model: str) -> Arguments:
-    """What a file of Megatron's arguments says, but for what a shell would have to expand."""
+def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
+    """What a file of Megatron's arguments says.
+
+    Args:
+        model: as in `model_of`; {} for what is no such file.
+        options: of the planner that are given, and count before it.
+
+    Raises:
+        BurstError: if a plan depends on a value that only a shell would know.
+    """
     path = Path(model)
     if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
         return {}
-    found = megatron_arguments(text_of(path)).items()
+    found = megatron_arguments(text_of(path), path.parent)
+    open_ones = [name for name, value in found.items() if "$" in str(value)]
+    for name in open_ones:
+        option = _OPTIONS.get(name)
+        if option not in options and (option or name in MODEL_ARGUMENTS):
+            flag = f"--{name.replace('_', '-')}"
+            change = f"pass --{option.replace('_', '-')}" if option else "write its value there"
+            raise BurstError(
+                f"plan: {flag} must have a value that a plan can read, because time and memory "
+                f'depend on it; got "{found[name]}" in {path.name}; {change}, or set the variable '
+                "before you plan"
+            )
     # without its modules, selective recomputation would be another
-    return {name: value for name, value in found if name == _MODULES or "$" not in str(value)}
+    return {name: found[name] for name in found if name == _MODULES or name not in open_ones}
 
 
 def read_script(arguments: Arguments, options: Arguments | None = None) -> Script:
