@@ -49,7 +49,7 @@ def test_it_fits_and_nothing_that_fits_recomputes_less(problem, budget, node):
     "budget, node, tokens, expected",
     [
         (32, 0, 1 << 20, "keep all of 32 layers (32.00 GiB in all, 32.00 GiB given)"),
-        (31, 99, 1 << 20, "keep all of 32 layers on the host (32.00 GiB in all, 31.00 GiB gi"),
+        (31, 99, 1 << 20, "keep all of 32 layers in host memory (32.00 GiB in all, 31.00 GiB gi"),
         (31, 31, 1 << 20, "keep all of 31 layers (32.00 GiB in all"),
         (31, 99, 16384, "keep all of 31 layers (32.00 GiB in all"),
         (16, 0, 1 << 20, "keep half of 32 layers (32.00 GiB in all"),
