@@ -1,4 +1,5 @@
-"""The original's call under BMTrain, on burst: a communicator becomes a torch process group.
+"""The original BurstAttention call under BMTrain, on megatron_burst: from a communicator to a torch
+process group.
 
     torchrun --nproc-per-node=8 examples/bmtrain_group.py
 
@@ -17,7 +18,7 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 
 
 def torch_group(comm) -> dist.ProcessGroup:
-    """The process group of a BMTrain communicator such as `bmt.config["comm"]`.
+    """Return the process group of a BMTrain communicator such as `bmt.config["comm"]`.
 
     Call it once for a communicator, on all ranks of the job together, each with its own.
 

@@ -3,9 +3,9 @@
     python examples/data.py data/python_docs            # text that comes with every Python
     python examples/data.py data/mine notes.txt *.md    # your own text files, a document each
 
-A token is a byte of UTF-8, and 256 ends a document, or several do where --multiple pads it, so
-that each rank has two chunks of each (pretrain_gpt.py --pack-documents). Megatron reads that with
---tokenizer-type NullTokenizer --vocab-size 257.
+A token is one UTF-8 byte; 256 ends a document. With --multiple, several 256s pad it, so that each
+rank has two chunks of each document (pretrain_gpt.py --pack-documents). Megatron reads the result
+with --tokenizer-type NullTokenizer --vocab-size 257.
 """
 
 import ast
@@ -24,7 +24,7 @@ TOKEN_DTYPE = np.uint16
 
 
 def python_documents() -> Iterator[str]:
-    """Yield pydoc's topics, then the docstrings of the standard library, a document a module."""
+    """Yield pydoc's topics, then the standard library's docstrings, one document per module."""
     topics = importlib.import_module("pydoc_data.topics").topics
     yield from (topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_path("stdlib"))
@@ -43,8 +43,8 @@ def docstrings(path: Path) -> str:
 
 
 def token_documents(texts: Iterable[str], multiple: int = 1) -> list[np.ndarray]:
-    """Return the tokens of each text that is not empty: its bytes, and END_OF_DOCUMENT at least
-    once, up to a multiple of so many tokens."""
+    """Return the tokens of each non-empty text: its bytes, then one or more END_OF_DOCUMENT, up to
+    a multiple of `multiple` tokens."""
     encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts if text.strip())
     return [
         np.append(text, [END_OF_DOCUMENT] * (multiple - len(text) % multiple)).astype(TOKEN_DTYPE)
@@ -53,7 +53,7 @@ def token_documents(texts: Iterable[str], multiple: int = 1) -> list[np.ndarray]
 
 
 def holds(prefix: Path, documents: list[np.ndarray]) -> bool:
-    """Whether PREFIX.bin is these tokens already (and PREFIX.idx, written last, is there)."""
+    """Whether PREFIX.bin already holds these tokens (and PREFIX.idx, written last, exists)."""
     written = prefix.with_name(f"{prefix.name}.bin")
     if not (prefix.with_name(f"{prefix.name}.idx").exists() and written.exists()):
         return False
@@ -61,7 +61,7 @@ def holds(prefix: Path, documents: list[np.ndarray]) -> bool:
 
 
 def write(prefix: Path, documents: list[np.ndarray]) -> None:
-    """Write PREFIX.bin and PREFIX.idx; other processes see them only when they are whole."""
+    """Write PREFIX.bin and PREFIX.idx; other processes only ever see complete files."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def main(
     ] = None,
     multiple: Annotated[int, typer.Option(min=1, help="tokens of documents, padded")] = 1,
 ) -> None:
-    """Make a Megatron data set of bytes from text; does nothing if it is there already."""
+    """Make a Megatron data set of bytes from text, unless it exists already."""
     texts = (path.read_text(encoding="utf-8") for path in files) if files else python_documents()
     documents = token_documents(texts, multiple)
     if not documents:

@@ -2,9 +2,9 @@
 
     make demo
 
-CP=1 is Megatron's own attention on one process; CP=4 is burst attention on four, pretended to be
-two nodes. Both see the same batches from the same weights. With two or more GPUs the same command
-uses them, NCCL and bf16. Writes the folder demo/.
+CP=1 is Megatron's own attention in one process; CP=4 is burst attention in four, posing as two
+nodes. Both see the same batches from the same weights. With two or more GPUs the same command uses
+them, with NCCL and bf16. Writes the folder demo/.
 """
 
 import json
@@ -53,7 +53,7 @@ class Run:
         return self.folder / f"{self.name}.log"
 
     def steps(self) -> list[dict]:
-        """What each step so far has logged."""
+        """What each step so far logged."""
         if not self.step_log.exists():
             return []
         whole_lines = self.step_log.read_text().rpartition("\n")[0]
@@ -63,8 +63,9 @@ class Run:
 def flags(steps: int, text: Path) -> list[str]:
     """Megatron's flags that both runs share.
 
-    The embedding's deviation and Adam's epsilon keep rounding errors from growing: with Megatron's
-    defaults even two micro-batch sizes of CP=1 drift apart by 1e-2 within 60 steps.
+    The embedding's initial standard deviation and Adam's epsilon keep rounding errors from growing:
+    with Megatron's defaults, even two micro-batch sizes at CP=1 drift apart by 1e-2 within 60
+    steps.
     """
     shape = [word for name, value in MODEL.items() for word in (f"--{name}", str(value))]
     words = f"""
@@ -82,7 +83,7 @@ def flags(steps: int, text: Path) -> list[str]:
 
 
 def device_flags() -> list[str]:
-    """fp32 over gloo on the CPU; bf16 over NCCL on GPUs, with TransformerEngine if it is there."""
+    """fp32 over gloo on the CPU; bf16 over NCCL on GPUs, with TransformerEngine if installed."""
     if torch.cuda.device_count() < 2:
         return ["--distributed-backend", "gloo", "--use-cpu-initialization"]
     impl = "transformer_engine" if find_spec("transformer_engine") else "local"
@@ -91,7 +92,7 @@ def device_flags() -> list[str]:
 
 
 def make_data(text: Path, files: list[Path], console: Console) -> None:
-    """Write the data set, in a process of its own: importing Megatron is talkative."""
+    """Write the data set in a separate process: importing Megatron prints a lot."""
     command = [sys.executable, str(HERE / "data.py"), str(text), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -101,7 +102,7 @@ def make_data(text: Path, files: list[Path], console: Console) -> None:
 
 
 def train(run: Run, shared: list[str], steps: int, console: Console) -> float:
-    """Run a training to its end, showing its progress; returns its seconds."""
+    """Run a training to its end, showing progress; return its seconds."""
     run.step_log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(run.processes), "-m", "megatron_burst"]
@@ -119,7 +120,8 @@ def train(run: Run, shared: list[str], steps: int, console: Console) -> float:
 
 
 def show_progress(run: Run, process: subprocess.Popen, steps: int, console: Console) -> None:
-    """A bar with the loss until the process ends; without a screen a line every ten steps."""
+    """Show a bar with the loss until the process ends; without a terminal, a line every ten
+    steps."""
     columns = (
         TextColumn("{task.description:<22}"),
         BarColumn(),

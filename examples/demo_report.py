@@ -20,7 +20,7 @@ from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
 
 
 def environment() -> dict[str, str]:
-    """Of the training processes; the package is found wherever the script is started from."""
+    """Environment of the training processes: they find the package from any working directory."""
     threads = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     lone_gpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() == 1 else {}
     return {**threads, **os.environ, "PYTHONWARNINGS": "ignore", **lone_gpu}
@@ -28,19 +28,19 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """What both runs logged, and what is known of them beforehand."""
+    """What both runs logged, and what is known of them in advance."""
 
     model: dict[str, int]
     cp_size: int
-    logs: list[list[dict]]  # of CP=1 and of burst, a dict per step
+    logs: list[list[dict]]  # of CP=1 and of burst, one dict per step
     seconds: list[float]
 
     def series(self, name: str) -> list[list[float]]:
-        """One quantity of both runs."""
+        """One quantity of both runs, by step."""
         return [[step[name] for step in log] for log in self.logs]
 
     def largest_difference(self, name: str, steps: int | None = None) -> float:
-        """Between the two runs, over the first steps or all."""
+        """Largest difference between the two runs, over the first steps or all."""
         ours, theirs = (values[:steps] for values in self.series(name))
         return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def shape(self) -> AttentionShape:
-        """Of a layer's attention on one rank."""
+        """Shape of one layer's attention on one rank."""
         on_gpus = torch.cuda.device_count() > 1
         model, dim = self.model, self.model["hidden-size"] // self.model["num-attention-heads"]
         return AttentionShape(
@@ -67,7 +67,7 @@ class Report:
         )
 
     def spec(self, topology: Topology, direction: Direction, cp_rank: int = 0) -> Spec:
-        """Of a layer's attention in one pass."""
+        """Spec of one layer's attention in one pass."""
         backward = direction is Direction.BACKWARD
         circulate = choose_circulate(self.shape, "auto").value if backward else Circulate.KV
         return Spec(
@@ -76,7 +76,8 @@ class Report:
         )  # fmt: skip
 
     def bytes_per_step(self, topology: Topology) -> tuple[Counter, int]:
-        """Attention's bytes of a training step: of all ranks per link; the most of one on inter."""
+        """Bytes that attention sends per training step: all ranks by link; the maximum of one rank
+        between nodes."""
         calls = self.model["num-layers"] * (
             self.model["global-batch-size"] // self.model["micro-batch-size"]
         )
@@ -91,13 +92,13 @@ class Report:
 
 
 def choices_in(output: Path) -> list[str]:
-    """What each `auto` chose, as the run logged it once, behind what a log line begins with."""
+    """What each `auto` chose, from the line that the run logged once, without its log prefix."""
     parts = [line.partition("burst attention: ") for line in output.read_text().splitlines()]
     return [choices for _, _, choices in parts if "; backend " in choices]
 
 
 def tables(report: Report) -> Group:
-    """What both runs logged, what their processes share, and what the nodes save."""
+    """What both runs logged, what their processes share, and what topology awareness saves."""
     cores = (
         f"{report.cp_size} processes on the same cores are slower than one: only GPUs tell speeds"
     )
@@ -106,7 +107,7 @@ def tables(report: Report) -> Group:
 
 
 def _runs(report: Report) -> Table:
-    """Both runs beside each other, and how far they are apart."""
+    """Both runs side by side, and how far apart they are."""
     made = Table(title="CP=1 (Megatron's attention) against burst attention", show_lines=False)
     made.add_column("")
     made.add_column("CP=1", justify="right")
@@ -135,7 +136,7 @@ def _runs(report: Report) -> Table:
 
 
 def _bytes(report: Report) -> Table:
-    """Of burst's run: rings that know the nodes, beside one ring over all ranks (counted)."""
+    """Bytes of burst's run: rings that know the nodes against one flat ring (counted)."""
     made = Table(title="burst attention's bytes a step: why rings follow the nodes")
     made.add_column("")
     made.add_column("one ring over all ranks", justify="right")

@@ -1,6 +1,6 @@
 """A picture of what all ranks of a ring do, from their programs.
 
-By itself it draws docs/schedule.png: forward and backward of two nodes x two ranks.
+Run as a script, it draws docs/schedule.png: forward and backward on two nodes x two ranks.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron_burst.schedule.topology import Link, pretend_nodes
 
 
 def save_picture(panels: Sequence[Spec], path: Path) -> None:
-    """Draw rings as ranks x steps with their hops; the suffix of the path is the format.
+    """Draw rings as ranks x steps with their hops; the path's suffix sets the format.
 
     Args:
         panels: what is drawn, for instance forward and backward; of all ranks, whosever spec it is.
@@ -46,7 +46,7 @@ def _number(name: str) -> int:
 
 
 def _steps(program: Program) -> int:
-    """Steps of a rank; behind those with kernels, gradients come home."""
+    """Steps of a rank; after those with kernels, gradients return."""
     hops = (op for op in program.ops if isinstance(op, Transfer))
     landed = (_number(take.rows.buffer) for op in hops for take in op.takes)
     return max(program.topology.cp_size, 1 + max(landed, default=0))
@@ -117,7 +117,7 @@ def _draw_step(ax: Any, program: Program, step: int, tokens: int, y: float) -> N
 
 
 def _work(program: Program, step: int, tokens: int) -> str:
-    """Which part of the two shards meets in a step, briefly."""
+    """Briefly, which parts of the two shards meet in a step."""
     found = [kernel for kernel in map(_kernel, program.ops) if kernel and kernel[0] == step]
     if not found:
         return "idle"
@@ -142,7 +142,7 @@ def _kernel(op: Op) -> tuple[int, int, int, Mask] | None:
 
 
 def _draw_hop(ax: Any, hop: Transfer, program: Program, height: dict[int, float]) -> None:
-    """From the end of the step whose buffer is sent to the beginning of the one that needs it."""
+    """Draw from the end of the step whose buffer is sent to the start of the one that needs it."""
     ((give,), (take,)) = hop.gives, hop.takes
     link = program.topology.link(program.cp_rank, give.peer)
     lift = 0.1 if hop.cargo is Cargo.READ else -0.1

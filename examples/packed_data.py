@@ -1,4 +1,4 @@
-"""Samples that hold several documents, and what Megatron's attention is told of them (THD)."""
+"""Samples of several documents, and how Megatron's attention learns of them (THD)."""
 
 import sys
 from argparse import Namespace
@@ -13,10 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 
 def check_packing(args: Namespace) -> None:
-    """End a run whose samples would not be packed as its flags say.
+    """Stop a run whose samples would not be packed as its flags say.
 
-    Megatron's own ways to pack are those of its pretrain_gpt.py; the script beside this one would
-    ignore them.
+    Megatron's own packing flags belong to its pretrain_gpt.py; the script here would ignore them.
     """
     for name in ("sft", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
@@ -35,19 +34,19 @@ def check_packing(args: Namespace) -> None:
 
 
 class PackedMockDataset(MockGPTDataset):
-    """Megatron's mock samples, packed: all have documents of the same lengths, each in an order of
-    its own, so that steps take equally long and boundaries are new in each of them."""
+    """Megatron's mock samples, packed: all have the same document lengths, shuffled per sample, so
+    that steps take equally long and boundaries change with each one."""
 
     lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, path: Path) -> type["PackedMockDataset"]:
-        """The dataset whose documents have the lengths in a file, which are whole numbers."""
+        """Return the dataset whose document lengths (whole numbers) are read from a file."""
         words = path.read_text(encoding="utf-8").replace(",", " ").split()
         return type("PackedMockDataset", (cls,), {"lengths": tuple(map(int, words))})
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
-        """With boundaries, int32 [documents + 1], and positions that begin anew at each."""
+        """Add boundaries, int32 [documents + 1], and positions that restart at each document."""
         lengths = list(self.lengths)
         Random(idx).shuffle(lengths)
         return super().__getitem__(idx) | {
@@ -58,14 +57,14 @@ class PackedMockDataset(MockGPTDataset):
 
 
 class PackedDataset(GPTDataset):
-    """Samples of --data-path, of documents each for itself.
+    """Samples of --data-path whose documents do not see each other.
 
-    Megatron's own data set tells where they end. Each must be a multiple of 2 * CP tokens (data.py
-    --multiple), because TransformerEngine shards them so and does not look.
+    Megatron's own data set says where they end. Each must be a multiple of 2 * CP tokens (data.py
+    --multiple): TransformerEngine's sharding assumes this and does not check.
     """
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
-        """With boundaries, int32 [documents + 1], and positions that begin anew at each."""
+        """Add boundaries, int32 [documents + 1], and positions that restart at each document."""
         sample = super().__getitem__(idx)
         boundaries = sample["cu_seqlens"].unique_consecutive()  # the last one is repeated
         pieces = 2 * self.config.context_parallel_size
@@ -75,7 +74,7 @@ class PackedDataset(GPTDataset):
                 f"rank holds two chunks of each; got boundaries {boundaries[:8].tolist()}; write "
                 f"the data with data.py --multiple {pieces}"
             )
-        # the same bound in every step: some kernels are built for it
+        # the same bound in every step: some kernels compile for it
         return sample | {"cu_seqlens": boundaries, "max_seqlen": self.config.sequence_length}
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of packed documents over the ranks of torchrun, without Megatron.
+"""Log-probabilities of packed documents across torchrun's ranks, without Megatron.
 
 torchrun --nproc-per-node 2 examples/packed_log_probs.py
 

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 8 -m megatron_burst examples/pretrain_gpt.py \
         --context-parallel-size 8 --context-parallel-impl burst ...
 
-Nothing here knows of burst attention: the second line is what turns it on. The flags are
-Megatron's, --step-log FILE, --data-seed N, and what packs samples: --document-lengths FILE those of
---mock-data, --pack-documents those of --data-path.
-Where no GPU is, Megatron runs on the CPU (megatron_burst.mcore.cpu_mode).
+Nothing here knows about burst attention: the second command switches it on. The flags are
+Megatron's plus --step-log FILE, --data-seed N, and two that pack samples: --document-lengths FILE
+for --mock-data and --pack-documents for --data-path. Without a GPU, Megatron runs on the CPU
+(megatron_burst.mcore.cpu_mode).
 """
 
 import argparse
@@ -40,7 +40,7 @@ from step_log import StepLog
 from megatron_burst.mcore import patches
 
 Batch = dict[str, torch.Tensor]
-# What a first run would otherwise have to name; flags override it.
+# Defaults that a first run would otherwise have to set; flags override them.
 DEFAULTS = {
     "micro_batch_size": 1, "lr": 1e-3, "eval_iters": 0, "eval_interval": 1000, "log_interval": 1,
     "attention_dropout": 0.0, "hidden_dropout": 0.0,
@@ -49,7 +49,7 @@ DEFAULTS = {
 
 
 def of_what_is_installed() -> dict[str, bool | str]:
-    """Megatron's defaults need Apex and TransformerEngine; the same without what is missing."""
+    """Megatron's defaults need Apex and TransformerEngine: replace those that are not installed."""
     has_te, has_apex = bool(find_spec("transformer_engine")), bool(find_spec("apex"))
     return {
         "transformer_impl": "transformer_engine" if has_te else "local",
@@ -95,7 +95,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # A causal model needs no mask, and a dense one holds sequence length squared bytes.
+        # A causal model needs no mask, and a dense one takes sequence length squared bytes.
         create_attention_mask=False,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         context_parallel_size=args.context_parallel_size,
@@ -110,10 +110,10 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
 
 
 def next_batch(data_iterator: Iterator[Batch]) -> Batch:
-    """Return the chunks that this context-parallel rank holds of the next micro-batch.
+    """Return this context-parallel rank's chunks of the next micro-batch.
 
     Each is [micro_batch_size, s_local], in Megatron's zigzag layout: of the sample, or of each of
-    its documents. "packed" is what Megatron's attention is told of these.
+    its documents. "packed" is what tells Megatron's attention about the documents.
     """
     samples = next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
@@ -127,7 +127,7 @@ def next_batch(data_iterator: Iterator[Batch]) -> Batch:
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
-    """Return the sum of the loss, the number of tokens in it, and both for the report."""
+    """Return the summed loss, its number of tokens, and both for the report."""
     loss_mask = loss_mask.float()
     loss = torch.sum(losses.float() * loss_mask)
     num_tokens = loss_mask.sum().int()
@@ -135,7 +135,7 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
 
 
 def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
-    """Run the model on the next micro-batch; Megatron calls the loss function that is returned."""
+    """Run the model on the next micro-batch; Megatron calls the loss function returned here."""
     batch = next_batch(data_iterator)
     losses = model(
         batch["tokens"],
@@ -150,7 +150,7 @@ def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
 
 def main() -> None:
     """Parse Megatron's flags and train."""
-    patches.apply("helpers")  # Megatron need not run make where its wheel has built them
+    patches.apply("helpers")  # Megatron need not run make if its wheel has them built
     args = parse_and_validate_args(add_arguments)
     check_packing(args)
     if args.step_log:

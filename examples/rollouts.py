@@ -1,4 +1,4 @@
-"""One prompt with several answers, as in GRPO: attention with the prompt in the sample once.
+"""One prompt with several answers, as in GRPO: attention with the prompt only once in the sample.
 
 python examples/rollouts.py
 torchrun --nproc-per-node 2 examples/rollouts.py --prompt 16384 --answer 2048
@@ -37,7 +37,7 @@ def attend(tensors: list[Tensor], lengths: list[int], parents: list[int] | None)
 
 
 def compare(prompt: int, answer: int, count: int, device: torch.device) -> None:
-    """Attention over `count` answers to one prompt, which is in the sample once, then with each."""
+    """Time attention over `count` answers to one prompt: the prompt once, then once per answer."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(1)
     shapes = [(prompt + count * answer, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -49,7 +49,7 @@ def compare(prompt: int, answer: int, count: int, device: torch.device) -> None:
     repeated = attend(copies, count * [prompt + answer], None)
     answers = repeated.unflatten(0, (count, prompt + answer))[:, prompt:].flatten(0, 1)
     if dist.get_rank() == 0:
-        of_answers = count * (prompt * answer + answer**2 // 2)  # pairs of query and key
+        of_answers = count * (prompt * answer + answer**2 // 2)  # query-key pairs
         for name, tensors, times in (("once", once, 1), ("with each answer", copies, count)):
             work = of_answers + times * prompt**2 // 2
             print(f"prompt {name}: {len(tensors[0]):,} tokens, {work:,} pairs of query and key")

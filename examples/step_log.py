@@ -1,4 +1,4 @@
-"""What each training step gave, in full precision, as JSON lines."""
+"""Log each training step in full precision, as JSON lines."""
 
 import functools
 import inspect
@@ -14,12 +14,12 @@ from megatron.training import get_args, training
 
 class StepLog:
     """Writes one JSON object per step: iteration, lm loss, grad norm, seconds, tokens per second,
-    and on GPUs the most memory so far.
+    and on GPUs the peak memory so far.
 
-    Megatron prints three digits of the gradient norm and has no callback for a step, but it calls
-    train_step and then training_log once for each; both are rebound. The values are taken by the
-    names of training_log's parameters, because their order changes between releases. The last rank
-    writes, which is one that holds the loss; the file is begun anew.
+    Megatron prints three digits of the gradient norm and has no per-step callback, but it calls
+    train_step and then training_log once per step; both are rebound. Values are taken by the names
+    of training_log's parameters, because their order changes between releases. The last rank
+    writes, as it has the loss; the file is overwritten.
     """
 
     def __init__(self, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...
 
-Prints JSON, by page: its first heading, pictures that did not load, what the console said.
+Prints JSON by page: first heading, pictures that did not load, console messages.
 """
 
 import json
@@ -32,7 +32,7 @@ _PAINTED_MS = 300
 
 
 class Page(QWebEnginePage):
-    """A page that keeps what its scripts say."""
+    """A page that records console messages."""
 
     def __init__(self, view: QWebEngineView) -> None:
         super().__init__(view)
@@ -43,7 +43,7 @@ class Page(QWebEnginePage):
 
 
 class Visit:
-    """Opens one page after the other."""
+    """Opens pages one after another."""
 
     def __init__(self, app: QApplication, shots: Path, pages: list[Path]) -> None:
         self.app, self.shots, self.todo, self.found = app, shots, pages, {}

@@ -1,4 +1,4 @@
-"""The engine on simulated ranks: problems, programs, both passes, and the truth beside them."""
+"""The engine on simulated ranks: test problems, programs, both passes, and the reference."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of, seen_by
 
-_ONE_AT_A_TIME = Lock()  # ranks are threads, and a patch of one would outlast that of another
+_ONE_AT_A_TIME = Lock()  # ranks are threads: one's patch would outlive another's
 
 
 def problem(cp_size, tokens, heads, dims, seed, batch=2):
@@ -60,7 +60,7 @@ class Way:
 
 
 class Passes:
-    """Both passes of a rank."""
+    """Forward and backward of one rank."""
 
     def __init__(self, way, topology, shard, carrier, grad_dtype=torch.float64):
         q, k, v, _ = shard
@@ -97,7 +97,7 @@ class Passes:
         return self.executors[0].run(given | self._outputs(q, 0), documents=self.documents)
 
     def _outputs(self, like, index):
-        """With rows outermost in memory if they are in the inputs."""
+        """Allocate with rows outermost in memory if the inputs have them so."""
         executor = self.executors[index]
         dtypes = executor.dtypes
         sums = dtypes[Dtype.SUM]
@@ -113,7 +113,7 @@ class Passes:
         }
 
     def both(self, q, k, v, dout):
-        """(out, dq, dk, dv); backward knows nothing but forward's inputs and results."""
+        """(out, dq, dk, dv); backward sees only forward's inputs and results."""
         run = self.forward(q, k, v)
         out, lse = run.fields["out"]["out"].to(q.dtype), run.fields["out"]["lse"]
         side = {"q": q, "dout": dout, "out": out, "lse": lse}
@@ -134,7 +134,7 @@ def run_engine(topology, tensors, way, seed=0):
         shard = [x[:, rows] for x in tensors]
         passes = Passes(way, topology, shard, carrier, accumulate_dtype(tensors[0].dtype))
         q, k, v, dout = shard
-        passes.forward(q, -k, -v)  # neither call may see or spoil the other's keys
+        passes.forward(q, -k, -v)  # neither call may see or corrupt the other's keys
         carrier.sent_bytes = 0
         counted = sum(
             sum(executor.program.sent_bytes().values()) * executor.unit
@@ -144,14 +144,15 @@ def run_engine(topology, tensors, way, seed=0):
 
     results, carriers = run_simulated(one, size, seed, way.pulls)
     for carrier, (_, counted) in zip(carriers, results, strict=True):
-        # rows with statistics of another dtype than the tensors' are padded, narrow heads most
+        # rows with statistics in another dtype than the tensors' are padded, narrow heads most
         padded = accumulate_dtype(tensors[0].dtype) is not tensors[0].dtype
         assert counted == carrier.sent_bytes or (padded and counted < carrier.sent_bytes)
     return [tensors for tensors, _ in results]
 
 
 def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
-    """In float64, of numbers that the dtype has; in others as exact as one rank is."""
+    """Check in float64, with inputs that the dtype represents; other dtypes must be as exact as one
+    rank."""
     tensors = [x.to(dtype) for x in tensors]
     expected = truth(*(x.double() for x in tensors), way.mask, way.scale, way.edges, way.parents)
     errors = _errors(topology, tensors, way, seed, expected)
@@ -161,17 +162,18 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
     alone = Way("ring", mask=way.mask, backend=way.backend, scale=way.scale, edges=way.edges,
                 parents=way.parents)  # fmt: skip
     eps = torch.finfo(dtype).eps
-    # what cancels, sums in float32 leave
+    # what float32 sums leave where terms cancel
     least = 4 * torch.finfo(torch.float32).eps * max(whole.norm() for whole in expected)
     for error, one, whole in zip(
         errors, _errors(pretend_nodes(1, 1), tensors, alone, 0, expected), expected, strict=True
     ):
-        # what other ranks are sent may be rounded once more, by half an eps
+        # what is sent to other ranks may be rounded once more, by half an eps
         assert error.norm() <= 2 * one.norm() + eps / 2 * whole.norm() + least
 
 
 def _errors(topology, tensors, way, seed, expected):
-    """Of (out, dq, dk, dv) as a caller gets them, rows of all ranks one behind the other."""
+    """Errors of (out, dq, dk, dv) as a caller gets them, with the rows of all ranks
+    concatenated."""
     size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
     errors = [
         [result.to(tensors[0].dtype) - whole[:, rows_of(way.layout, rank, size, tokens, way.edges)]

@@ -1,8 +1,7 @@
-"""Ranks as threads of one process, joined by transfers that show a missing wait.
+"""Ranks as threads of one process, joined by transfers that expose a missing wait.
 
-A receive buffer is full of NaN from its post until somebody waits for the transfer, and what is
-sent is read only then: who computes too early gets NaN, who overwrites too early sends the wrong
-thing.
+A receive buffer holds NaN from its post until it is waited for, and sent data is read only then:
+reading too early gives NaN, overwriting too early sends the wrong data.
 """
 
 import threading
@@ -22,7 +21,7 @@ _TIMEOUT_S = 30
 
 
 class Letter:
-    """What one rank sends and another receives, once both have posted it."""
+    """A message from one rank to another, delivered once both have posted it."""
 
     def __init__(self):
         self.both, self._ends, self._lock, self._over = (
@@ -46,7 +45,7 @@ class Letter:
 
 
 class Wire:
-    """What joins simulated ranks: letters, barriers, memory that all of them can read."""
+    """What joins simulated ranks: messages, barriers and shared memory."""
 
     def __init__(self, cp_size, in_turns=False):
         self.letters, self._lock = {}, threading.Lock()
@@ -56,7 +55,7 @@ class Wire:
 
     @contextmanager
     def resting(self):
-        """While a rank waits for others they may run."""
+        """Lets the others run while a rank waits for them."""
         if self.turn:
             self.turn.release()
         try:
@@ -77,7 +76,7 @@ class Wire:
 
 
 class SimulatedCarrier:
-    """One rank's end of the wire; counts the bytes that it sends."""
+    """One rank's end of the wire; counts the bytes it sends."""
 
     overlaps = True
 
@@ -91,7 +90,8 @@ class SimulatedCarrier:
         return OneQueue(Where(device))
 
     def buffers(self, use, count, num_bytes, where):
-        """The same ones in every call, as of a communicator, but full of NaN when it begins."""
+        """The same buffers in every call, as from a communicator, but filled with NaN at its
+        start."""
         memory = self._kept.get(use)
         if memory is None or memory.flats[0].numel() < num_bytes:
             memory = self._kept[use] = Memory([])
@@ -136,7 +136,7 @@ class SimulatedCarrier:
         time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
 
     def send(self, link, cargo, sends, recvs):
-        time.sleep(self._delay.random() * 1e-3)  # ranks must not have to run in step
+        time.sleep(self._delay.random() * 1e-3)  # ranks need not run in lockstep
         self.sent_bytes += sum(x.nbytes for _, x in sends)
         for _, x in recvs:
             x.fill_(255 if x.dtype is torch.uint8 else float("nan"))
@@ -152,7 +152,7 @@ class SimulatedCarrier:
 
 
 class CountedSlots(PulledSlots):
-    """Counts what others take as sent."""
+    """Counts what others read as sent."""
 
     def __init__(self, carrier, buffers, barriers):
         super().__init__(buffers, barriers, carrier.cp_rank)
@@ -169,7 +169,7 @@ class CountedSlots(PulledSlots):
 
 
 class SimulatedTransfer:
-    """Letters under way; those between two ranks match in the order of their posts."""
+    """Messages in flight; those between two ranks match in the order of their posts."""
 
     def __init__(self, wire, letters):
         self._wire, self._letters = wire, letters
@@ -182,10 +182,10 @@ class SimulatedTransfer:
 
 
 def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
-    """Run `function(cp_rank, carrier)` for all ranks; returns results and carriers.
+    """Run `function(cp_rank, carrier)` on all ranks; return results and carriers.
 
-    `pulls`: whether ranks read each other's slots.
-    In turns, one rank at a time runs until it waits: for compilers that are not for threads.
+    `pulls`: whether ranks read each other's slots. In turns, one rank at a time runs until it
+    waits: for compilers that are not thread-safe.
     """
     wire = Wire(cp_size, in_turns)
     carriers = [SimulatedCarrier(wire, rank, seed, pulls) for rank in range(cp_size)]

@@ -1,7 +1,7 @@
-"""Options beside the ways in which calls are resolved to run: honoured, or refused on all ranks.
+"""Options across the modes that calls resolve to: honoured, or refused on all ranks.
 
-Catches an option that is dropped, one that is refused though it holds, and an `auto` that resolves
-on a way without what was asked for where there is one that has it.
+Guards against an option that is dropped or refused needlessly, and an `auto` that picks a mode
+without a requested option where another mode has it.
 """
 
 import re
@@ -27,7 +27,7 @@ from megatron_burst.schedule.topology import Topology, pretend_nodes
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
-MANY = AttentionShape(1, 1 << 15, 32, 32, 128, 128, 2, 4, 4)  # heads are exchanged over all ranks
+MANY = AttentionShape(1, 1 << 15, 32, 32, 128, 128, 2, 4, 4)  # all-to-all over all ranks
 UNEVEN = Topology(((0, 1, 2),), (0, 0, 1))
 WAYS = {  # name: topology, options
     "one rank": (pretend_nodes(1, 1), {}),
@@ -45,7 +45,7 @@ WAYS = {  # name: topology, options
     "uneven nodes": (UNEVEN, {}),
 }
 RINGS = {"ring", "CPU", "2 nodes, ring", "2 nodes, flat", "2 nodes, CPU", "uneven nodes"}
-REFUSED = {  # option: the ways that do not have it
+REFUSED = {  # option: the modes that do not have it
     ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 nodes, q", "2 nodes, a2a"},
     ("resend", "always"): set(),
     ("heads_per_round", 1): RINGS,
@@ -163,7 +163,7 @@ def test_nodes_and_groups_that_say_which_they_are_are_refused():
 
 
 def bytes_of(options, run=None) -> list[int]:
-    """Sent in forward and in backward of a call in bf16."""
+    """Bytes sent in forward and in backward of a call in bf16."""
     sent, post = Counter(), dist.batch_isend_irecv
 
     def counted(ops):
@@ -191,7 +191,7 @@ def sent_with(rank, changes):
 
 
 def test_gradients_of_an_exchange_are_as_wide_as_asked_for():
-    """dQ, dK, dV go back in bf16 or in fp32; nothing else changes."""
+    """dQ, dK, dV are returned in bf16 or in fp32; nothing else changes."""
     ways = [{"intra": "a2a", "grad_wire": wire} for wire in ("input", "accumulate", "auto")]
     for narrow, wide, auto in run_ranks(sent_with, 2, ways):
         assert narrow[0] == wide[0] and narrow == auto

@@ -1,5 +1,5 @@
-"""Bytes on the wire, counted by wrapping torch.distributed, against those of the programs, whose
-formulas are in tests/schedule/test_programs.py."""
+"""Bytes on the wire, counted by wrapping torch.distributed, match the programs' (whose formulas are
+in tests/schedule/test_programs.py)."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ KERNEL = Kernel(rectangular_causal=False, takes_delta=False, wide_grads=True)  #
 
 
 def planned_of(mode, topology, rank, shape, circulate=Circulate.KV, **options):
-    """Bytes by link that a rank's programs send, forward and backward."""
+    """Bytes by link that a rank's programs send in forward and backward."""
     forward = Spec(
         topology, rank, Direction.FORWARD, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel=KERNEL,
         **options,
@@ -46,7 +46,7 @@ def planned_of(mode, topology, rank, shape, circulate=Circulate.KV, **options):
 
 
 def count_sends(topology, rank):
-    """Wrap every way out of torch.distributed; count bytes by the link to the receiver."""
+    """Wrap every send of torch.distributed; count bytes by the link to the receiver."""
     sent = Counter()
     post = dist.batch_isend_irecv
 
@@ -67,7 +67,7 @@ def count_sends(topology, rank):
 
 @contextmanager
 def counted_stamps():
-    """Wrap what stamps go by; the bytes that each rank gets of a pass."""
+    """Wrap how stamps are sent; the bytes that each rank receives per pass."""
     stamps, send = [], dist.ProcessGroup.alltoall_base
 
     def counted(group, stamps_of_all, mine, *options):
@@ -147,7 +147,7 @@ def gathered_and_planned(rank, world):
 
 
 def test_bytes_of_gathering_are_exactly_the_plans():
-    """Inside nodes and between them; the latter as many as the nested ring's."""
+    """Inside nodes and between them; between nodes as many as the nested ring's."""
     for found in run_ranks(gathered_and_planned, 4, 4):
         assert len(found) == len(GATHERS)
         for sent, planned in found:
@@ -163,9 +163,9 @@ EXCHANGES = [
 
 
 def exchanged_and_planned(rank, world):
-    """By case: bytes sent and planned in each pass, and those that auto expects between nodes.
+    """By case: bytes sent and planned in each pass, and what auto expects between nodes.
 
-    Rows are of 16 bytes and multiples, so nothing is padded.
+    Rows are multiples of 16 bytes, so nothing is padded.
     """
     restore = dict(vars(dist))
     found = []
@@ -200,7 +200,7 @@ def exchanged_and_planned(rank, world):
 
 
 def test_bytes_of_exchanging_are_exactly_the_plans():
-    """Backward exchanges q, k and v where kept results stand for the forward, and nowhere else."""
+    """Backward resends q, k and v only where kept results replace the forward."""
     for found in run_ranks(exchanged_and_planned, 4, 4):
         assert len(found) == len(EXCHANGES)
         for (*_, keep), (sent, planned, over_all) in zip(EXCHANGES, found, strict=True):

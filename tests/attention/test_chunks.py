@@ -1,4 +1,4 @@
-"""Documents of which each rank has two chunks: their orders and segments, and on processes."""
+"""Documents sharded in two chunks per rank: row orders, segments, and runs on real processes."""
 
 from itertools import accumulate, pairwise
 
@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_order_of_a_sample_of_documents(size):
-    """Rows of all ranks one behind the other, put in order and back."""
+    """Rows of all ranks, concatenated, put into sequence order and back."""
     lengths = [2 * size * n for n in (2, 0, 1, 5)]
     edges = list(accumulate([0, *lengths]))
     documents = Documents(
@@ -42,7 +42,7 @@ def test_the_order_of_a_sample_of_documents(size):
 
 
 def test_a_sample_is_known_again_on_the_stream_that_has_made_it(monkeypatch):
-    """Nothing orders another stream behind the kernels that made its tables."""
+    """No other stream is ordered after the kernels that made its tables."""
     streams = iter((1, 2, 1))
     monkeypatch.setattr(Where, "of", classmethod(lambda cls, x: cls(x.device, next(streams))))
     cache, sample = Latest(4), Sample(torch.tensor([0, 8]), None, None)
@@ -52,7 +52,7 @@ def test_a_sample_is_known_again_on_the_stream_that_has_made_it(monkeypatch):
 
 
 def test_chunks_that_are_seen_twice_and_never():
-    """Rows of one chunk are found in both of their copies, those of another in none."""
+    """Rows of a duplicated chunk are found in both copies, those of a missing chunk in none."""
     documents = Documents(
         Sample(torch.tensor([0, 8, 12]), None, None), (6, 2), Layout.DOCUMENTS, torch.device("cpu")
     )
@@ -104,7 +104,7 @@ WAYS = (
 
 
 def errors_of_chunks(rank, world, nodes):
-    """By way, of documents that are sharded each for itself, some padded; over out, dq, dk, dv."""
+    """By mode, errors of out, dq, dk, dv for documents that are sharded separately, some padded."""
     lengths = [2 * world * count for count in (3, 0, 1, 4)]
     padded = list(accumulate([0, *lengths]))
     starts = list(accumulate([0, *(max(0, length - 3) for length in lengths)]))
@@ -135,7 +135,8 @@ def errors_of_chunks(rank, world, nodes):
 
 @pytest.mark.parametrize("nodes, world", [(1, 3), (2, 2), (2, 4), (3, 3)])
 def test_documents_each_for_itself_on_processes(nodes, world):
-    """Catches what simulated ranks cannot: choices that refuse or forget the layout, groups."""
+    """Guards against what simulated ranks cannot show: wrong groups, and choices that refuse or
+    lose the layout."""
     for errors in run_ranks(errors_of_chunks, world, world, nodes):
         assert len(errors) == 2 * len(WAYS if nodes > 1 else WAYS[:-2])
         assert max(errors.values()) <= 1e-12, errors

@@ -1,6 +1,6 @@
-"""Windows between nodes on processes: halos of unequal size, hops that only give or only take.
+"""Windows across nodes on processes: unequal halos, hops that only send or only receive.
 
-Catches rows of a halo that come to another place, and a rank that waits for a hop without rows.
+Guards against halo rows that end up in the wrong place, and a rank that waits for an empty hop.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 
 def errors_of_halos(rank, world, layout):
-    """By what is sent again in backward, over out, dq, dk and dv; a node a rank."""
+    """Errors of out, dq, dk and dv by what backward resends; one rank per node."""
     tensors, errors = problem(world, 6, (4, 2), (6, 4), 1), {}
     expected, rows = truth(*tensors, Mask(2, 0), 6**-0.5), rows_of(Layout(layout), rank, world, 6)
     for resend in ("auto", "always"):

@@ -1,4 +1,4 @@
-"""Ranks that are out of step: all of them say so, with ranks and terms, and none computes on."""
+"""Ranks that are out of step: all report it, with ranks and terms, and none computes on."""
 
 import re
 from functools import partial
@@ -22,7 +22,7 @@ WAYS = {
 }
 ODD = 2  # the rank that is out of step
 A = {"shape": (2, 8), "causal": True}
-# what the odd rank calls in place of A, and what the sentence says of it and of the others
+# what the odd rank calls instead of A, and what the message says of it and of the others
 INSTEAD = {
     "causal": ({"causal": False}, "causal=False", "causal=True"),
     "layout": ({"layout": "contiguous"}, "layout=contiguous", "layout=zigzag"),
@@ -45,7 +45,7 @@ def called(config, group, **options):
 
 
 def raised(function) -> str:
-    """The sentence that a function ends in; empty if it does not."""
+    """The message that a function raises; empty if it returns."""
     try:
         function()
     except DisagreementError as error:
@@ -54,13 +54,13 @@ def raised(function) -> str:
 
 
 def who(sentence, words):
-    """The ranks of which a sentence says this."""
+    """The ranks of which a message says this."""
     return re.search(rf"{words}[^;]*? on cp ranks (\[[\d, ]+\])", sentence)[1]
 
 
 def other_calls(rank):
-    """By way and change: what a rank is told that calls A while the odd one does not, or inversely;
-    then whether the next call is right."""
+    """By mode and change: what a rank is told that calls A while the odd one does not, or vice
+    versa; then whether the next call is right."""
     found = {}
     for name, way in WAYS.items():
         config = BurstConfig.of(timeout_s=60, **way)
@@ -70,7 +70,7 @@ def other_calls(rank):
             once(config, **other)  # agreed upon by all
             mine = other if rank == ODD else A
             found[name, change] = raised(partial(once, config, **mine))
-        once(config, **A)  # nothing is left broken
+        once(config, **A)  # the group still works
     return found
 
 
@@ -140,7 +140,7 @@ ASTRAY = {
 
 
 def calls_astray(rank):
-    """What a rank is told, by way and by how calls go astray."""
+    """What a rank is told, by mode and by how the calls differ."""
     found = {}
     for way in ("ring", "gather", "a2a", "two nodes, rings"):
         for calls in ASTRAY:

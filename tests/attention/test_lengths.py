@@ -1,7 +1,7 @@
-"""Calls of changing lengths: ranks agree once on what lengths do not change.
+"""Calls of changing lengths: ranks agree only once on what does not depend on the length.
 
-Catches posts, keys, lines or memory for each new length, and choices that follow from something
-that differs between the ranks' machines.
+Guards against store posts, keys, log lines or memory for each new length, and choices that follow
+from a difference between the ranks' machines.
 """
 
 import os
@@ -36,7 +36,7 @@ def call(tokens, batch=1, heads=2, **options):
 
 
 def many_lengths(rank):
-    """Keys in the store, posts, lines and resolved calls over many lengths; errors of some."""
+    """Store keys, posts, log lines and resolved calls over many lengths; errors of some."""
     store = dist.group.WORLD.get_group_store()
     call(2)
     dist.barrier()
@@ -61,7 +61,7 @@ def test_new_lengths_of_a_configuration_cost_no_post_no_key_and_no_line():
 
 
 def lines_of_calls(rank):
-    """What is said of calls whose choices change with the length."""
+    """What is logged of calls whose choices change with the length."""
     choose = attention._choose
 
     def choose_by_length(q, *others):
@@ -82,9 +82,9 @@ def test_a_line_is_said_once_for_a_configuration_and_when_a_choice_changes():
 
 
 def other_machine(rank, folder):
-    """By what differs on rank 1: the sentence on this rank, or that the call went well."""
+    """By what differs on rank 1: the message on this rank, or that the call succeeded."""
     found = {}
-    os.chdir(os.path.join(folder, str(rank)))  # one name, another file
+    os.chdir(os.path.join(folder, str(rank)))  # same name, different file
     cases = {
         "hardware": {"hardware": "machine.toml", "nodes": 2},
         "multiprocessors": {"intra": "gather"},

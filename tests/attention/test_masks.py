@@ -1,8 +1,8 @@
 """Windows and packed documents on simulated ranks: random masks, layouts, groups, dtypes and modes.
 
-Catches keys of another document or outside of the window, a halo that is too short, rows that come
-back to another place than they came from. What a mode cannot do has to be refused. MASKS=3000 in
-the environment draws so many.
+Guards against keys of another document or outside the window, a halo that is too short, and rows
+returned to the wrong place. Unsupported combinations must be refused. The environment variable
+MASKS sets the number of cases (e.g. 3000).
 """
 
 import os
@@ -35,7 +35,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A call, drawn from a seed."""
+    """A call drawn from a seed."""
 
     nodes: int
     ranks: int
@@ -45,7 +45,7 @@ class Drawn:
 
     @property
     def refused(self) -> bool:
-        """What docs/masks.md says."""
+        """Whether docs/masks.md says that it is refused."""
         mask, one_node = self.way.mask, self.nodes == 1
         if self.nodes * self.ranks == 1:
             return False
@@ -107,7 +107,8 @@ def test_any_mask_is_exact_or_refused(seed):
 
 
 def test_padding_is_no_document():
-    """Padded queries see no key, padded keys no query, and neither does what follows."""
+    """Padded queries see no keys, padded keys are seen by no query, and the same for what
+    follows."""
     sample = Sample(torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 10]), None)
     documents = Documents(sample, (6, 2), Layout.ZIGZAG, torch.device("cpu"))
     whole = (range(12),)
@@ -123,7 +124,7 @@ def test_padding_is_no_document():
 
 @pytest.mark.parametrize("told", [None, 4])
 def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(told):
-    """FlashAttention-2 writes no others. `told`: boundaries on a GPU, which nobody waits for."""
+    """FlashAttention-2 writes no more rows. `told`: boundaries on a GPU, which nobody waits for."""
     sample = Sample(torch.tensor([0, 3, 7]), None, told)
     documents = Documents(sample, (10, 2), Layout.ZIGZAG, torch.device("cpu"))
     if told:

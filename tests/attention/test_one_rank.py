@@ -1,4 +1,4 @@
-"""burst_attention over a group of one rank: the kernel alone, nothing that several ranks need."""
+"""burst_attention on a group of one rank: just the kernel, nothing that only several ranks need."""
 
 from contextlib import ExitStack
 from itertools import product
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.schedule.cases import LAYOUTS
 
 TOKENS = 17  # odd, which zigzag refuses on several ranks
-CONFIGS = {  # what one rank has no use for is no error
+CONFIGS = {  # options that one rank has no use for are no error
     "default": BurstConfig(),
     "gather": BurstConfig.of(intra="gather", heads_per_round=1),
     "a2a": BurstConfig(inter="a2a"),
@@ -44,7 +44,7 @@ def passes(attend, tensors):
 
 
 def run_cases(rank):
-    """By case its largest error and the calls of the kernel; keys of the store and groups added."""
+    """By case, the largest error and the kernel calls; store keys and groups added."""
     store, tensors, found = dist.distributed_c10d._get_default_store(), whole_sequence(), {}
     before = store.num_keys(), len(dist.distributed_c10d._world.pg_names)
     kernel = backends()["torch-cpu"]

@@ -1,7 +1,7 @@
-"""`hardware`: what is `auto` is what simulation finds fastest, alike on all ranks, and as exact.
+"""`hardware`: every `auto` takes what simulation finds fastest, same on all ranks, equally exact.
 
-Catches a plan that the engine does not follow, one that overrides what was asked for, and ranks
-whose files lead to different schedules.
+Guards against a plan that the engine does not follow, a plan that overrides explicit options, and
+ranks whose files lead to different schedules.
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_kernel_without_a_known_speed_is_refused(backend):
 
 
 def attend(rank, tomls):
-    """Largest error and what rank 0 said; or the sentence of a refusal."""
+    """Largest error and what rank 0 logged; or the message of a refusal."""
     tensors = inputs(4, 8, (8, 4), (8, 8), torch.float64)
     rows = rows_of(Layout.ZIGZAG, rank, 4, 8)
     config = BurstConfig.of(nodes=2, hardware=tomls[rank])
@@ -92,7 +92,7 @@ def test_a_planned_call_is_exact_and_says_why():
 
 
 def test_ranks_whose_files_differ_are_told(tmp_path: Path):
-    """On all ranks, before anything is sent."""
+    """Refused on all ranks, before anything is sent."""
     text = preset_text("h200")
     files = [tmp_path / name for name in ("one.toml", "other.toml")]
     for file in files:

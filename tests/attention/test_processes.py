@@ -1,6 +1,7 @@
 """burst_attention on real processes over gloo: every layout, circulation, topology and grouping.
 
-Catches what simulated ranks cannot: wrong peers or groups, autograd wiring, packing on the wire.
+Guards against what simulated ranks cannot show: wrong peers or groups, autograd wiring, packing on
+the wire.
 """
 
 from itertools import product
@@ -21,7 +22,7 @@ CASES = list(product(LAYOUTS, ("kv", "q"), HEADS, (True, False)))
 
 
 def cases_of(world):
-    """All on few ranks; on many, where peers and groups differ but not heads, these by turns."""
+    """All cases on few ranks; on many, where only peers and groups differ, they take turns."""
     if world <= 2:
         return CASES
     others = product(LAYOUTS, ("kv", "q"), (True, False))
@@ -57,7 +58,7 @@ def truth_of(tensors, causal, scale):
 
 
 def errors_in_float64(rank, world):
-    """The largest error of every case, over out, dq, dk and dv."""
+    """The largest error of each case, over out, dq, dk and dv."""
     errors = {}
     for layout, circulate, heads, causal in cases_of(world):
         tokens, dims = (6, (8, 5)) if layout is Layout.ZIGZAG else (5, (3, 4))
@@ -96,7 +97,7 @@ def test_float64_error_is_at_most_1e_12(world):
             assert error <= 1e-12, (rank, case, error)
 
 
-WAYS = [  # ways over several nodes
+WAYS = [  # modes over several nodes
     *({"intra": intra, "circulate": c} for intra in ("gather", "a2a") for c in ("kv", "q")),
     {"inter": "a2a"},
     {"flat": True, "circulate": "q"},
@@ -107,12 +108,13 @@ SHAPES = [(2, 2), (3, 2), (4, 2), (2, 4), (8, 1)]  # nodes x ranks
 
 
 def errors_over_nodes(rank, nodes, world):
-    """The largest error of every way, with grouped heads under a mask and with neither.
+    """The largest error of each mode, for GQA with a mask and for MHA without one.
 
-    All have several rounds of heads but those that cannot; gathering has a last one of fewer."""
+    All have several rounds of heads except those that cannot; gather's last round is a smaller one.
+    """
     errors, rows = {}, rows_of(Layout.ZIGZAG, rank, world, 6)
     for group, causal in ((2, True), (1, False)):
-        for exchanging in (world // nodes, world):  # ranks that heads are exchanged between
+        for exchanging in (world // nodes, world):  # ranks in the all-to-all
             heads = 2 * exchanging
             tensors = inputs(world, 6, (group * heads, heads), (6, 3), torch.float64)
             truth = truth_of(tensors, causal, 6**-0.5)
@@ -168,24 +170,24 @@ def low_precision_errors(rank, world):
 
 
 def test_low_precision_error_is_at_most_twice_the_undistributed_run_at_every_size():
-    """Gradients summed in bf16 on the way would grow with the number of ranks."""
+    """Gradients summed in bf16 on the way would have errors that grow with the number of ranks."""
     (baseline,) = run_ranks(low_precision_errors, 1, 1)
     for world in (2, 4, 8):
         for way, errors in run_ranks(low_precision_errors, world, world)[0].items():
             for error, alone in zip(errors, baseline[way], strict=True):
                 assert error <= 2 * alone, (world, way, errors, baseline)
-                assert alone < 1e-2  # a baseline that is itself right
+                assert alone < 1e-2  # the baseline itself must be right
 
 
 def float32_and_formats(rank):
-    """sbhd against bshd, strided inputs, lse, no_grad: differences that must vanish."""
+    """sbhd against bshd, strided inputs, lse, no_grad: the differences must be zero."""
     tensors = [x.float() for x in inputs(2, 8, (4, 2), (8, 8), torch.float64)]
     rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
     q, k, v = (x[:, rows] for x in tensors[:3])
     plain, lse = burst_attention(q, k, v, return_lse=True)
     moved = burst_attention(*(x.transpose(0, 1) for x in (q, k, v)), qkv_format="sbhd")
     strided = [torch.stack([x, -x], dim=-1)[..., 0] for x in (q, k, v)]
-    same_heads = [x[:, :, :1].expand(-1, -1, x.shape[2], -1) for x in (k, v)]  # in one memory
+    same_heads = [x[:, :, :1].expand(-1, -1, x.shape[2], -1) for x in (k, v)]  # sharing memory
     copied = burst_attention(q, *(x.contiguous() for x in same_heads))
     (scores,) = [tensors[0].double().transpose(1, 2) @ _expand(tensors[1]) * 8**-0.5]
     hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
@@ -209,7 +211,7 @@ def test_formats_strides_and_lse():
 
 
 def what_is_kept(rank):
-    """Whether outputs have a graph, and what autograd saved: under no_grad and without."""
+    """Whether outputs have a graph, and what autograd saved: with no_grad and without."""
     q, k, v = (torch.randn(1, 8, 2, 4).requires_grad_() for _ in range(3))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

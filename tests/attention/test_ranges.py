@@ -1,7 +1,7 @@
-"""Ranges of passes and operations, as a profiler sees them.
+"""Profiler ranges of passes and operations.
 
-Catches operations without a range or under another's name, ranges outside of their pass, and any
-work for them where nobody profiles.
+Guards against operations without a range or under another's name, ranges outside their pass, and
+any cost while nobody profiles.
 """
 
 import re
@@ -25,7 +25,7 @@ CONFIGS = [
 
 
 def profiled(rank, options):
-    """Ranges of burst's in a profile of one call, and what the programs of the call have."""
+    """Burst's ranges in a profile of one call, and what the call's programs contain."""
     config, programs = BurstConfig.of(**options), []
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
     run = executor.Executor.run

@@ -1,7 +1,7 @@
-"""What forward leaves for backward of what came from others: how much, how long, and when nothing.
+"""What forward saves for backward of other ranks' data: how much, how long, and when nothing.
 
-Catches memory that is held after backward, exchanged tensors that a recording keeps for
-recomputation, a second backward that finds spoilt ones. Bytes sent are in `test_bytes.py`.
+Guards against memory held after backward, all-to-all results that are kept for recomputation, and a
+second backward that finds corrupted ones. Bytes sent are in `test_bytes.py`.
 """
 
 import gc
@@ -46,7 +46,7 @@ def shards(rank):
 
 
 class Saved:
-    """What autograd saves: how much, and what of it is still there."""
+    """What autograd saves: how much, and what of it is still alive."""
 
     def __init__(self):
         self.tensors, self.num_bytes = [], 0
@@ -61,11 +61,12 @@ class Saved:
 
 
 def saved_and_let_go(rank):
-    """By way: bytes and tensors saved; of these alive before backward, after it; errors of two."""
+    """By mode: bytes and tensors saved; those alive before and after backward; errors of two
+    passes."""
     tensors, truth, rows = shards(rank)
     found = {}
     gc.collect()
-    gc.disable()  # memory must not wait for it
+    gc.disable()  # memory must be freed without it
     for way, config in WAYS.items():
         leaves = [x[:, rows].detach().clone().requires_grad_() for x in tensors[:3]]
         saved = Saved()
@@ -95,7 +96,7 @@ def test_what_is_saved_is_as_large_as_the_inputs_serves_twice_and_is_let_go():
 
 
 def gathered(rank):
-    """By way: bytes that are saved beside q, k, v, out and lse; errors of two backward passes."""
+    """By mode: bytes saved besides q, k, v, out and lse; errors of two backward passes."""
     tensors, truth, rows = shards(rank)
     found = []
     for config in GATHERED.values():
@@ -119,7 +120,7 @@ def test_keys_of_other_nodes_stay_and_serve_twice():
 
 
 def without_backward(rank):
-    """Bytes saved where no backward follows, or not this forward's."""
+    """Bytes saved where no backward follows, or not for this forward."""
     tensors, _, rows = shards(rank)
     leaves = [x[:, rows].detach().clone() for x in tensors[:3]]
     saved = Saved()
@@ -135,7 +136,7 @@ def test_nothing_is_saved_where_no_backward_follows():
 
 
 def attend_kept(config):
-    """A function of tensors whose results a checkpoint keeps, by `keep`."""
+    """A function of tensors whose results a checkpoint keeps, as `keep` says."""
     return keep(lambda q, k, v: burst_attention(q, k, v, config=config))
 
 
@@ -174,7 +175,7 @@ def test_recordings_hold_out_and_lse_and_recomputation_is_exact():
 
 
 def on_the_node(rank):
-    """The error where what is saved is packed into other tensors."""
+    """The error where saved tensors are packed into others."""
     tensors, truth, rows = shards(rank)
     errors = []
     for config in (WAYS | GATHERED).values():

@@ -1,4 +1,4 @@
-"""Bad input is refused in one sentence, on all ranks, before anything hangs."""
+"""Bad input is refused with one message on all ranks, before anything hangs."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def default_call():
     return {"q": shard(), "k": shard(), "v": shard()}
 
 
-CASES = {  # what differs from a good call, and words of the sentence
+CASES = {  # what differs from a good call, and words of the message
     "odd zigzag shard": (
         {n: shard(3) for n in "qkv"},
         "multiple of 2.*multiple of 4, such as 4 or 8",
@@ -53,11 +53,11 @@ def sentences(rank):
         q, k, v = call.pop("q"), call.pop("k"), call.pop("v")
         with pytest.raises(BurstError) as first:
             burst_attention(q, k, v, **call)
-        with pytest.raises(BurstError) as second:  # having agreed is not having been accepted
+        with pytest.raises(BurstError) as second:  # agreeing on a call does not accept it
             burst_attention(q, k, v, **call)
         assert str(first.value) == str(second.value)
         found[name] = str(first.value)
-    good = burst_attention(*default_call().values())  # nothing is left broken
+    good = burst_attention(*default_call().values())  # the group still works
     return found, bool(good.isfinite().all())
 
 
@@ -72,7 +72,7 @@ def test_each_misfit_is_one_sentence_on_every_rank():
 
 
 def odd_one_out(rank, change):
-    """A good call, then one in which rank 1 alone differs."""
+    """A good call, then one that differs on rank 1 only."""
     burst_attention(*default_call().values(), config=BurstConfig.of(timeout_s=20))
     call = default_call() | {"config": BurstConfig.of(timeout_s=20)}
     call |= change if rank == 1 else {"causal": False}
@@ -103,13 +103,13 @@ def test_a_rank_with_other_shapes_or_options_is_named_on_all_ranks(change, words
 
 
 def late_odd_one(rank, change):
-    """All have agreed on a call; then rank 1 alone makes another and the others do not."""
+    """After all agree on a call, rank 1 alone makes a different one."""
     config = BurstConfig.of(timeout_s=60)
     burst_attention(*default_call().values(), config=config)
     tensors = [shard(**change)] * 3 if rank == 1 else default_call().values()
     with pytest.raises(DisagreementError) as error:
         burst_attention(*tensors, config=config)
-    burst_attention(*default_call().values(), config=config)  # nothing is left broken
+    burst_attention(*default_call().values(), config=config)  # the group still works
     return str(error.value)
 
 

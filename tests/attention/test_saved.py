@@ -1,4 +1,4 @@
-"""What a call saves for its backward pass: no memory that is not its own."""
+"""What a call saves for backward: no memory that is not its own."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from tests.ranks import run_ranks
 
 
 def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
-    """Of each saved tensor: bytes that it keeps alive, by its own; and whether dv is right.
+    """For each saved tensor, the bytes it keeps alive relative to its own; and whether dv is right.
 
-    Queries and keys are new tensors if rotated, as position embeddings make them.
+    Queries and keys are new tensors if rotated, as RoPE makes them.
     """
     generator = torch.Generator().manual_seed(rank)
     qkv = torch.randn(1, 8, 8 + 2 + 2, 16, generator=generator, dtype=torch.float64)
@@ -29,7 +29,7 @@ def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
 
 
 def attended(q, k, v, config):
-    """Its output; of each tensor that it saves, bytes that this keeps alive, by its own."""
+    """Output; for each tensor saved, the bytes it keeps alive relative to its own."""
     shares = []
 
     def pack(x):
@@ -41,7 +41,7 @@ def attended(q, k, v, config):
 
 
 def saved_beside_keys_that_came(rank: int) -> list[float]:
-    """The same shares where keys of another node stay."""
+    """The same ratios where another node's keys stay."""
     qkv = torch.randn(1, 8, 8 + 2 + 2, 16, requires_grad=True)
     q, k, v = qkv.split((8, 2, 2), dim=2)
     config = BurstConfig.of(intra="gather", nodes=2, resend="never", heads_per_round=2)
@@ -50,7 +50,8 @@ def saved_beside_keys_that_came(rank: int) -> list[float]:
 
 @pytest.mark.parametrize("rotated", [True, False])
 def test_values_do_not_hold_the_projection_that_they_are_a_slice_of(rotated):
-    """Where queries and keys are slices too, all of it is needed, and nothing is copied."""
+    """Where queries and keys are slices too, the whole projection is needed, and nothing is
+    copied."""
     ((shares, right),) = run_ranks(saved, 1, rotated)
     assert right and len(shares) == 5
     assert max(shares) == (1 if rotated else 6)

@@ -1,7 +1,7 @@
 """The engine with programs of any mode and size, on simulated ranks, in float64.
 
-Catches wrong tiles, a merge or an accumulation that misses or repeats a share, a buffer used
-before it landed or after it was given away, bytes other than the program's.
+Guards against wrong tiles, merges or sums that miss or repeat a part, buffers used before they
+arrived or after they were released, and byte counts that differ from the program's.
 """
 
 import gc
@@ -58,15 +58,15 @@ GATHERING_NODES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2
 
 @st.composite
 def scattered(draw, nodes, ranks):
-    """A topology of so many nodes; their ranks in a row, or anywhere in the group."""
+    """A topology of `nodes` nodes; their ranks in order, or anywhere in the group."""
     names = [node for node in range(nodes) for _ in range(ranks)]
     return topology_of(draw(st.one_of(st.just(names), st.permutations(names))))
 
 
 @st.composite
 def pulls(draw, nodes):
-    """How slots are used; on several nodes, whose slots may be of several sizes, they are sent:
-    barriers are of all ranks here."""
+    """How slots are used. On several nodes they are sent, as their sizes may differ: barriers here
+    span all ranks."""
     return draw(st.sampled_from([False, True, "one slot"])) if nodes == 1 else False
 
 
@@ -93,7 +93,8 @@ def gather_cases(draw):
 @settings(deadline=None, max_examples=80)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
-    """Catches keys read before they arrive, shares sent to the wrong owner or summed too early."""
+    """Guards against keys read before they arrive, and shares sent to the wrong owner or summed too
+    early."""
     assert_exact(*case)
 
 
@@ -117,15 +118,16 @@ def a2a_cases(draw):
 @settings(deadline=None, max_examples=80)
 @given(a2a_cases())
 def test_any_all_to_all_is_exact(case):
-    """Catches heads or rows sent to the wrong rank, results that come home too early or late."""
+    """Guards against heads or rows sent to the wrong rank, and results returned too early or too
+    late."""
     assert_exact(*case)
 
 
 @pytest.mark.parametrize("heads_kv", [1, 2, 3])
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_few_kv_heads_are_exact_in_an_all_to_all(ranks, heads_kv):
-    """Each goes to all ranks that have query heads of it; their gradients of it are summed as wide
-    as those of shards are: bf16 is as exact as on one rank."""
+    """Each goes to all ranks with query heads for it; their gradients are summed as wide as those
+    of shards are: bf16 is as exact as on one rank."""
     tensors = problem(ranks, 4, (lcm(ranks, heads_kv), heads_kv), (4, 4), 4)
     way = Way("a2a", backend="torch-cpu", left=ranks % 2 == 0, pulls=ranks % 3 == 0)
     for dtype in (torch.float64, torch.bfloat16):
@@ -140,7 +142,7 @@ def test_sixteen_ranks(nodes, ranks, circulate):
 
 
 def test_scores_so_far_apart_that_exp_overflows():
-    """Merging must not exponentiate a positive number: lse differ by thousands between ranks."""
+    """Merging must not exponentiate a positive number: lse differs by thousands between ranks."""
     tensors = problem(4, 4, (2, 2), (4, 4), 2)
     tensors[1] *= torch.linspace(1, 3000, 16).view(1, -1, 1, 1)
     way = Way("ring", layout=Layout.CONTIGUOUS, mask=Mask.FULL, scale=1.0)
@@ -154,8 +156,8 @@ def test_scores_so_far_apart_that_exp_overflows():
 @pytest.mark.parametrize("circulate", list(Circulate))
 @pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
 def test_tensors_of_a_call_are_let_go_when_it_is_over(mode, circulate):
-    """Catches objects of a call that refer to each other in a ring: what they hold would take
-    memory until the garbage collector comes by."""
+    """Guards against reference cycles in a call's objects: they would hold memory until the garbage
+    collector runs."""
     topology, tokens = pretend_nodes(4, 2), 4
     tensors = problem(4, tokens, (4, 2), (4, 4), 3)
     way = replace(Way(mode), circulate=circulate)
@@ -177,8 +179,8 @@ def test_tensors_of_a_call_are_let_go_when_it_is_over(mode, circulate):
 @pytest.mark.parametrize("pulls", [False, True], ids=["sent", "pulled"])
 @pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
 def test_memory_that_a_longer_call_replaces_is_let_go(mode, pulls):
-    """Catches a program that holds on to views of buffers of the group, which stay from call to
-    call, longer than the group does."""
+    """Guards against a program that keeps views of the group's buffers, which persist between
+    calls, longer than the group does."""
     if pulls and mode == "ring":
         pytest.skip("rings have no slots")
     topology, way = pretend_nodes(4, 2), Way(mode, pulls=pulls)

@@ -1,9 +1,8 @@
-"""What a GPU's streams do beside each other: every two uses of a buffer must be ordered.
+"""GPU streams running concurrently: any two uses of a buffer must be ordered.
 
-Ranks are simulated; each keeps the clocks of its streams. What has happened on one stream is known
-to another once that waits for it. Catches work beside the kernels that they do not wait for, and
-buffers that are filled again while another stream may still read them. What ranks do to each
-other's memory is not looked at here.
+Ranks are simulated; each keeps a clock per stream. A stream learns what happened on another once it
+waits for it. Guards against side work that kernels do not wait for, and buffers that are refilled
+while another stream may still read them. Accesses to other ranks' memory are not covered.
 """
 
 from collections import defaultdict
@@ -26,15 +25,15 @@ from tests.oracle import rows_of
 
 
 class Streams(TorchDispatchMode):
-    """The streams of a rank: what each has done to buffers, what each knows of the others."""
+    """A rank's streams: what each did to buffers, and what each knows of the others."""
 
     def __init__(self):
         super().__init__()
         self.races, self._muted, self.where = [], False, Where(torch.device("cpu"))
         self.stream = self.current = "main"
         self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
-        self._uses = {}  # by the range of addresses of a buffer
-        self._alive = []  # nothing else may get the addresses of a buffer that was given back
+        self._uses = {}  # by a buffer's address range
+        self._alive = []  # nothing else may get a freed buffer's addresses
 
     def track(self, buffer):
         start = buffer.data_ptr()
@@ -43,16 +42,16 @@ class Streams(TorchDispatchMode):
         return buffer
 
     def here(self):
-        """What the current stream has behind it."""
+        """What the current stream has completed."""
         return {**self._known[self.current], self.current: self._clock[self.current]}
 
     def unfinished(self):
-        """Streams whose last use the current one does not know."""
+        """Streams whose last use the current one has not waited for."""
         here = self.here()
         return [stream for stream, time in self._clock.items() if here.get(stream, 0) < time]
 
     def wait(self, times):
-        """Let the current stream wait for that."""
+        """Make the current stream wait for these times."""
         known = self._known[self.current]
         for stream, time in times.items():
             known[stream] = max(known[stream], time)
@@ -63,7 +62,7 @@ class Streams(TorchDispatchMode):
     def mark(self, again=None):
         if again is None:
             return Mark(self, self.here())
-        again._times = self.here()  # as an event that is recorded again
+        again._times = self.here()  # like an event that is recorded again
         return again
 
     @contextmanager
@@ -103,7 +102,7 @@ class Streams(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.empty.memory_format and result.dtype is torch.uint8:
-            self.track(result)  # what stays of an exchange
+            self.track(result)  # what stays of an all-to-all
         named = [*zip(function._schema.arguments, args, strict=False)]
         by_name = {argument.name: argument for argument in function._schema.arguments}
         named += [(by_name[name], given) for name, given in (kwargs or {}).items()]
@@ -117,7 +116,8 @@ class Streams(TorchDispatchMode):
 
 
 class Mark:
-    """What a stream had behind it; whoever waits knows that, of a transfer once that is over."""
+    """What a stream had done when it was set; waiting for it passes that on, for a transfer once
+    complete."""
 
     def __init__(self, streams, times, transfer=None):
         self._streams, self._times, self._transfer = streams, times, transfer
@@ -131,7 +131,7 @@ class Mark:
 
 
 class StreamCarrier(simulated.SimulatedCarrier):
-    """A carrier whose transfers and side work are on streams of their own."""
+    """A carrier whose transfers and side work have their own streams."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -156,12 +156,12 @@ class StreamCarrier(simulated.SimulatedCarrier):
             done = self.streams.here()
         with self.streams.muted():
             transfer = super().send(link, cargo, sends, recvs)
-        # one of nothing tells nothing
+        # an empty transfer orders nothing
         return Mark(self.streams, done if [*sends, *recvs] else {}, transfer)
 
 
 def races(monkeypatch, nodes, ranks, way):
-    """Uses that are not ordered, in two calls back to back on each rank."""
+    """Unordered uses in two back-to-back calls on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
     topology, tokens = pretend_nodes(nodes * ranks, nodes), 8
     tensors = problem(topology.cp_size, tokens, (8, 4), (4, 4), 0)
@@ -196,7 +196,7 @@ def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, mode, left, c
 
 
 def test_a_wait_that_is_left_out_is_found(monkeypatch):
-    """The net holds: without the waits of one kind of operation there are races."""
+    """The check can fail: without the waits of one kind of operation there are races."""
     none = lambda program: replace(order(program), waits=((),) * len(program.ops))  # noqa: E731
     monkeypatch.setattr(executor, "order", none)
     found = races(monkeypatch, 3, 2, Way("gather"))

@@ -1,7 +1,7 @@
-"""What a step's passes are measured to have sent and waited for, against what they did.
+"""Bytes and waits that a step's passes are measured to have, against what they really did.
 
-Ranks are made late on purpose: catches waits that nobody times, another pass than the middle one,
-passes outside of steps that are counted, and bytes that were never sent.
+Ranks are made late on purpose. Guards against untimed waits, timing another pass than the middle
+one, counting passes outside steps, and bytes that were never sent.
 """
 
 import gc
@@ -31,8 +31,8 @@ PASSES = 5  # of each kind; the third is in the middle
 
 
 def measured(rank, world, options, late):
-    """Seconds and bytes of a step by the meter, bytes that were sent, seconds that it took; the
-    second rank is late with each transfer of one forward pass."""
+    """Seconds and bytes of a step by the meter, bytes actually sent, and seconds it took; the
+    second rank is late in each transfer of one forward pass."""
     config, restore = BurstConfig.of(**options), dict(vars(dist))
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
 
@@ -81,7 +81,7 @@ def measured(rank, world, options, late):
 def test_a_pass_stands_for_all_and_its_waits_are_exposed(options, link, late):
     found = run_ranks(measured, 2, 2, options, late)
     for first, seconds, counted, sent, _ in found:
-        assert first == {}  # how many passes there are is not known before a step is over
+        assert first == {}  # the number of passes is unknown until a step is over
         assert counted == {Link.INTRA: 0, Link.INTER: 0} | sent and counted[link] > 0
         assert 0 < seconds["exposed"] < seconds[""]
         assert seconds[link] > 0 and sum(seconds[each] for each in Link) == seconds[link]
@@ -94,8 +94,8 @@ def test_a_pass_stands_for_all_and_its_waits_are_exposed(options, link, late):
 
 
 def measured_waits(rank, fewer):
-    """Seconds by link: the meter's, and from when each was sent until it was first waited for, in a
-    time that only waits take: 1 s, and 1000 s for what has come already."""
+    """Seconds by link: the meter's, and from each send until its first wait, on a clock that only
+    waits advance: 1 s, or 1000 s for what has arrived already."""
     now, posted, truth, repeated = [0.0], {}, Counter(), 0
     send, wait = Communicator.send, Transfer.wait
 
@@ -129,7 +129,7 @@ def measured_waits(rank, fewer):
 
 @pytest.mark.parametrize("fewer", [False, True])
 def test_a_transfer_is_over_when_it_is_first_waited_for(fewer):
-    """Where a step has not as many passes as the one before, its first ones are timed."""
+    """Where a step has fewer passes than the one before, its first ones are timed."""
     for seconds, truth, repeated in run_ranks(measured_waits, 4, fewer):
         assert repeated > 0 and truth.keys() == {Link.INTRA, Link.INTER}
         assert {link: seconds[link] for link in truth} == truth
@@ -172,7 +172,7 @@ def left_over(rank):
         METER.end_step()
     dist.destroy_process_group(group)
     del group
-    burst_attention(q, k, v)  # lets go of what belongs to groups that are destroyed
+    burst_attention(q, k, v)  # releases what belongs to destroyed groups
     gc.collect()
     return len(seen), sum(each() is not None for each in seen), METER.sent_bytes()
 
@@ -183,7 +183,7 @@ def test_programs_of_a_group_go_with_it_though_their_step_was_not_logged():
 
 
 class Event:
-    """Takes the place of a CUDA event."""
+    """Stands in for a CUDA event."""
 
     done = True
 
@@ -201,7 +201,7 @@ class Event:
 
 
 def not_told(rank, done):
-    """Of a step on what passes for a GPU, where torch does not say how long transfers take."""
+    """A step on what poses as a GPU, where torch does not report how long transfers take."""
     begin, wait, where = Clock.begin, Transfer.wait, Where(torch.device("cuda"))
     over = []
 

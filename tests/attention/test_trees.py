@@ -1,7 +1,7 @@
-"""Prefix trees on simulated ranks: each query sees its segment and all of its ancestors'.
+"""Prefix trees on simulated ranks: each query sees its own segment and its ancestors'.
 
-Catches keys of a sibling, of a descendant or of an ancestor that a mode leaves out, gradients that
-one depth of the tree overwrites with another's, and keys that are multiplied more than once.
+Guards against visible siblings or descendants, ancestors that a mode leaves out, gradients of one
+tree depth that overwrite another's, and keys that are multiplied more than once.
 """
 
 import re
@@ -35,7 +35,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 MASK = Mask(right=0, documents=True)
-TREES = {  # parents, and how long segments are
+TREES = {  # parents, and segment lengths
     "one segment": ((-1,), (9,)),
     "a chain": ((-1, 0, 1), (3, 5, 2)),
     "a star": ((-1, 0, 0, 0, 0), (11, 3, 1, 4, 2)),
@@ -50,13 +50,13 @@ GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (1, 5), (3, 2), (1, 7), (2, 4)
 
 
 def edges_of(lengths, size):
-    """Where segments begin, scaled so that each of `size` ranks has some; and tokens of a rank."""
+    """Where segments begin, scaled so that each of `size` ranks has tokens; and tokens per rank."""
     edges = tuple(accumulate(lengths, initial=0))
     return edges, 2 * -(-max(edges[-1], 2) // (2 * size))
 
 
 def ways(nodes, ranks):
-    """(heads, way) of each mode that the group can have."""
+    """(heads, mode) of each mode that the group supports."""
     one_kv = {"mode": "gather", "heads_per_round": 1}
     yield (4, 2), Way("ring", Circulate.KV)
     yield (2, 2), Way("ring", Circulate.Q, rectangular=False)
@@ -68,7 +68,7 @@ def ways(nodes, ranks):
 
 @pytest.mark.parametrize("nodes, ranks", GROUPS)
 def test_each_tree_is_exact(nodes, ranks):
-    """In one of the group's ways each, so that each way has about two of the trees."""
+    """One of the group's modes each, so that each mode has about two trees."""
     size, every = nodes * ranks, list(ways(nodes, ranks))
     for number, (parents, lengths) in enumerate(TREES.values()):
         edges, tokens = edges_of(lengths, size)
@@ -117,7 +117,7 @@ def test_a_chain_is_one_causal_document_bit_by_bit():
 
 
 class Counted:
-    """Pairs of queries and keys that kernels are given."""
+    """Counts query-key pairs given to kernels."""
 
     def __init__(self):
         self.pairs = {"forward": 0, "backward": 0}
@@ -150,7 +150,7 @@ def test_each_key_is_multiplied_once_with_each_query_that_sees_it(name, mode):
     with counted.of("forward"), counted.of("backward"):
         run_engine(pretend_nodes(2, 1), tensors, way)
     seen = int(seen_by(MASK, edges, 2 * tokens, parents).sum())
-    ranks = 1 if mode != "a2a" else 2  # each of which has all pairs, of one head
+    ranks = 1 if mode != "a2a" else 2  # each rank has all pairs of one head
     assert counted.pairs == {"forward": 2 * ranks * seen, "backward": ranks * seen}
 
 
@@ -173,7 +173,7 @@ def test_a_branch_has_no_rows_around_those_that_see_something():
     assert documents((-1, 0, 0)).branches((range(4),), (range(4, 10),)) == ()
 
 
-REFUSED = {  # parents, and words of the sentence
+REFUSED = {  # parents, and words of the message
     "its own parent": ([-1, 1, 0], "an earlier segment.*got parent 1 of segment 1; number"),
     "a cycle": ([1, 0, 0], "an earlier segment.*got parent 1 of segment 0"),
     "behind its child": ([-1, 2, 0], "an earlier segment.*got parent 2 of segment 1"),
@@ -224,7 +224,7 @@ WAYS = (
 
 
 def errors_of_ways(rank, world):
-    """The largest error of each way of a call, over out, lse, dq, dk and dv."""
+    """The largest error of each mode of a call, over out, lse, dq, dk and dv."""
     parents, edges = STAR
     tokens = 24 // world
     tensors = problem(world, tokens, (4, 2), (4, 3), 5, batch=1)
@@ -263,7 +263,7 @@ def test_real_processes_have_every_way():
         assert all(error <= 1e-12 for error in found.values()), found
 
 
-CALLS = {  # what is passed beside q, k and v, and words of the sentence
+CALLS = {  # arguments besides q, k and v, and words of the message
     "no boundaries": ({"prefix_tree": [-1, 0]}, "cu_seqlens must come with prefix_tree.*got no cu"),
     "not causal": (
         {"prefix_tree": [-1, 0], "causal": False}, "must be causal and without a window.*False"
@@ -287,7 +287,7 @@ def sentences(rank, world):
         with pytest.raises(BurstError) as error:
             burst_attention(q, q, q, **given, **options)
         found[name] = str(error.value)
-    with pytest.raises(BurstError) as error:  # a tree on one rank alone, other trees
+    with pytest.raises(BurstError) as error:  # a tree on one rank only, or different trees
         burst_attention(q, q, q, cu_seqlens=starts, **({"prefix_tree": [-1, 0]} if rank else {}))
     found["one rank"] = str(error.value)
     with pytest.raises(BurstError) as error:

@@ -1,4 +1,4 @@
-"""Rows as a run would write them, with times chosen by hand."""
+"""CSV rows as a run would write them, with times chosen by hand."""
 
 from benchmarks.rows import Row
 
@@ -18,7 +18,7 @@ COMMON = {
 
 
 def row(impl, times=None, *, seq=65536, heads=(32, 8), pass_="fwd_bwd", gib=None, **others):
-    """A row of "impl:mode" with (ms, ms_min, ms_max), or one that failed where there are none."""
+    """A row of "impl:mode" with (ms, ms_min, ms_max); without times, a failed one."""
     name, mode = impl.split(":")
     values = COMMON | {"seq": seq, "heads_q": heads[0], "heads_kv": heads[1], "pass_": pass_}
     if times is None:

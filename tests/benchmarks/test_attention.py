@@ -1,4 +1,4 @@
-"""The run loop on real processes over gloo; timing; the tensors that everybody gets."""
+"""The run loop on real processes over gloo; timing; the tensors that all ranks get."""
 
 import csv
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ TOGETHER = ["burst", "burst", "te", "te", "te", "te", "ceiling"]
 
 
 def bench(rank, folder):
-    """What every rank has after a run, a run without time, and a failure of rank 0 alone."""
+    """What every rank has after a run, after a run without timing, and after a failure on rank 0
+    only."""
     from benchmarks.attention import Plan, measure
     from megatron_burst.cli.world import attempt, world_of
 
@@ -120,7 +121,7 @@ def test_a_failure_everywhere_is_a_reason_and_one_on_some_ranks_ends_the_run(res
 
 
 def stub_world(others, answers=()):
-    """A CPU world of two: the other rank's times are `others`; rank 0's answers in turn."""
+    """A CPU world of two: the other rank's times are `others`, rank 0's answers in turn."""
     answers = iter(answers)
     return SimpleNamespace(
         device=torch.device("cpu"),
@@ -160,7 +161,7 @@ def test_tensors_are_the_views_of_one_projection(heads, is_view):
     case = Case(**SMALL | {"heads_q": heads[0], "heads_kv": heads[1]}, batch=3, dtype="float32")
     world = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
     shard = draw_shard(case, world)
-    group = 8 * (heads[0] // heads[1] + 2)  # width of a key group in the projection
+    group = 8 * (heads[0] // heads[1] + 2)  # width of a KV group in the projection
     assert shard.q.shape == shard.dout.shape == (32, 3, 4, 8)
     for x in (shard.k, shard.v):
         assert x.shape == (32, 3, heads[1], 8) and x.requires_grad
@@ -172,7 +173,7 @@ def test_tensors_are_the_views_of_one_projection(heads, is_view):
 
 
 def wrong_answers(rank):
-    """Trials of a right implementation and of one that leaves out a factor in dk."""
+    """Trials of a correct implementation and of one that drops a factor in dk."""
     from benchmarks.peers import Burst, draw_shard
     from benchmarks.trial import try_out
     from megatron_burst.cli.world import world_of

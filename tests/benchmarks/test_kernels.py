@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py, as far as it runs without a GPU."""
+"""The parts of benchmarks/kernels.py that run without a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_processes_that_compile_say_why_a_package_cannot_be_used():
-    """Catches a reason in words that is taken for the function that it stands in for."""
+    """Guards against taking a reason for the function that it replaces."""
     lacking = {name: reason for name, each in backends().items() if (reason := each.missing())}
     if not lacking:
         pytest.skip("all packages are installed")

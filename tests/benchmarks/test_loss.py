@@ -25,7 +25,7 @@ NAMES = (
 
 
 def bench(rank, folder):
-    """Rows of a run, of one without time, and of one with a wrong implementation."""
+    """Rows of a run, of one without timing, and of one with a wrong implementation."""
     from benchmarks.loss import LossPlan, measure
     from megatron_burst.cli.world import world_of
 
@@ -89,11 +89,11 @@ def test_table_and_picture(results, tmp_path):
     assert picture.stat().st_size > 10_000
     (wider,) = draw_if_possible([replace(row, peak_gib=1.0) for row in rows], tmp_path / "b")
     alone, beside = (int.from_bytes(path.read_bytes()[16:20]) for path in (picture, wider))
-    assert beside == 2 * alone  # no panel of memory where none was measured
+    assert beside == 2 * alone  # no memory panel where none was measured
 
 
 def test_without_names_what_can_run_is_measured(monkeypatch, capsys):
-    """And the others are named once, with their reason."""
+    """The others are named once, with the reason."""
     monkeypatch.setattr(loss_peers, "find_spec", lambda name: name == "megatron" or None)
     for ranks, left_out in ((1, 4), (2, 5)):
         world = SimpleNamespace(size=ranks, progress=Progress(talks=True))

@@ -1,7 +1,7 @@
-"""Runs on real text and their curves: what they train on, rows as steps end, figures at the end.
+"""Runs on real text and their loss curves: data, rows written as steps end, final figures.
 
-Catches runs that do not see the same batches or weights, a run whose rows wait for its end, and a
-figure at the end that is another part of the curve.
+Guards against runs that see different batches or weights, rows that are written only at the end,
+and final figures from the wrong part of the curve.
 """
 
 import sys
@@ -17,15 +17,15 @@ from benchmarks.rows import append, read
 from tests.mcore.pretraining import EXAMPLES, pretrain
 
 STEPS = 10
-# float32: some 1e-7 a rounding, over two layers, the loss and ten steps of the optimizer
+# float32: about 1e-7 per rounding, over two layers, the loss and ten optimizer steps
 TOLERANCE = 2e-5
 RUNS = {str(run): run for run in runs("burst-plain")}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A data set of 200 documents of 20 to 1,015 bytes of the examples; so many that no part of
-    Megatron's split is empty, which it would wait for."""
+    """A data set of 200 of the examples' documents, 20 to 1,015 bytes each: enough that no part of
+    Megatron's split is empty, which would hang it."""
     prefix = tmp_path_factory.mktemp("text") / "text"
     sys.path.insert(0, str(EXAMPLES))
     import data
@@ -51,7 +51,7 @@ def test_runs_see_the_same_batches_and_another_order_sees_others(tmp_path, text)
     half = STEPS // 2
     assert len(plain) == STEPS and sum(plain[half:]) < sum(plain[:half])  # it learns
     assert burst == pytest.approx(plain, rel=TOLERANCE)
-    for different in (other, whole):  # the first sample may be of one document only
+    for different in (other, whole):  # the first sample may be a single document
         assert different != pytest.approx(plain, rel=100 * TOLERANCE)
 
 
@@ -82,7 +82,7 @@ def test_rows_of_a_run_that_does_not_reach_its_end(tmp_path, monkeypatch, more):
 
 
 def test_all_is_measured_and_appended(tmp_path, monkeypatch):
-    """The command, with a program that writes a log in place of training."""
+    """Run the command, with a program that writes a log instead of training."""
     out = tmp_path / "curves.csv"
     monkeypatch.setattr(loss_curves, "text_files", lambda: sorted(EXAMPLES.glob("*.py"))[:3])
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def test_the_end_is_the_last_tenth_and_both_differences_are_told(tmp_path):
         *rows_of("packed", "burst", "same", [4.0] * 18 + [2.02, 1.99]),
         *rows_of("packed", "megatron", "other", [4.0] * 18 + [2.5, 2.1]),
         *rows_of("whole", "megatron", "same", base),
-        *rows_of("whole", "burst", "same", base),  # has no other order to be compared with
+        *rows_of("whole", "burst", "same", base),  # no other order to compare with
     ]
     (overlay,) = overlays(rows)
     assert overlay.at_the_end(overlay.burst) == pytest.approx((0.015, 0.005))

@@ -165,7 +165,7 @@ def test_numbers_below_what_makes_sense_are_refused(options):
 
 @pytest.mark.parametrize("options", [["--mode", "foo"], ["--out", "no/a.csv"]], ids=" ".join)
 def test_recomputation_is_refused_before_megatron_is_loaded(options):
-    """Catches a sentence that stands below Megatron's warnings."""
+    """Guards against a message buried under Megatron's warnings."""
     command = [sys.executable, "-m", "benchmarks.recompute", "--device", "cpu", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: benchmarks.recompute: --")

@@ -1,4 +1,5 @@
-"""Packed samples and windows: lengths, areas, who gets which rows, a run of real processes."""
+"""Packed samples and windows: lengths, areas, which rank has which rows, a run on real
+processes."""
 
 import re
 from dataclasses import replace
@@ -38,13 +39,14 @@ def world(size, rank=0, device="cpu"):
 
 
 def seen(case):
-    """[queries, keys], counted one by one."""
+    """[queries, keys], checked one by one."""
     mask = Mask(case.window, 0, bool(case.documents))
     return seen_by(mask, (0, *accumulate(case.lengths)), case.seq, case.parents or ())
 
 
 def test_drawn_samples_are_as_published():
-    """39.5 documents of 64K tokens cover 11.4 % of the causal area, on average of the first 20."""
+    """64K tokens hold 39.5 documents covering 11.4 % of the causal area, averaged over the first
+    20."""
     lengths = lengths_of("drawn", 65536, 42, 4)
     assert sum(lengths) == 65536 and max(lengths) == 65536 // 4
     assert len(lengths) == pytest.approx(39.5, abs=2)
@@ -65,7 +67,7 @@ def test_samples_that_are_made_up():
 @pytest.mark.parametrize("case", [DOCUMENTS, WINDOW, TREE], ids=["documents", "window", "tree"])
 def test_work_is_counted_by_the_keys_that_queries_see(case):
     pairs = int(seen(case).sum())
-    if case.documents:  # half of each square, as everybody counts
+    if case.documents:  # half of each square, as is usual
         pairs -= 512 / 2
     assert case.area == pairs
     assert case.flops("fwd") == 4 * pairs * 4 * 8 and case.flops("fwd_bwd") == 3.5 * 4 * pairs * 32
@@ -129,7 +131,7 @@ class Said(Progress):
 
 
 def bench(rank, folder):
-    """Rows of a run, and errors between implementations that it told."""
+    """Rows of a run, and the errors between implementations that it reported."""
     from megatron_burst.cli.world import world_of
 
     few = "burst:auto", "burst:a2a", "ceiling"
@@ -166,7 +168,7 @@ def test_a_run_measures_documents_and_windows(results):
 
 
 def test_results_agree_in_every_layout_and_mode_before_times_are_told(results):
-    """In float32 sums of at most 512 terms differ by less than 512 * 2**-24."""
+    """In float32, sums of at most 512 terms differ by less than 512 * 2**-24."""
     ((_, said), (_, other)), _ = results
     told = [line for line in said if "differs by" in line]
     assert [line.split(": differs")[0] for line in told] == [

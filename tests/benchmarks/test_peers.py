@@ -1,4 +1,4 @@
-"""What each peer computes, refuses, and hands to the library it calls."""
+"""What each peer computes, refuses, and passes to the library it calls."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def test_the_ceiling_keeps_one_key_head_where_there_are_fewer_than_ranks():
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A stand-in for TransformerEngine that remembers how it was called."""
+    """A stand-in for TransformerEngine that records how it was called."""
     calls = []
 
     class DotProductAttention(torch.nn.Module):
@@ -81,7 +81,7 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     monkeypatch.setattr(te, "find_spec", lambda name: True)
-    monkeypatch.setenv("CUDNN_HOME", "the user's")  # and so is left alone
+    monkeypatch.setenv("CUDNN_HOME", "the user's")  # so it is left alone
     made = "the group", "a stream"
     monkeypatch.setattr(te.TransformerEngine, "_made_once", made)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
@@ -127,7 +127,7 @@ def test_rows_tell_which_kernel_transformer_engine_took(engine, monkeypatch):
 
 
 def test_rows_tell_every_cudnn_that_is_loaded(tmp_path, monkeypatch):
-    """TransformerEngine may have loaded another one than torch."""
+    """TransformerEngine may have loaded a different cuDNN than torch."""
     numbers = {"/a/libcudnn.so.9": 91900, "/b/libcudnn.so.9": 91400}
     library = SimpleNamespace(
         CDLL=lambda file: SimpleNamespace(cudnnGetVersion=lambda: numbers[file])

@@ -1,7 +1,7 @@
-"""What the planner says of rows of the benchmarks, and predictions that were written before.
+"""What the planner predicts for benchmark rows, and predictions written before measuring.
 
-Catches links that are not those of the row, recomputation counted wrongly, and a prediction that is
-made after the measurement it is compared with.
+Guards against links other than the row's, recomputation counted wrongly, and a prediction made
+after the measurement that it is compared with.
 """
 
 from dataclasses import replace
@@ -61,7 +61,7 @@ def layer_model(**sizes):
 
 
 def test_a_row_that_is_yet_to_be_measured_is_of_the_engine_as_it_is():
-    """Only rows from before heads were exchanged once are counted as twice."""
+    """Only rows older than the single all-to-all are counted twice."""
     exchange = replace(TWO, mode="inter=a2a", pass_="fwd_bwd", link=link(1, 1))
     new = replace(exchange, date="2026-12-01T00:00:00+00:00")
     assert ms(replace(exchange, date="")) == ms(new) < ms(exchange)
@@ -95,7 +95,7 @@ def test_memory_of_layers_as_measured_on_4_h200(impl, mode, gib):
 
 
 def test_memory_of_what_is_kept():
-    """Of four layers three wait; half of them keep: two. Megatron's ring keeps K and V of all."""
+    """Of four layers three wait; keeping half keeps two. Megatron's ring keeps K and V of all."""
 
     def gib(mode, impl="burst"):
         return predict(replace(LAYERS, impl=impl, mode=mode)).gib
@@ -120,7 +120,7 @@ def test_memory_of_runs_with_other_buffers_is_not_predicted():
     assert gib("intra=ring", "12:00") > 0
     assert gib("auto", "14:00", date="") > 0
     nodes = {"nodes": 2, "link": link(1, 1)}
-    assert gib("auto", "19:00", **nodes) < gib("auto", "20:00", **nodes)  # keys come again
+    assert gib("auto", "19:00", **nodes) < gib("auto", "20:00", **nodes)  # keys are sent again
 
 
 def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():

@@ -1,6 +1,7 @@
-"""`benchmarks.recompute` on two CPU processes: its rows, its table and picture, what it refuses.
+"""`benchmarks.recompute` on two CPU processes: rows, table, picture and refusals.
 
-Catches modes that do not run, are measured as another, or vanish where they cannot run.
+Guards against modes that do not run, are measured as another mode, or disappear where they cannot
+run.
 """
 
 from dataclasses import replace
@@ -17,7 +18,7 @@ preload("megatron.core.models.gpt", "megatron_burst.mcore.launch")
 
 
 def bench(rank: int, folder: str) -> tuple:
-    """Rows at CP=2 and how often each mode of burst's called attention kernels."""
+    """Rows at CP=2, and how often each burst mode called attention kernels."""
     from benchmarks.layers import Widths, modes_of
     from benchmarks.recompute import Plan, measure
     from benchmarks.stack import Stack
@@ -78,7 +79,7 @@ def test_one_row_for_each_mode(results):
     assert [f"{row.impl}:{row.mode}" for row in rows if row.pass_ == "fwd_bwd"] == list(MODES)
     (attention,) = (row for row in rows if row.pass_ == "fwd")  # alone; Megatron's cannot run
     assert (attention.impl, attention.mode) == ("burst", "attention")
-    # 2 layers x 2 x 4 heads x 8 x 64 x 64 on 2 ranks: two products, half of them behind the mask
+    # 2 layers x 2 x 4 heads x 8 x 64 x 64 on 2 ranks: two products, half of them masked
     assert attention.tflops_per_gpu == pytest.approx(
         2 * 2 * 4 * 8 * 64 * 64 / 2 / attention.ms / 1e9
     )

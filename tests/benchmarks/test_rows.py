@@ -1,4 +1,4 @@
-"""The CSV, the comparison of its rows, tables and pictures."""
+"""The CSV, comparisons between its rows, tables and pictures."""
 
 import csv
 import re
@@ -114,7 +114,7 @@ def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
 
 
 def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
-    """The lead that a kernel brings must not be told as context parallelism's."""
+    """A speedup due to the kernel must not be credited to context parallelism."""
     rows = one_problem()
     rows += [row("burst:backend=cudnn", (16.0,) * 3), row("ceiling:cudnn", (12.0,) * 3)]
     append(tmp_path / "both.csv", rows)
@@ -162,7 +162,7 @@ def test_no_picture_of_memory_where_none_was_measured(tmp_path):
 
 
 def refused(command, path):
-    """The sentence that a command that shows a CSV ends with."""
+    """The message that a command showing a CSV ends with."""
     done = CliRunner().invoke(app, [command, str(path)])
     assert done.exit_code == 2 and done.output.startswith(f"error: benchmarks: {path}"), done.output
     assert done.output.count("\n") == 1 and isinstance(done.exception, SystemExit)
@@ -227,7 +227,7 @@ def test_a_line_that_is_wrong_is_named_with_its_cell(column, text, must, tmp_pat
 
 
 def test_a_csv_that_was_cut_off_is_not_added_to(tmp_path):
-    """Catches rows that are glued to half a line."""
+    """Guards against rows appended to half a line."""
     path = tmp_path / "rows.csv"
     append(path, one_problem())
     whole = path.read_bytes()
@@ -253,7 +253,7 @@ def test_predictions_are_no_measurements(tmp_path):
 
 
 def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
-    """Catches layers that are shown as attention, and the reverse: their columns are the same."""
+    """Guards against showing layers as attention, and vice versa: their columns are the same."""
     kinds = (["table", "plot"], "burst:all"), (["recompute"], "burst:auto")
     for number, (commands, impl) in enumerate(kinds):
         path = tmp_path / f"{number}.csv"
@@ -266,7 +266,7 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
 
 @pytest.mark.parametrize("name", ["docs/benchmarks/attention.md", "docs/benchmarks/packed.md"])
 def test_tables_of_documents_are_those_of_their_csvs(name):
-    """`python -m benchmarks.show docs` makes them again."""
+    """`python -m benchmarks.show docs` rebuilds them."""
     text = (ROOT / name).read_text()
     assert text.count("<!-- benchmarks.show table ") and refreshed(text) == text
     assert text.count("| burst / TE |") >= text.count("<!-- benchmarks.show table ")

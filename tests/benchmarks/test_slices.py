@@ -1,7 +1,7 @@
 """Whole training steps on packed documents, tiny, on CPU processes, and their rows.
 
-Catches a sample that is sharded or told otherwise than Megatron does, documents that see each
-other, and rows that are compared with another slice's.
+Guards against a sample that is sharded or described differently than in Megatron, documents that
+see each other, and rows compared with another slice's.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from benchmarks.slices import app
 from tests.mcore.pretraining import pretrain
 
 PACKED = TINY_RUNS[-1][0]
-# float32: some 1e-7 a rounding, over two layers, the loss and six steps of the optimizer
+# float32: about 1e-7 per rounding, over two layers, the loss and six optimizer steps
 TOLERANCE = 2e-5
 FACTS = {"versions": "", "gpu": ""}
 
@@ -33,7 +33,7 @@ def test_a_packed_slice_is_measured(tmp_path):
 
 
 def losses(folder, ranks, lengths):
-    """Of each step; weights are as large as lets attention count."""
+    """Loss of each step; weights are large enough for attention to matter."""
     folder.mkdir()
     (folder / "lengths.txt").write_text(",".join(map(str, lengths)))
     flags = [*PACKED.flags, *IMPLS["burst"].split(), "--context-parallel-size", str(ranks)]
@@ -52,7 +52,7 @@ def test_documents_are_the_same_on_any_number_of_ranks(tmp_path):
 
 
 def test_operations_of_attention_are_those_of_each_document():
-    """4 q k d a pair of a query and a key that it sees, a layer, thrice with backward."""
+    """4 q k d per visible query-key pair and layer, times three with backward."""
     row, whole = (
         row_of(replace(PACKED, documents=kind), "burst", 2, [1e3], **FACTS)
         for kind in ("each-64", "")

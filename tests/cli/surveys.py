@@ -1,8 +1,8 @@
 """Surveys of machines as the doctor's script prints them.
 
-The matrices are those that `nvidia-smi topo -m` printed on two real machines: 8 A100, each pair of
-them below a PCIe switch with two HCAs, and two HCAs for storage; 8 H200, an HCA beside each, and a
-bond of Ethernet ports. The state of GPUs is what nvidia-smi prints for H100 and H200.
+The matrices are what `nvidia-smi topo -m` printed on two real machines: 8 A100, where two GPUs and
+two HCAs share a PCIe switch and two more HCAs serve storage; 8 H200 with one HCA each, and a bond
+of Ethernet ports. The GPU states are what nvidia-smi prints for H100 and H200.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,12 +42,12 @@ def matrix(nvlinks: int, nics: list[str], relation: Callable[[int, int], str]) -
 
 
 def on_a100(gpu: int, nic: int) -> str:
-    """Pairs of GPUs share a switch with a pair of HCAs; the last two are far from all."""
+    """Two GPUs share a switch with two HCAs; the last two HCAs are far from all GPUs."""
     return "PXB" if gpu // 2 == nic // 2 else "SYS"
 
 
 def on_h200(gpu: int, nic: int) -> str:
-    """An HCA beside each GPU; the bond hangs at the first socket."""
+    """One HCA per GPU; the bond hangs off the first socket."""
     if nic == gpu:
         return "PIX"
     socket_of_nic = 0 if nic in (0, 1, 2, 3, 8) else 1
@@ -63,7 +63,7 @@ def hca_line(name: str, state: str = "4: ACTIVE", layer="InfiniBand", rate="400 
 
 
 def h200(**changes: str) -> str:
-    """A whole survey; `changes` replace sections."""
+    """A whole survey; `changes` replaces sections."""
     sections: dict[str, str] = {
         "gpus": "\n".join(gpu_line(i) for i in range(8)),
         "processes": "",

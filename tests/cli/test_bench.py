@@ -1,4 +1,4 @@
-"""`megatron-burst bench`: what it measures, finds wrong, refuses and prints."""
+"""`megatron-burst bench`: what it measures, reports as wrong, refuses and prints."""
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +12,7 @@ SMALL = ["--seq", "64", "--heads", "4/2", "--head-dim", "8", "--reps", "2", "--d
 
 
 def bench(rank):
-    """What is found of each; then beside engines of which one is right, one wrong, one failing."""
+    """Findings for each; then next to engines of which one is right, one wrong and one fails."""
     from functools import partial
 
     from megatron_burst.cli import bench

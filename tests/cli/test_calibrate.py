@@ -1,5 +1,5 @@
-"""`calibrate` on CPU processes: every kind of row is there, figures are finite, and a file of them
-is read back. Catches rings between the wrong ranks, and rows that one rank alone has."""
+"""`calibrate` on CPU processes: all kinds of rows are there, figures are finite, and the file can
+be read back. Guards against rings between the wrong ranks, and rows that only one rank has."""
 
 import math
 import re
@@ -70,7 +70,7 @@ def test_rings_of_even_and_uneven_nodes():
 
 
 def moved(rank):
-    """What arrives: the shift from the rank before in the ring, the parts of the node's ranks."""
+    """What arrives: the shift from the previous rank in the ring, the parts of the node's ranks."""
     mover = Mover(world_of("cpu"), topology_of("abab"))
     sent = []
     whole = dist.batch_isend_irecv

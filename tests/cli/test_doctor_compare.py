@@ -1,4 +1,4 @@
-"""What the doctor makes of facts and figures, and of launchers' variables; no processes."""
+"""What the doctor concludes from facts and figures, and from launcher variables; no processes."""
 
 import socket
 
@@ -151,9 +151,9 @@ def test_launches():
     srun = launch_of(slurm)
     assert srun == Launch(9, 16, 1, 8, "gpu07", 21007, nodes=("gpu07", "gpu08"))
     assert srun.node_of(9) == "gpu08"
-    assert launch_of(slurm | given) == launch  # torchrun was started by srun
+    assert launch_of(slurm | given) == launch  # torchrun started by srun
     assert launch_of({}) is None
-    # a batch script itself is no step of many tasks
+    # a batch script itself is not a step with many tasks
     assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) is None
 
 

@@ -1,7 +1,7 @@
 """Simulated clusters: the topology of every context-parallel group of a run.
 
-Catches rings that leave a node needlessly, rails that cross, groups that lose a rank, and a warning
-whose figures are not those of the programs.
+Guards against rings that leave a node needlessly, rails that cross, groups that lose a rank, and a
+warning whose figures differ from the programs'.
 """
 
 import warnings
@@ -31,8 +31,8 @@ def inter_bytes(topology, cp_rank):
 
 @st.composite
 def even_clusters(draw):
-    """Nodes and places of global ranks, and sizes with TP inside a node; ranks may be shuffled by
-    whole TP groups, as launchers do that fill nodes in turns."""
+    """Nodes and places of global ranks, and sizes with TP inside a node; ranks may be shuffled in
+    whole TP groups, as by launchers that fill nodes round-robin."""
     tp, intra, inter = (draw(st.integers(1, n)) for n in (3, 3, 4))
     copies = draw(st.integers(1, 3))  # other CP groups: data or pipeline parallel
     gpus = tp * intra
@@ -57,7 +57,7 @@ def test_every_group_of_an_even_cluster_nests_on_its_nodes_and_rails(cluster):
         assert (topology.inter_size, topology.intra_size) == (inter, intra)
         for row in topology.grid:
             assert len({nodes[ranks[rank]] for rank in row}) == 1
-        for column in zip(*topology.grid, strict=True):  # one rail of the network
+        for column in zip(*topology.grid, strict=True):  # one network rail
             assert len({places[ranks[rank]] for rank in column}) == 1
 
 

@@ -1,5 +1,5 @@
-"""The doctor inside a job, on CPU processes: nodes that are missing, ranks that are slow, odd or
-stuck. Catches a doctor that hangs with its patient, or sees no harm."""
+"""The doctor in a job, on CPU processes: missing nodes; slow, odd or stuck ranks. Guards against a
+doctor that hangs with the job, or sees no problem."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def torchrun(rank, world, port, node, local_size=2):
-    """What torchrun would set, on a node of that name."""
+    """What torchrun would set on a node of that name."""
     return {
         "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local_size,
         "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
@@ -53,7 +53,7 @@ def stuck():
 
 
 def odd():
-    """This rank has another torch."""
+    """This rank has a different torch."""
     from megatron_burst.cli.doctor import job
 
     real = job.software

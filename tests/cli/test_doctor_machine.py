@@ -1,5 +1,5 @@
-"""The doctor's checks of one machine, on what real machines print. Catches storage HCAs among those
-that a job uses, busy GPUs that pass as free, and trouble that passes as fine."""
+"""The doctor's checks of one machine, on output of real machines. Guards against storage HCAs among
+those that a job uses, busy GPUs that pass as free, and problems that pass as fine."""
 
 import logging
 import re
@@ -70,7 +70,7 @@ def test_a_healthy_machine_has_nothing_to_change():
     assert not any(check.change for check in of_survey)
     assert "8 x NVIDIA H200, 140 GiB, driver 570.86.15" in by_name(checks, "gpus").what
     assert by_name(checks, "nvlink").what == "NV18 between all 8 GPUs"
-    assert by_name(checks, "torch").status is Status.FAIL  # GPUs are listed, and torch sees none
+    assert by_name(checks, "torch").status is Status.FAIL  # GPUs are listed, but torch sees none
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_room_and_limits():
     locked, files = check_limits(survey(memlock="8192", nofile="1024"))
     assert locked.status is Status.FAIL and "8192 KiB" in locked.what
     assert files.status is Status.WARN
-    (free, _) = check_limits(survey(memlock="8192", hcas=""))  # nothing to lock for
+    (free, _) = check_limits(survey(memlock="8192", hcas=""))  # no HCA to pin memory for
     assert free.status is Status.OK
 
 
@@ -267,7 +267,7 @@ def test_versions_and_hook_points():
     ],
 )  # fmt: skip
 def test_flash_attention_4_under_transformer_engines_context_parallelism(environ, status):
-    """It computes wrong tensors there; without either package there is nothing to say."""
+    """It computes wrong tensors there; without either package there is nothing to report."""
     both = {"te": "2.20.2", "fa4": "4.0.0b36"}
     (found,) = check_te_kernels(both, environ)
     assert found.status is status and all(number in found.what for number in both.values())

@@ -1,4 +1,4 @@
-"""`doctor --nodes`, with a stand-in for ssh that answers as nodes of a cluster would."""
+"""`doctor --nodes`, with a stand-in for ssh that answers like the nodes of a cluster."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ BUSY = {
 
 @pytest.fixture
 def ssh(tmp_path):
-    """The command that stands in for ssh; nodes a and b answer."""
+    """The command that replaces ssh; nodes a and b answer."""
     (tmp_path / "a").write_text(h200())
     (tmp_path / "b").write_text(h200(**BUSY))
     script = tmp_path / "fake_ssh.py"

@@ -1,4 +1,4 @@
-"""What every command has: help, a version, completion, and a bar while it runs."""
+"""Common to all commands: help, version, completion, and a progress bar."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ def test_the_package_does_not_load_the_command_line_nor_that_torch():
 
 
 def run(rank):
-    """Two problems, each of which says what it does."""
+    """Two problems, each of which reports what it does."""
     with shown(rank) as progress:
 
         def rows_of(problem):

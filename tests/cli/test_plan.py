@@ -1,4 +1,4 @@
-"""`megatron-burst plan`: tables, flags, JSON there and back, pictures, refusals."""
+"""`megatron-burst plan`: tables, flags, JSON round trip, pictures, refusals."""
 
 import json
 import re
@@ -154,7 +154,7 @@ def test_pictures_are_drawn(cp, keep, tmp_path):
     )  # fmt: skip
     text = path.read_text()
     lanes = text.count("<path")
-    assert lanes > 8 * int(cp)  # at least kernels, transfers, merges of each rank, twice
+    assert lanes > 8 * int(cp)  # at least kernels, transfers and merges of each rank, twice
 
 
 def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):

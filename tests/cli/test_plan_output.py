@@ -1,4 +1,4 @@
-"""What `megatron-burst plan` prints, read as a user reads it: sums, speed, warnings, exit codes."""
+"""What `megatron-burst plan` prints, as a user reads it: sums, speed, warnings, exit codes."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def run(options: str, code: int = 0, **environment: str) -> str:
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a config.json, and gives its path."""
+    """Writes a config.json and returns its path."""
 
     def write(values: dict) -> str:
         (tmp_path / "config.json").write_text(json.dumps(values))
@@ -39,7 +39,7 @@ def config(tmp_path):
 
 
 def memory_of(text: str) -> dict[str, float]:
-    """The rows of a GPU's memory."""
+    """Rows of a GPU's memory table."""
     rows = [line.strip("│ ").split("│") for line in text.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in row][-2:] for row in rows]
     return {name: float(gib) for name, gib in cells if gib}
@@ -55,8 +55,8 @@ def memory_of(text: str) -> dict[str, float]:
     ],
 )
 def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
-    """90.5 GiB once stood beside rows of 93.0, for the head and a layer's backward are not at the
-    same time."""
+    """It once printed a peak of 90.5 GiB over rows of 93.0: the head and a layer's backward do not
+    peak at the same time."""
     rows = memory_of(run(options, code))
     (peak,) = (gib for name, gib in rows.items() if name.startswith("peak"))
     before = list(rows)[: list(rows).index(next(name for name in rows if name[:4] == "peak"))]
@@ -90,7 +90,7 @@ def test_little_room_is_warned_of(share, warned):
 
 @pytest.mark.parametrize("options", ["", "--cp 4", "--tp 2 --pp 2", "--cp 8 --tp 2"])
 def test_lengths_that_are_proposed_leave_every_layout(options):
-    """1000002, which was proposed once, is a multiple of 2, and fits no CP above 1."""
+    """1000002, once proposed, is a multiple of 2 but fits no CP above 1."""
     sizes = dict(re.findall(r"--(\w+) (\d+)", options))
     sizes = {name: int(size) for name, size in sizes.items()}
     job = Job(PRESETS["llama3-8b"], 1 << 20, 64, 8, 4, preset("h200"))
@@ -141,7 +141,7 @@ def test_models_with_windows_are_planned_by_the_keys_that_queries_see(config):
     text = run(f"{path} --seq-length 512k --gpus 64")
     assert "refuses" not in text and "--context-parallel-impl burst" in text
     seconds = float(re.search(r"a step takes ([\d.]+) s", text)[1])
-    assert seconds < 60  # far over 120 as if all layers saw all keys
+    assert seconds < 60  # far over 120 if all layers saw all keys
     assert "--window-size 1023,0" in text and "--window-attn-skip-freq 6" in text
 
 

@@ -1,4 +1,4 @@
-"""`megatron-burst plan --cu-seqlens`: files, what is printed and drawn, refusals."""
+"""`megatron-burst plan --cu-seqlens`: input files, output, pictures, refusals."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_both_layouts_are_told_and_drawn(tmp_path, lengths):
     even, anywhere, stays = (float(cell) for cell in rows["work, slowest / mean"])
     assert even == anywhere == 1 < stays
     assert len([name for name in rows if name.startswith("rank ")]) == 4
-    assert len(text.splitlines()) < 24  # a screen
+    assert len(text.splitlines()) < 24  # one screen
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 

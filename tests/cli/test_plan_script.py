@@ -1,5 +1,5 @@
-"""`megatron-burst plan` of a script: what it says is planned, options count before it, and the
-script takes its plan."""
+"""`megatron-burst plan` for a script: plans what the script specifies, options override it, and the
+script accepts its plan."""
 
 import shlex
 
@@ -47,7 +47,7 @@ SELECTIVE = "--recompute-granularity selective "
 
 @pytest.fixture
 def plan_of(tmp_path):
-    """Plans a job of the script with more arguments, with options; writes `plan.json`."""
+    """Plans the script's job with extra arguments and options; writes `plan.json`."""
 
     def plan(more, options="", code=0):
         path = tmp_path / "run.sh"

@@ -1,6 +1,6 @@
-"""Process groups destroyed and made again on one store: nothing of the first lives on.
+"""Process groups destroyed and made again on one store: nothing of the first survives.
 
-Catches answers of the first group that the second reads, and caches that hold on to groups,
+Guards against a second group that reads the first one's answers, and caches that hold on to groups,
 communicators or buffers.
 """
 
@@ -22,7 +22,7 @@ from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
 WORLD = 4
-RUNS = (  # of one group after the other: options of the calls
+RUNS = (  # of one group after another: options of the calls
     {"nodes": 2},
     {"nodes": 4, "circulate": "q"},
     {"intra": "gather", "heads_per_round": 1},
@@ -30,7 +30,7 @@ RUNS = (  # of one group after the other: options of the calls
 
 
 def lasting_store(rank, kind, folder):
-    """A store that outlives process groups, and what none of them must find in it: addresses."""
+    """A store that outlives process groups, and what no group may find in it: addresses."""
     if kind == "file":
         return dist.FileStore(os.path.join(folder, "lasting"), WORLD)
     first = dist.group.WORLD.get_group_store()
@@ -43,7 +43,7 @@ def lasting_store(rank, kind, folder):
 
 
 def forget_addresses(store, rank, number):
-    """gloo itself finds its old addresses in a store, and fails; ours must stay where they are."""
+    """gloo itself finds its old addresses in a store and fails; ours must stay in place."""
 
     def meet(place):
         store.add(f"{place} {number}", 1)
@@ -59,7 +59,7 @@ def forget_addresses(store, rank, number):
 
 
 def several_groups(rank, kind, folder):
-    """By group: the largest error; whether what belonged to it is gone after it is destroyed."""
+    """By group: the largest error; whether everything it owned is gone after it is destroyed."""
     store, found = lasting_store(rank, kind, folder), []
     dist.barrier()
     dist.destroy_process_group()
@@ -79,7 +79,7 @@ def several_groups(rank, kind, folder):
         things = [ref(dist.group.WORLD), ref(made), *map(ref, made._groups.values()), *buffers]
         topology = str(made.topology)
         del made
-        if number + 1 < len(RUNS):  # the last one is destroyed by whoever runs this
+        if number + 1 < len(RUNS):  # the last one is destroyed by the test runner
             dist.barrier()
             dist.destroy_process_group()
             things = [thing() for thing in things if thing() is not None]
@@ -98,7 +98,7 @@ def test_each_group_agrees_anew_and_leaves_nothing(kind, tmp_path):
 
 
 def held_by_the_user(rank):
-    """What belongs to a destroyed group goes when the next one is used, if somebody holds it."""
+    """If somebody holds on to what a destroyed group owned, it goes when the next group is used."""
     old = dist.new_group([0, 1])
     made = ref(communicator_of(old, BurstConfig()))
     before = made() is not None

@@ -1,4 +1,4 @@
-"""Groups however they were made: what carries them, and how ranks out of step are told."""
+"""Groups, however they were made: what carries their data, and how out-of-step ranks are told."""
 
 import time
 
@@ -20,7 +20,7 @@ def attend(causal=True, **options):
 
 
 def without_a_name(rank, folder):
-    """A default group that was made without a backend, on ranks that then differ."""
+    """A default group made without a backend, on ranks that then differ."""
     dist.destroy_process_group()
     dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=2)
     attend()
@@ -31,7 +31,7 @@ def without_a_name(rank, folder):
 
 
 def test_a_group_that_names_no_backend_is_what_it_runs_on(tmp_path):
-    """Its ranks computed wrong numbers once more before they were told."""
+    """Its ranks used to compute wrong numbers once before they were told."""
     assert run_ranks(without_a_name, 2, tmp_path) == ["gloo", "gloo"]
 
 
@@ -52,7 +52,7 @@ def on_meta(rank):
 
 
 def test_layers_may_be_built_on_meta():
-    """Megatron's --init-model-with-meta-device."""
+    """As with Megatron's --init-model-with-meta-device."""
     assert run_ranks(on_meta, 2) == [(1, 8, 2, 8)] * 2
 
 

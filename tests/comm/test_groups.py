@@ -1,4 +1,4 @@
-"""Communicators of a group: which sub-groups they use, and that buffers are allocated once."""
+"""Communicators of a group: which sub-groups they use, and that buffers are allocated only once."""
 
 from datetime import timedelta
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 
 def sub_groups(rank):
-    """Ranks of each communicator of a 2 x 2 group, pretended and from the nodes' own names."""
+    """Ranks of each communicator of a 2 x 2 group, with nodes given and detected."""
     nested = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
     flat = communicator_of(dist.group.WORLD, BurstConfig())
     again = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
@@ -40,7 +40,7 @@ def test_read_and_gradients_intra_and_inter_have_a_communicator_each():
 
 
 def given_groups(rank):
-    """Existing groups are read over when they tile the group, and refused when they do not."""
+    """Existing groups are used when they tile the group, and refused when they do not."""
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
@@ -73,12 +73,12 @@ def given_groups_that_one_rank_has_wrong(rank):
 
 
 def test_sub_groups_that_one_rank_alone_has_wrong_are_refused_on_all():
-    """The others would wait for it for ever."""
+    """The others would wait for it forever."""
     run_ranks(given_groups_that_one_rank_has_wrong, 4)
 
 
 def groups_before(rank):
-    """Ranks that know of different numbers of process groups make their communicators."""
+    """Ranks that have created different numbers of process groups make their communicators."""
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     q, k, v = (torch.randn(1, 4, 2, 8).requires_grad_() for _ in range(3))
@@ -120,12 +120,12 @@ def addresses(rank):
 
 def test_hop_buffers_are_allocated_once_and_only_ever_grow():
     for small, grown, *later in run_ranks(addresses, 4):
-        assert len(small) == len(grown) == 2 + 1 + 3  # what circulates, home, gradients
+        assert len(small) == len(grown) == 2 + 1 + 3  # circulating, returned, gradients
         assert all(pointers == grown for pointers in later)
 
 
 def shared_groups(rank):
-    """Sub-groups of many configurations, and how many process groups there are in all."""
+    """Sub-groups of many configurations, and the total number of process groups."""
     alike = [
         BurstConfig.of(nodes=2), BurstConfig.of(nodes=2, overlap=False),
         BurstConfig.of(nodes=2, transfer="send"),
@@ -147,7 +147,7 @@ def shared_groups(rank):
 
 
 def run_all(config):
-    """Largest difference of a call from one that goes round a flat ring."""
+    """Largest difference between a call and one on a flat ring."""
     torch.manual_seed(dist.get_rank())
     q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64) for _ in range(3))
     out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig.of(nodes=1)))
@@ -176,7 +176,7 @@ def test_a_group_that_one_rank_lacks_is_made_by_all():
 
 
 def patience(rank):
-    """Time-outs of sub-groups: as given, as the group's own, and as that is later."""
+    """Time-outs of sub-groups: as given, as the group's own, and after that changes."""
     world = dist.group.WORLD
     distributed_c10d._set_pg_timeout(timedelta(seconds=50), world)
     found = []

@@ -1,5 +1,5 @@
-"""What counts as one node: names, boots, overrides, NVLink domains. Catches racks that are split
-into nodes, containers of one name that are thrown together, and given groups that cross nodes."""
+"""What counts as one node: names, boots, overrides, NVLink domains. Guards against racks split into
+nodes, containers of the same name merged into one node, and given groups that cross nodes."""
 
 import ctypes
 
@@ -38,7 +38,7 @@ def test_rows_follow_places_so_that_rings_between_nodes_keep_to_a_rail():
 
 
 class FakeNvml:
-    """Answers as the driver's library does, for one GPU."""
+    """Answers like the driver's library, for one GPU."""
 
     def __init__(self, cluster: bytes, clique: int, state: int, status: int = 0, version: int = 2):
         self.fields = cluster, clique, state, status
@@ -117,7 +117,7 @@ def test_a_node_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_pat
 def across_nodes(rank):
     import os
 
-    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # nodes in turns; given rows are contiguous
+    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # nodes alternate; given rows are contiguous
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     with pytest.warns(UserWarning, match=r"inner rings should stay inside.*got cp ranks \[0, 1\]"):

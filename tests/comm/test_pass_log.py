@@ -1,4 +1,4 @@
-"""Stamps of passes: when they are waited for, who is missing, and what is left behind."""
+"""Stamps of passes: when they are waited for, which rank is missing, and what is left behind."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def test_a_stamp_is_what_was_packed(kind):
 
 
 def nobody_waits(rank):
-    """Rank 1 begins nothing until the others have begun all that they will."""
+    """Rank 1 starts nothing until the others have started everything."""
     log, store = log_of(), dist.group.WORLD.get_group_store()
     if rank == 1:
         store.wait(["begun/0", "begun/2"])
@@ -49,7 +49,7 @@ def test_a_rank_may_be_ahead_and_stamps_are_let_go_once_they_were_compared():
 
 
 def difference_without_waiting(rank):
-    """Sentences: of a pass begun later, of the next ones too; and what the thread has logged."""
+    """Messages: of a pass begun later, of the next ones too; and what the thread logged."""
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("megatron_burst").addHandler(handler)
@@ -88,7 +88,7 @@ def lost(rank):
     log = log_of(timeout_s=60, waits=True)
     Marks.of(log, A).begin(Kind.FORWARD)
     if rank == 1:
-        threading.Timer(0.5, os._exit, (0,)).start()  # this rank has given its result by then
+        threading.Timer(0.5, os._exit, (0,)).start()  # this rank has returned its result by then
         return "", 0
     begun = time.monotonic()
     with pytest.raises(BurstError) as error:

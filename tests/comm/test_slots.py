@@ -1,4 +1,4 @@
-"""Slots that other ranks read: nobody may fill one that a slow rank still reads."""
+"""Slots that other ranks read: none may be refilled while a slow rank still reads it."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ from megatron_burst.schedule.slots import pulled_count
 
 
 def run_two_ranks(num_slots, calls, rounds):
-    """What each rank takes in each round of several calls; rank 0 copies long after the barrier."""
+    """What each rank reads in each round of several calls; rank 0 copies long after the barrier."""
     memory = [
         {rank: torch.zeros(64, dtype=torch.uint8) for rank in (0, 1)} for _ in range(num_slots)
     ]
@@ -63,20 +63,20 @@ def test_what_is_taken_is_of_the_same_round_of_the_same_call(cargo, rounds, num_
 
 
 def test_sent_slots_are_as_many_as_the_program_takes_in_turn():
-    """Its waits are derived for so many; a call with more of them may have come before."""
+    """The program's waits are derived for that number; an earlier call may have had more."""
     memory = Memory([torch.tensor([number], dtype=torch.uint8) for number in range(3)])
     slots = SentSlots(memory, 2, lambda sends, recvs: OVER)
     assert [slots.flat(index).item() for index in range(5)] == [0, 1, 0, 1, 0]
 
 
 def test_one_slot_with_one_barrier_would_not_do(monkeypatch):
-    """The test above can fail: a slot that is filled at once again is read too late."""
+    """Shows that the test above can fail: a slot that is refilled at once is read too late."""
     monkeypatch.setattr(PulledSlots, "__len__", lambda slots: 2)
     assert run_two_ranks(1, 4, 1)[0] != [100 * call + 1 for call in range(4)]
 
 
 def test_a_mark_of_a_call_with_one_queue_is_not_recorded_again(monkeypatch):
-    """Calls with and without overlap share slots, and so the marks in them."""
+    """Calls with and without overlap share slots, and thus the marks in them."""
 
     class Event:
         def record(self, stream):

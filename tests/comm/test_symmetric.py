@@ -1,4 +1,4 @@
-"""When symmetric buffers grow; their memory is pretended."""
+"""When symmetric buffers grow; their memory is simulated."""
 
 import time
 
@@ -18,7 +18,7 @@ from tests.said import hearing
 
 
 class Handle:
-    """Of memory that nobody else can read."""
+    """Handle of memory that nobody else can read."""
 
     def __init__(self, buffer):
         self.buffer = buffer
@@ -31,7 +31,7 @@ class Handle:
 
 
 def pretend(empty):
-    """Have symmetric memory on CPU; a rank that meets the others waits for them."""
+    """Simulate symmetric memory on the CPU; a rendezvous waits for the other ranks."""
 
     def rendezvous(buffer, group_name):
         dist.barrier(distributed_c10d._resolve_process_group(group_name))
@@ -65,7 +65,7 @@ def test_slots_grow_where_they_must_and_nobody_waits_for_other_nodes():
 
 
 def without_room(rank, asked):
-    """On rank 1 a second allocation fails; by rank, what came of it and how long that took."""
+    """A second allocation fails on rank 1; by rank, the outcome and how long it took."""
     asked_for = []
 
     def room_once(num_bytes, dtype, device):
@@ -103,7 +103,7 @@ def test_ranks_that_chose_to_pull_by_themselves_send_where_one_has_no_room():
 
 
 def tried(rank, fails):
-    """Why ranks cannot pull, where one of another node has no symmetric memory."""
+    """Why ranks cannot pull, where a rank of another node has no symmetric memory."""
 
     def none_at_all(num_bytes, dtype, device):
         raise RuntimeError("no such driver")

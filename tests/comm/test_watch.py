@@ -1,4 +1,4 @@
-"""Agreement out of band: who is missing, who differs, and what a failed hop means."""
+"""Out-of-band agreement: which rank is missing, which differs, and what a failed hop means."""
 
 import time
 from datetime import timedelta
@@ -62,15 +62,15 @@ def test_a_failed_hop_names_the_hop_or_the_rank_that_went_astray():
 
 
 def again_on_one_store(rank):
-    """A board after a board on the same keys, as after destroying and making a group again; the
-    first one ends in the middle of a topic. Ranks come one after the other."""
+    """A board that reuses another's keys, as after destroying and recreating a group; the first one
+    ends in the middle of a topic. Ranks arrive one after another."""
     store, found = dist.group.WORLD.get_group_store(), []
     for generation in range(3):
         board = Board(dist.group.WORLD, 20)
         time.sleep(0.2 * ((rank + generation) % 3))
         found.append([board.share(f"{generation} {topic} of {rank}", "test") for topic in range(2)])
         dist.barrier()
-        if rank > 0:  # rank 0 has died meanwhile: nobody takes these keys back
+        if rank > 0:  # rank 0 has died meanwhile: nobody deletes these keys
             board.given_timeout_s = 0.2
             with pytest.raises(BurstError, match=r"from cp ranks \[0"):
                 board.share("left behind", "test")
@@ -104,7 +104,7 @@ def test_neither_the_store_nor_the_board_grows():
 
 
 def patience(rank):
-    """Seconds that a board waits: the group's own, also when these change; or what is given."""
+    """Seconds that a board waits: the group's own, also when it changes; or what is given."""
     group = dist.new_group([0, 1], timeout=timedelta(minutes=3))
     own, given = Board(group), Board(group, 7.0)
     first = own.timeout_s, given.timeout_s
