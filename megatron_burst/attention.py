@@ -152,18 +152,17 @@ def burst_attention(
 
 
 def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
-    """(call, keeping, marks) of a call with new terms, once all ranks agree and nothing speaks
-    against it.
+    """(call, keeping, marks) of a call with new terms, once all ranks agree and it is valid.
 
-    The ranks agree before anything is checked: what is wrong on one of them only is then a
-    disagreement that all of them see. New sizes of a configuration that they have agreed upon are
-    nothing to ask about: all follow from them alike.
+    Ranks compare terms before anything is checked, so an error on one rank becomes a disagreement
+    that all of them see. New sizes under a configuration that they agreed on need no comparison:
+    every rank derives the same from them.
 
     Raises:
         BurstError: on all ranks, if they differ or the call cannot run.
     """
     configuration, words = terms.configuration(), terms.in_words()
-    if not state.board.knows(configuration):  # others may be in a call that is not new to them
+    if not state.board.knows(configuration):  # others may be in a call that they know
         Marks(state.log, words).begin(Kind.AGREEMENT)
     is_new = state.board.agree(words, _WHO, configuration)
     try:
@@ -181,7 +180,7 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
 
 
 def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
-    """(call, keeping, marks, choices): how a call that fits runs."""
+    """(call, keeping, marks, choices): how a valid call runs."""
     board = state.board
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
     carrier = communicator_of(group, terms.config, hcp_groups)
@@ -201,7 +200,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     if config.inter == "a2a" or config.tuning.flat:
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
-    any_two = terms.config.tuned(transfer="auto")  # which asks for one node if it pulls
+    any_two = terms.config.tuned(transfer="auto")  # "pull" requires one node
     over_all = partial(communicator_of, group, any_two, flat=True)
     marks = Marks.of(state.log, terms.in_words())
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)
@@ -209,7 +208,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
 
 
 def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
-    """What follows from a sample; the other ranks hear of one that is refused.
+    """The documents of a sample; tells the other ranks if it is refused.
 
     Raises:
         BurstError: if it is.
@@ -222,7 +221,7 @@ def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """To "bshd", or from there."""
+    """Convert to "bshd", or back."""
     return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 
@@ -231,13 +230,13 @@ def _attend(
     layer: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    followed = differentiated and not recording()  # backward follows this very forward
+    followed = differentiated and not recording()  # backward follows without recomputation
     passes = call.followed if followed else call.recomputed
     return BurstAttentionFunction.apply(q, k, v, passes, documents, marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
-    """The two passes of one call; saves out and what forward leaves."""
+    """The two passes of one call; saves out and forward's state."""
 
     @staticmethod
     def forward(ctx, q, k, v, passes, documents, marks, layer):
@@ -270,14 +269,14 @@ class BurstAttentionFunction(torch.autograd.Function):
 
 
 def _without_autocast(x: Tensor):
-    """Within it sums keep their dtype."""
+    """Context in which sums keep their dtype."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IS
 
 
 def _readable(x: Tensor) -> Tensor:
-    """As it is if kernels can read it, else a copy: rows that overlap, are not dense or not aligned
-    (to the 16 bytes that the GPU's tensor copies move)."""
+    """The tensor if kernels can read it, else a copy: of rows that overlap, are not dense or not
+    aligned to the 16 bytes that the GPU's tensor copies move."""
     boundary = 16 if x.is_cuda else 1
     fits = _fit(x.shape, x.stride(), x.itemsize, boundary) and x.data_ptr() % boundary == 0
     return x if fits else x.clone(memory_format=_DENSE)
@@ -285,7 +284,7 @@ def _readable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: int) -> bool:
-    """Whether rows are dense, apart from each other, and begin at multiples of so many bytes if the
+    """Whether rows are dense, do not overlap, and begin at multiples of `boundary` bytes if the
     first one does."""
     apart = all(size == 1 or stride for size, stride in zip(shape, strides, strict=True))
     aligned = all(stride * itemsize % boundary == 0 for stride in strides[:-1])

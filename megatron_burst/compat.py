@@ -14,7 +14,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require
 
-# The original's kernels: ours, and whether heads come before tokens.
+# The original's kernel -> (ours, whether heads come before tokens).
 _KERNELS = {
     "cuda": ("auto", False),
     "triton": ("triton", False),
@@ -38,33 +38,33 @@ def burst_attn_func(
 ) -> Tensor:
     """Attention of a sequence that is sharded over a group, with the original's arguments.
 
-    With a causal mask, rank r of P holds chunks r and 2P-1-r of 2P, one after the other; without
-    a mask it may hold any rows. Gradients flow to q, k and v.
+    With a causal mask, rank r of P holds chunks r and 2P-1-r of 2P, one after the other; without a
+    mask, any rows. Gradients flow to q, k and v.
 
     Args:
         q: [b, s_local, h, d]; [b, h, s_local, d] if `flash` is None. Float64, float32, bfloat16 or
             float16.
         k: the same, with a number of heads that divides h.
-        v: as k; its head dimension may be another.
+        v: as k; its head dimension may differ.
         softmax_scale: scale of the scores; None is d ** -0.5.
         flash: the kernel. "cuda": the fastest that supports the call, such as FlashAttention;
-            "triton": this package's own; None (or "none"): the original's plain one, whose tensors
-            have heads before tokens; here also the fastest. All of them support the causal mask.
+            "triton": this package's own; None (or "none"): also the fastest; in the original its
+            plain one, with heads before tokens. All of them support the causal mask.
         causal: whether to mask keys at later positions of the whole sequence.
-        optimize_bwd_comm: the original then sends the row sums of out * dout in backward, rather
-            than out. Burst chooses what it sends by bytes; both values compute the same.
+        optimize_bwd_comm: in the original, send the row sums of out * dout in backward rather than
+            out. Burst chooses by bytes; both values compute the same.
         deterministic: compute bitwise the same gradients every time.
         process_group: the ranks that share the sequence; None is the default group.
         double_group: [intra, inter] sub-groups of `process_group`: the ranks of a node, and those
-            with the same place on every node. Each may be a pair, whose second was the original's
-            for dq: burst takes the first and makes groups for gradients by itself. [None, None]
-            asks ranks for their nodes, where the original ran one ring over all of them.
+            with the same local rank on every node. Each may be a pair, whose second the original
+            used for dq: burst takes the first and makes its own groups for gradients. [None, None]
+            detects nodes, where the original ran one ring over all ranks.
 
     Returns:
         out, shaped as q with v's head dimension, in q's dtype.
 
     Raises:
-        BurstError: if `flash` is another word, if a group is none of torch's, if only one of
+        BurstError: if `flash` is anything else, if a group is not a process group, if only one of
             `double_group` is given, or as `burst_attention` does.
     """
     given = (flash, process_group, double_group)
@@ -115,14 +115,14 @@ def _attend(
 
     Args:
         given: (flash, process_group, double_group).
-        layout: under a causal mask; without one any rows are as good.
+        layout: used with a causal mask; without one any rows will do.
     """
     flash, group, pair = given
     intra_inter: list[Any] = [one[0] if isinstance(one, tuple) else one for one in pair or _NONE]
     who = "burst_attn_func" + ("_striped" if layout == "striped" else "")
     require(who, _needs(flash, group, intra_inter))
     backend, heads_first = _KERNELS[flash]
-    turned = heads_first and all(x.dim() == 4 for x in tensors)  # else refused as they came
+    turned = heads_first and all(x.dim() == 4 for x in tensors)  # otherwise refused as given
     q, k, v = (x.transpose(1, 2) if turned else x for x in tensors)
     out = burst_attention(
         q, k, v, group=group, causal=causal, softmax_scale=scale,
@@ -135,7 +135,7 @@ def _attend(
 
 
 def _needs(flash: Any, group: Any, intra_inter: Sequence[Any]) -> Iterator[Need]:
-    """What must hold of arguments that the original would misread or that burst cannot take."""
+    """Checks of arguments that the original would misread or that burst does not support."""
     yield (
         flash in _KERNELS,
         "flash must be cuda, triton or None, because the order of the axes depends on it",

@@ -86,14 +86,15 @@ class Tuning:
 
     @classmethod
     def parse(cls, text: str, who: str = "--burst-tune") -> "Tuning":
-        """The tuning in a text such as "circulate=q,overlap=false"; the defaults in an empty one.
+        """The tuning in a string such as "circulate=q,overlap=false"; the defaults in an empty one.
 
         Args:
             text: name=value, joined by commas.
             who: where it was given, for messages.
 
         Raises:
-            BurstError: naming all there are, if one is unknown, comes twice or has no such value.
+            BurstError: listing the valid ones, if a name is unknown or repeated, or its value
+                invalid.
         """
         kinds, given = {field.name: field.type for field in fields(cls)}, {}
         for pair in text.split(",") if text else ():
@@ -115,7 +116,7 @@ class Tuning:
 
 
 def _value(kind: Any, word: str) -> Any:
-    """What a word means for a field of this type; None if it means nothing."""
+    """The value of a word for a field of this type; None if it is not valid."""
     if get_origin(kind) is Literal:
         return word if word in get_args(kind) else None
     if kind is bool:
@@ -125,14 +126,14 @@ def _value(kind: Any, word: str) -> Any:
 
 
 def _legal(kind: Any) -> str:
-    """The words that `_value` knows."""
+    """The words that `_value` accepts."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     return "true|false" if kind is bool else "N" if int in get_args(kind) else "X"
 
 
 def _check_words(options: Any) -> None:
-    """Refuse a word that its field does not know."""
+    """Refuse a word that its field does not accept."""
     for field in fields(options):
         value = getattr(options, field.name)
         if get_origin(field.type) is Literal and value not in get_args(field.type):
@@ -187,16 +188,16 @@ class BurstConfig:
 
     @property
     def offloads_results(self) -> bool:
-        """Whether what is kept goes to host memory."""
+        """Whether kept results are offloaded."""
         return self.keep_offload in ("results", "both")
 
     @property
     def offloads_inputs(self) -> bool:
-        """Whether inputs of recomputed layers go to host memory."""
+        """Whether inputs of recomputed layers are offloaded."""
         return self.keep_offload in ("inputs", "both")
 
     def _check_ways(self) -> None:
-        """Refuse ways inside and between nodes that exclude each other."""
+        """Refuse an `intra` and an `inter` that exclude each other."""
         flat = self.tuning.flat
         if flat and self.inter != "auto":
             raise BurstError(
@@ -260,18 +261,18 @@ class BurstConfig:
 
     @classmethod
     def of(cls, **options: Any) -> "BurstConfig":
-        """The configuration with these options, those of its tuning among them."""
+        """The configuration with these options, which may include those of its tuning."""
         names = {field.name for field in fields(Tuning)}.intersection(options)
         tuning = Tuning(**{name: options.pop(name) for name in names})
         return cls(**options, tuning=tuning)
 
     def tuned(self, **tunings: Any) -> "BurstConfig":
-        """The same with other tunings."""
+        """A copy with these tunings."""
         return replace(self, tuning=replace(self.tuning, **tunings))
 
 
 def given_tuning(args: Namespace) -> Tuning:
-    """The tuning in Megatron's parsed arguments: of every --burst-tune together."""
+    """The tuning in Megatron's parsed arguments: all --burst-tune combined."""
     return Tuning.parse(",".join(getattr(args, "burst_tune", None) or ()))
 
 

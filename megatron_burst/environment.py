@@ -4,18 +4,18 @@ import os
 import socket
 from pathlib import Path
 
-_CONTAINER_MEMORY = (  # of control groups 2 and 1: folder, bound, use
+_CONTAINER_MEMORY = (  # cgroup v2 and v1: folder, limit, usage
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 
 
 def host_name() -> str:
-    """What tells this process's node from others.
+    """Identifies this process's node.
 
-    As NCCL has it: NCCL_HOSTID where set, else the host name and the boot of its kernel, because
-    containers on different machines may share a name. Where the boot is not to be read, the
-    launcher's number of the node stands in.
+    As in NCCL: NCCL_HOSTID if set, else host name and kernel boot ID, because containers on
+    different machines may share a host name. If the boot ID is unreadable, the launcher's node rank
+    replaces it.
     """
     named = os.environ.get("NCCL_HOSTID")
     if named:
@@ -28,7 +28,7 @@ def host_name() -> str:
 
 
 def _node() -> int:
-    """The node that a launcher put this process on; 0 without one."""
+    """This process's node rank from the launcher; 0 without one."""
     given = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
     if given:
         return int(given)
@@ -36,30 +36,30 @@ def _node() -> int:
 
 
 def local_rank() -> int:
-    """This process's place on its node: what a launcher says, else 0."""
+    """This process's local rank from the launcher; 0 without one."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
 def spans_nodes() -> bool:
-    """Whether NVLink may join machines: NCCL's own switches count."""
+    """Whether NVLink may span machines, by NCCL's own switches."""
     return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
 
 
 def share_kernel_cache() -> None:
-    """Have FlashAttention-4 keep compiled kernels on disk, where all ranks find them.
+    """Have FlashAttention-4 cache compiled kernels on disk for all ranks.
 
-    Must be called before it is imported. Its own variables, where set, count.
+    Call it before FlashAttention-4 is imported. Variables that are already set take precedence.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that this rank may take: what is available, shared by the ranks of the node.
+    """Host memory that this rank may take: its share of what is available on the node.
 
-    A container's bound counts; what files occupy only until others need it does not.
+    A container's limit applies; reclaimable page cache counts as free.
 
     Args:
-        root: where proc and sys are.
+        root: the folder with proc and sys.
     """
     free = [_number(root / "proc/meminfo", after="MemAvailable:") * 1024]
     for folder, bound, used in _CONTAINER_MEMORY:

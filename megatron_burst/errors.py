@@ -14,8 +14,8 @@ class BurstError(ValueError):
     """
 
     def __init__(self, sentence: str) -> None:
-        # Megatron's build_module (core/transformer/spec_utils.py:127) raises what it catches again
-        # with this appended, which would run on from the sentence's last words.
+        # Megatron's build_module (core/transformer/spec_utils.py:127) re-raises with text appended,
+        # which would run on from the sentence's last words.
         super().__init__(sentence.partition(" when instantiating ")[0])
 
 
@@ -24,9 +24,9 @@ class DisagreementError(BurstError):
 
 
 def unmet(who: str, needs: Iterable[Need]) -> str:
-    """The sentence of the first need that does not hold; empty if all do.
+    """The sentence of the first unmet need; empty if all hold.
 
-    Needs that come from a generator may rely on those before them.
+    Needs from a generator may rely on earlier ones.
     """
     for holds, must, got, change in needs:
         if not holds:

@@ -1,4 +1,4 @@
-"""What is installed: Megatron's release, found without importing it, and if it is supported."""
+"""Finds Megatron's release without importing it, and checks that burst supports it."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_burst.errors import require
 
-FIRST, LAST = (0, 16), (0, 20)  # releases that tests run with; see docs/versions.md
+FIRST, LAST = (0, 16), (0, 20)  # releases under test; see docs/versions.md
 _INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release on PYTHONPATH"
 
 
@@ -19,9 +19,9 @@ class Megatron:
     """The Megatron that this process imports, or would.
 
     Attributes:
-        version: of megatron.core, "unknown" where it does not tell; a checkout has no metadata.
-        folder: which holds megatron.core.
-        training: which holds megatron.training; None if there is none.
+        version: of megatron.core, "unknown" if it has none; a checkout has no metadata.
+        folder: contains megatron.core.
+        training: contains megatron.training; None if there is none.
     """
 
     version: str
@@ -33,13 +33,13 @@ class Megatron:
 
 
 def minor(release: str) -> tuple[int, int]:
-    """(0, 19) of "0.19.2"; of what is no number the last release that tests run with."""
+    """(0, 19) of "0.19.2"; for a version that is no number, the last release under test."""
     found = re.match(r"(\d+)\.(\d+)", release)
     return (int(found[1]), int(found[2])) if found else LAST
 
 
 def find_megatron() -> Megatron | None:
-    """The Megatron on sys.path, or the one that is imported already; imports nothing."""
+    """The Megatron on sys.path, or the one already imported; imports nothing."""
     core, training = _place_of("megatron.core"), _place_of("megatron.training")
     if core is None:
         return None
@@ -47,12 +47,13 @@ def find_megatron() -> Megatron | None:
 
 
 def require_megatron(who: str) -> Megatron:
-    """The Megatron on sys.path, where burst supports it.
+    """The Megatron on sys.path, if burst supports it.
 
-    One newer than the tests' is taken: `patching.Patch` compares functions that burst relies on.
+    A release newer than the tested ones is accepted: `patching.Patch` checks the functions that
+    burst relies on.
 
     Raises:
-        BurstError: if there is none, one that is too old, or parts of two.
+        BurstError: if there is none, one that is too old, or parts of two releases.
     """
     found = find_megatron()
     require(who, _needs(found))
@@ -93,7 +94,7 @@ def _needs(found: Megatron | None):
 
 
 def _place_of(package: str) -> Path | None:
-    """The folder of a package, which is not imported (those above it are)."""
+    """The folder of a package, without importing it (its parents are imported)."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # no parent; a stand-in without a spec
@@ -107,5 +108,5 @@ def _version_in(core: Path) -> str:
     """What megatron/core/package_info.py says, without the commit that it adds."""
     try:
         return runpy.run_path(str(core / "package_info.py"))["__version__"].partition("+")[0]
-    except Exception:  # no such file, or one of another form
+    except Exception:  # no such file, or an unexpected one
         return "unknown"

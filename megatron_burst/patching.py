@@ -1,6 +1,6 @@
-"""How functions of Megatron and torch are replaced: checked against what they were, and given back.
+"""Replaces functions of Megatron and torch, after checking their signatures, and restores them.
 
-What is replaced stands in one table, `mcore/patches.py`; `undo_all` gives all of it back.
+One table, `mcore/patches.py`, lists what is replaced; `undo_all` restores all of it.
 """
 
 import functools
@@ -18,30 +18,30 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import version_of
 
-NEWEST = 99, 0  # the last release of what is still there
+NEWEST = 99, 0  # last release of a place that still exists
 EVERY_RELEASE = (0, 0), NEWEST
-_MARK = "__megatron_burst_patch__"  # what a replacement has: the patch's `becomes`, the original
+_MARK = "__megatron_burst_patch__"  # on a replacement: (`becomes`, the original)
 
-# Of this process, in the order in which it was done: what gives back.
+# Undo functions of this process, in the order of patching.
 _UNDO: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One name of Megatron's or torch's that burst binds anew, or only relies on.
+    """One function of Megatron or torch that burst replaces, or only relies on.
 
     Attributes:
-        group: patches that are put in force together.
+        group: patches that are applied together.
         place: "module:function" or "module:Class.method".
-        becomes: "module:function", which takes its place under every name and is called with the
-            original (and more, see `apply`) before its arguments; "=module:name" takes its place
-            itself, there only; "" if burst only relies on it.
-        parameters: names that the original must have, in order; written out, as they were in the
-            release that the patch was written for.
-        others: the same in other releases that it works with.
-        releases: the first and the last that have the place, as (major, minor).
-        why: what it is for and why no public hook does.
-        package: the distribution that it comes with.
+        becomes: "module:function": called in its place, under every name that refers to it, with
+            the original (and more, see `apply`) before its arguments; "=module:name": replaces it
+            as is, in this place only; "": burst only relies on it.
+        parameters: the original's parameter names, in order, in the release that the patch was
+            written for.
+        others: the same for other supported releases.
+        releases: the first and the last with this place, as (major, minor).
+        why: its purpose, and why no public hook serves it.
+        package: the distribution that contains the place.
         te: whether Megatron must have found TransformerEngine, or must not; None: either.
     """
 
@@ -62,19 +62,19 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """The module that has the place."""
+        """The module of the place."""
         return self.place.partition(":")[0]
 
     @property
     def live(self) -> bool:
-        """Whether it is in force."""
+        """Whether it is applied."""
         try:
             return self._is_in(*_owner_of(self.place))
         except (ImportError, AttributeError):
             return False
 
     def misfit(self) -> str | None:
-        """Why the original is not the function that the patch was written for, or None."""
+        """How the original differs from the function that the patch was written for, or None."""
         if self.live:
             return None
         try:
@@ -84,7 +84,7 @@ class Patch:
         original = getattr(owner, name, None)
         found = _parameters_of(original)
         known = self.parameters, *self.others
-        # somebody's wrapper may take any options besides (mcore-bridge's apply_rotary_pos_emb)
+        # someone's wrapper may take any further options (mcore-bridge's apply_rotary_pos_emb)
         if found in known or _parameters_of(original, without=Parameter.VAR_KEYWORD) in known:
             return None
         return (
@@ -95,7 +95,7 @@ class Patch:
         )
 
     def apply(self, *given: Any) -> None:
-        """Put it in force; a second time changes nothing.
+        """Apply it. Idempotent.
 
         Args:
             given: passed to `becomes`, after the original.
@@ -125,8 +125,8 @@ class Patch:
         @functools.wraps(function)
         def replacement(*args, **options):
             if not becomes:
-                # not before it is called: it may import what is just being imported, see
-                # `when_imported`; in a list, which torch.compile can look into
+                # loaded at the first call: it may import what is being imported now, see
+                # `when_imported`; in a list, which torch.compile can trace
                 becomes.append(_named(self.becomes))
             return becomes[0](function, *given, *args, **options)
 
@@ -137,7 +137,7 @@ class Patch:
         found = getattr(owner, name, None)
         if self.becomes.startswith("="):
             return found is _named(self.becomes[1:])
-        while (mark := getattr(found, _MARK, None)) is not None:  # others may lie over it
+        while (mark := getattr(found, _MARK, None)) is not None:  # others may have wrapped it
             becomes, found = mark
             if becomes == self.becomes:
                 return True
@@ -145,9 +145,9 @@ class Patch:
 
 
 def when_imported(module: str, then: Callable[[], None]) -> None:
-    """Call something as soon as a module is imported, by whomever; now, if it is already.
+    """Call `then` as soon as anyone imports the module; now, if it is already imported.
 
-    Asking for the same again while it waits changes nothing.
+    Repeating a pending request changes nothing.
     """
     if module in sys.modules:
         then()
@@ -160,13 +160,13 @@ def when_imported(module: str, then: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as the others of sys.meta_path do; it only has to know of its import."""
+    """Finds one module through the other finders of sys.meta_path, to learn of its import."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self.module, self.then, self.asks_others = module, then, False
 
     def does(self, module: str, then: Callable[[], None]) -> bool:
-        """Whether it waits for this module, to do this."""
+        """Whether it waits for this module to call this."""
         return self.module == module and _parts(self.then) == _parts(then)
 
     def find_spec(self, name, path=None, target=None):
@@ -192,12 +192,12 @@ class _Waiting(MetaPathFinder):
 
 
 def _parts(then: Callable[[], None]) -> object:
-    """What makes two calls the same."""
+    """What identifies a callback."""
     return (then.func, then.args) if isinstance(then, functools.partial) else then
 
 
 def on_undo(give_back: Callable[[], None]) -> None:
-    """Have `undo_all` call something that gives back what is no function of another's."""
+    """Have `undo_all` call this too, to undo what is not a replaced function."""
     _UNDO.append(give_back)
 
 
@@ -212,7 +212,7 @@ def undo_all() -> None:
 
 
 def _parameters_of(function: Any, without: Any = None) -> tuple[str, ...] | None:
-    """Names of a function's parameters, but those of a kind; None if it is no function."""
+    """Names of a function's parameters, except those of one kind; None if it is not a function."""
     if not callable(function):
         return None
     found = inspect.signature(function).parameters.items()
@@ -220,13 +220,13 @@ def _parameters_of(function: Any, without: Any = None) -> tuple[str, ...] | None
 
 
 def _named(path: str) -> Any:
-    """What a dotted path with a colon names."""
+    """The object at "module:name"."""
     owner, name = _owner_of(path)
     return getattr(owner, name)
 
 
 def _owner_of(path: str) -> tuple[Any, str]:
-    """The module or class that has what a path names, and its name there."""
+    """The module or class that holds the object at a path, and its name there."""
     module, _, names = path.partition(":")
     *classes, name = names.split(".")
     owner = importlib.import_module(module)
@@ -234,9 +234,9 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 
 def _rebind(owner: Any, name: str, replacement: Any) -> None:
-    """Bind an attribute anew, and with it all names that modules have for the old one.
+    """Rebind an attribute, and every name that loaded modules have for its old value.
 
-    `from module import function`, run before, has made such a name; a method has none.
+    An earlier `from module import function` makes such a name; methods have none.
     """
     original = vars(owner).get(name)  # None if a class inherits it
     if isinstance(owner, ModuleType):
@@ -249,7 +249,7 @@ def _rebind(owner: Any, name: str, replacement: Any) -> None:
 def _give_back(
     owner: Any, name: str, original: Any, replacement: Any, everywhere: bool = False
 ) -> None:
-    if everywhere and isinstance(owner, ModuleType):  # also under names that were bound since
+    if everywhere and isinstance(owner, ModuleType):  # also names bound since
         for module, other in _names_of(replacement):
             setattr(module, other, original)
     elif vars(owner).get(name) is replacement:
@@ -260,7 +260,7 @@ def _give_back(
 
 
 def _names_of(function: Any) -> Iterator[tuple[ModuleType, str]]:
-    """Where loaded modules have a function, and under which names."""
+    """Every (module, name) of loaded modules that refers to a function."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             names = [name for name, value in vars(module).items() if value is function]

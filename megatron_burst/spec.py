@@ -2,7 +2,7 @@
 
 from megatron_burst.installed import require_megatron
 
-require_megatron("megatron_burst.spec")  # before what only imports with a Megatron that fits
+require_megatron("megatron_burst.spec")  # before imports that need a supported Megatron
 
 from megatron_burst.mcore.specs import burst_spec, layer_spec  # noqa: E402
 

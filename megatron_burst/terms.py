@@ -1,4 +1,4 @@
-"""The terms of a call, which all ranks must have in common, and what is refused of them."""
+"""The terms of a call, which must be the same on all ranks, and which of them are refused."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks must have in common; the same terms make the same call."""
+    """What must be the same on all ranks; equal terms make equal calls."""
 
     shapes: tuple[tuple, ...]  # of q, k and v, like the next two
     dtypes: tuple[torch.dtype, ...]
@@ -35,7 +35,7 @@ class Terms:
     config: BurstConfig
 
     def in_words(self) -> dict[str, str]:
-        """By name; of devices only what must not differ between ranks."""
+        """By name; devices without what may differ between ranks."""
         words = {name: str(tuple(shape)) for name, shape in zip("qkv", self.shapes, strict=True)}
         words["dtype"] = ", ".join(map(str, self.dtypes))
         words["device"] = ", ".join(
@@ -53,8 +53,8 @@ class Terms:
         return words
 
     def configuration(self) -> "Terms":
-        """The terms without batch and tokens (0), which vary from call to call; what ranks agree
-        upon once. All of them where shapes do not fit together."""
+        """The terms with batch and tokens set to 0, since these vary from call to call; ranks
+        compare them once. Unchanged if the shapes do not match each other."""
         q, k, v = self.shapes
         if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
             return self
@@ -62,7 +62,7 @@ class Terms:
         return replace(self, shapes=tuple(rest))
 
     def is_elsewhere(self, device: torch.device) -> bool:
-        """Whether a device is a GPU, but not the process's current one."""
+        """Whether a device is a GPU other than the process's current one."""
         return device.type == "cuda" and device.index != self.current_device
 
 
@@ -79,10 +79,10 @@ class Sees(NamedTuple):
 def window_of(
     window: tuple[int | None, int | None] | None, causal: bool
 ) -> tuple[int | None, int | None]:
-    """(left, right) as a mask has it: None where there is no bound.
+    """(left, right) as masks take it: None for no bound.
 
     Raises:
-        BurstError: if it is no pair of numbers of positions.
+        BurstError: if it is not a pair of numbers of positions.
     """
     given = (None, None) if window is None else window
     if not (isinstance(given, Sequence) and len(given) == 2 and all(map(_is_bound, given))):
@@ -125,7 +125,7 @@ def terms_of(
 
 
 def check(terms: Terms, cp_size: int) -> None:
-    """Refuse what does not fit; all ranks have the same terms by now.
+    """Refuse invalid terms; by now they are the same on all ranks.
 
     Raises:
         BurstError: in one sentence.
@@ -182,7 +182,7 @@ def _of_tree(terms: Terms) -> Iterator[Need]:
 
 def _of_shapes(terms: Terms) -> Iterator[Need]:
     q, k, v = terms.shapes
-    packed = terms.qkv_format == "thd"  # whose batch of one was added
+    packed = terms.qkv_format == "thd"  # with a batch axis of 1 added
     got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),

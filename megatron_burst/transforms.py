@@ -1,4 +1,4 @@
-"""What torch does to whole functions, and attention and loss cannot take part in."""
+"""Function transforms of torch that attention and loss do not support."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from megatron_burst.errors import BurstError
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """The function as one graph break of torch.compile, instead of one at each thing inside that
-    it cannot trace."""
+    """The function as one graph break of torch.compile, instead of one at each operation that it
+    cannot trace."""
     why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
     return torch.compiler.disable(function, reason=why)
 
@@ -22,8 +22,8 @@ def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
     about a microsecond.
 
     Args:
-        who: refuses.
-        tensors: inputs of the call, or gradients that come to the pass.
+        who: for the message.
+        tensors: inputs of the call, or gradients passed to backward.
 
     Raises:
         BurstError: inside of torch.func's transforms and vmap, if a tensor is a batch of them or

@@ -4,7 +4,7 @@ import re
 
 from megatron_burst.errors import BurstError
 
-_MOST = 1 << 40  # beyond it nothing is a job, and floats lose ones
+_MOST = 1 << 40  # no job is larger, and floats lose precision
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -13,11 +13,11 @@ def whole_number(text: str, option: str, who: str = "plan") -> int:
 
     Args:
         text: what was given.
-        option: for the complaint.
-        who: complains.
+        option: for the message.
+        who: for the message.
 
     Raises:
-        BurstError: if it is no positive whole number, or above 1024G.
+        BurstError: if it is not a positive whole number, or above 1024G.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text.replace("_", ""))
     value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
