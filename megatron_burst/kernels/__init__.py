@@ -1,4 +1,4 @@
-"""Attention of one tile on one device: backends, their choice, merging of results.
+"""Attention of one tile on one device: backends, how one is chosen, merging of results.
 
-Nothing here knows of ranks, rings or schedules.
+Nothing here knows about ranks, rings or schedules.
 """

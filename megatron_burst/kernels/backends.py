@@ -1,4 +1,4 @@
-"""What a backend must offer, which ones there are, and the choice among them."""
+"""The interface of a backend, the list of backends, and the choice among them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +16,14 @@ from megatron_burst.schedule.mask import Mask
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a backend is asked to do, as far as its abilities depend on it."""
+    """The properties of a call that decide whether a backend supports it."""
 
     device: str  # torch device type
     dtype: torch.dtype
     dim_qk: int
     dim_v: int
     grouped: bool = False  # fewer KV heads than query heads
-    deterministic: bool = False  # gradients must be bitwise the same twice
+    deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
     windowed: bool = False  # a query sees a band of keys that is neither causal nor full
     packed: bool = False  # rows are segments that do not see each other
@@ -32,7 +32,7 @@ class Problem:
 def problem_of(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
 ) -> Problem:
-    """What is asked for attention of these tensors, [.., .., heads, dim] each."""
+    """The problem of attention over these tensors, [.., .., heads, dim] each."""
     return Problem(
         device=q.device.type,
         dtype=q.dtype,
@@ -48,7 +48,7 @@ def problem_of(
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a backend can do, as data.
+    """What a backend supports, as data.
 
     Attributes:
         name: what the user calls it.
@@ -59,19 +59,20 @@ class Capability:
         dim_multiple: head dimensions must be a multiple of this.
         equal_dims: whether queries and values need the same head dimension.
         equal_dims_if_grouped: the same, for grouped heads only.
-        takes_delta: whether backward takes delta instead of an output; if not, a stand-in of it.
-        rectangular_causal: whether a causal tile may have more keys than queries (the diagonal
-            then ends in the last corner); in segments any kernel that has them does.
+        takes_delta: whether backward takes delta instead of an output; if not, it gets a stand-in
+            for the output.
+        rectangular_causal: whether a causal tile may have more keys than queries (diagonal aligned
+            bottom right); any kernel with segments supports it inside them.
         windows: whether a query may see any band of keys (`Visible.left`, `Visible.right`).
-        packed: whether rows may be segments, each as its band has it (`Visible.segments`).
-        wide_grads: whether gradients come in the accumulation dtype, not the input's.
-        deterministic: whether it can compute the same gradients twice, bit by bit.
+        packed: whether rows may be segments, each with its own band (`Visible.segments`).
+        wide_grads: whether gradients have the accumulation dtype, not the input's.
+        deterministic: whether it can compute bitwise reproducible gradients.
         archs: major compute capabilities; empty means any.
-        max_dim_on: largest head dimension by major compute capability, where it is not max_dim.
-        wide_pairs: head dimensions of queries and values past those, which it has too.
-        wrong_pairs_on: head dimensions for which it computes wrong gradients, by major compute
-            capability.
-        speed: for the reason that is printed.
+        max_dim_on: largest head dimension by major compute capability, where it differs from
+            max_dim.
+        wide_pairs: (QK, V) head dimensions beyond the maximum that it also supports.
+        wrong_pairs_on: (QK, V) head dimensions with wrong gradients, by major compute capability.
+        speed: for the printed reason.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Capability:
     wrong_pairs_on: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why the backend cannot do the problem, or None if it can."""
+        """Why the backend does not support the problem, or None if it does."""
         if self.devices and problem.device not in self.devices:
             return f"it runs on {'/'.join(sorted(self.devices))} only"
         if problem.dtype not in self.dtypes:
@@ -136,8 +137,8 @@ class QuerySide:
         q: [b, n, h, dqk].
         dout: [b, n, h, dv].
         lse: [b, h, n] over all keys of the sequence, natural logarithm.
-        delta: [b, h, n], rowsum(dO * O); None where the output is there.
-        out: [b, n, h, dv], the output or a stand-in with the same delta; None where delta is there
+        delta: [b, h, n], rowsum(dO * O); None if `out` is given.
+        out: [b, n, h, dv], the output or a stand-in with the same delta; None if `delta` is given
             and the backend takes it.
     """
 
@@ -162,17 +163,17 @@ class QuerySide:
 class Backend(Protocol):
     """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
 
-    `visible` says which keys a query sees; bands and segments only where the capability has them. A
-    causal tile is square, or has more keys than queries where `rectangular_causal` says so: then
-    the last query sees every key. A row that sees no key has out 0, lse -inf and no gradients.
-    Grouped heads are native: query head i uses KV head i // (h / h_kv). What is given as `into` is
-    written to and returned.
+    `visible` says which keys a query sees; bands and segments only if the capability has them. A
+    causal tile is square, or with `rectangular_causal` may have more keys than queries: then the
+    last query sees every key. A row that sees no key has out 0, lse -inf and no gradients. Grouped
+    heads are native: query head i uses KV head i // (h / h_kv). Tensors given as `into` are written
+    to and returned.
     """
 
     capability: Capability
 
     def missing(self) -> str | None:
-        """What must be installed to use it, or None if it is there."""
+        """What must be installed to use it, or None if nothing is missing."""
         ...
 
     def forward(
@@ -202,7 +203,7 @@ class Backend(Protocol):
 
 
 def deliver(results: tuple[Tensor, ...], into: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """Results of a kernel that cannot write where it is told, copied there if anywhere."""
+    """Results of a kernel that cannot write to given tensors, copied into `into` if given."""
     if into is None:
         return results
     for target, result in zip(into, results, strict=True):
@@ -230,17 +231,17 @@ def backends() -> dict[str, Backend]:
 
 
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
-    """The first backend that can do the problem, with the reason.
+    """The first backend that supports the problem, with the reason.
 
-    Head dimensions past those of all kernels for GPUs would leave "auto" with plain torch, which is
-    many times slower; there it is to be asked for.
+    With head dimensions above those of all GPU kernels only plain torch is left, which is many
+    times slower; "auto" does not take it, so it must be asked for by name.
 
     Args:
-        problem: what is asked of it.
+        problem: what it must support.
         asked: a name, several joined by commas, or "auto": all of them, the fastest first.
 
     Raises:
-        BurstError: if none of those asked for can do it, or is known.
+        BurstError: if a name is unknown, or none of those asked for supports the problem.
     """
     names = _automatic(problem) if asked == "auto" else asked.split(",")
     chosen = _first(problem, names)
@@ -253,7 +254,7 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
 
 
 def _automatic(problem: Problem) -> list[str]:
-    """The backends that "auto" takes one of."""
+    """The candidates of "auto"."""
     able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
     largest = max(capability.max_dim_of(problem.arch) for capability in able)
     slow = problem.device == "cuda" and max(problem.dim_qk, problem.dim_v) > largest
@@ -271,7 +272,7 @@ def _refusal(name: str, problem: Problem) -> str | None:
 
 
 def _first(problem: Problem, names: Sequence[str]) -> Choice | None:
-    """The first that can do the problem; later ones are not asked, since that may import much."""
+    """The first that supports the problem; later ones are not asked, as that may import a lot."""
     refusals = {}
     for name in names:
         if (why := _refusal(name, problem)) is None:
@@ -288,7 +289,7 @@ def in_words(refusals: Mapping[str, str]) -> str:
 
 
 def _nothing_can(problem: Problem, asked: str, names: Sequence[str]) -> BurstError:
-    """What to say if the backend that was asked for cannot do the problem, or none of `names`."""
+    """The error if the backend asked for, or none of `names`, supports the problem."""
     refusals = {name: _refusal(name, problem) for name in backends()}
     able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")

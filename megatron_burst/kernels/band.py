@@ -1,4 +1,4 @@
-"""What `Visible` means in plain torch: segments on the host, masks."""
+"""`Visible` in plain torch: segments on the host, masks."""
 
 from itertools import pairwise
 
@@ -31,10 +31,10 @@ def hidden(visible: Visible, q: Tensor, k: Tensor, level: int) -> Tensor:
 
 
 def plain_causal(visible: Visible, name: str, packed: bool = False) -> bool:
-    """Whether a call is causal, for a kernel that does full and causal ones alone.
+    """Whether a call is causal, for a kernel that supports only full and causal calls.
 
     Raises:
-        BurstError: if it is neither: the kernel was chosen for another problem than it is given.
+        BurstError: if it is neither: the kernel was chosen for a different problem.
     """
     if visible.windowed or (visible.segments is not None and not packed):
         what = "a window" if visible.windowed else "packed documents"

@@ -11,9 +11,10 @@ _aten = torch.ops.aten
 class Cudnn:
     """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native.
 
-    Torch passes it over where deterministic algorithms are wanted (check_cudnn_deterministic in
-    ATen/native/transformers/cuda/sdp_utils.cpp), and has no way to ask cuDNN for one. On Hopper it
-    takes head dimensions to 256 (check_cudnn_tensor_shapes there; cuDNN 9.10, which torch 2.9 has).
+    Torch skips it if deterministic algorithms are required (check_cudnn_deterministic in
+    ATen/native/transformers/cuda/sdp_utils.cpp), and cannot ask cuDNN for one. On Hopper it
+    supports head dimensions up to 256 (check_cudnn_tensor_shapes there; cuDNN 9.10, as in torch
+    2.9).
     """
 
     capability = Capability(

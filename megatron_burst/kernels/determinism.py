@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Have torch's kernels launched inside be deterministic; leave the switch as it was found."""
+    """Context in which torch's kernels are deterministic; restores the switch."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if not wanted or (before and not warn_only):

@@ -1,8 +1,8 @@
-"""Functions of other packages, which change between releases: used only if understood.
+"""Functions of other packages that change between releases: used only if their signature is known.
 
-A call gives some arguments by name. A function is understood if it has those and everything else
-that it wants is known here by a value that switches it off: a new option without a default, or an
-argument that is gone, is a reason not to call.
+A call passes some arguments by name. A function is understood if it has those, and if for every
+other argument we know a value that switches it off. A new option without a default, or a missing
+argument, is a reason not to call it.
 """
 
 import importlib
@@ -15,10 +15,10 @@ UNKNOWN = "its release is unknown"
 
 
 def load(module: str) -> Any:
-    """A module, or in words why it cannot be imported."""
+    """A module, or a text saying why it cannot be imported."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # what was built for another torch fails in many ways
+    except Exception as error:  # packages built for another torch fail in many ways
         reason = str(error).partition("\n")[0]
         return f"it cannot be imported ({reason or type(error).__name__})"
 
@@ -26,7 +26,7 @@ def load(module: str) -> Any:
 def understand_all(
     owner: Any, given: Mapping[str, Collection[str]], off: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], ...] | str:
-    """Functions by the names in `given`, as `understand` has each, or why one is not understood."""
+    """The functions named in `given`, from `understand`, or why one is not understood."""
     found = tuple(understand(owner, name, names, off) for name, names in given.items())
     refused = [x for x in found if isinstance(x, str)]
     return f"{UNKNOWN}: {refused[0]}" if refused else found
@@ -35,13 +35,13 @@ def understand_all(
 def understand(
     owner: Any, name: str, given: Collection[str], off: Mapping[str, Any]
 ) -> Callable[..., Any] | str:
-    """A function that takes `given` by name and has all else switched off, or why there is none.
+    """A function that takes `given` by name with all else switched off, or why there is none.
 
     Args:
         owner: the module that should have it.
-        name: of the function.
-        given: arguments that every call will name.
-        off: by name, what switches other arguments off; what the function lacks is left out.
+        name: the function's.
+        given: arguments that every call passes.
+        off: values, by name, that switch other arguments off; names that it lacks are left out.
     """
     function = getattr(owner, name, None)
     if not callable(function):
@@ -61,7 +61,7 @@ def understand(
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """What a function takes by name, or None if it does not say; looks into torch's custom ops."""
+    """A function's named parameters, or None if unknown; looks into torch's custom ops."""
     try:
         parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     except (TypeError, ValueError):

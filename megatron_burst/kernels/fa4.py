@@ -21,21 +21,21 @@ _INSTALL = "fa4 comes with: pip install -e '.[flash-attn]' in megatron_burst's c
 
 
 class FlashAttention4:
-    """flash_attn.cute's own entry points: no autograd of theirs, results written where told.
+    """flash_attn.cute's own entry points: without its autograd, results written to given tensors.
 
-    Backward takes delta by `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is delta
-    for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
+    Backward gets delta through `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is
+    delta for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
 
-    On Hopper its backward takes 80 query rows at a time for a QK dimension of 128 where nothing is
-    masked. Its preprocessing (flash_bwd_preprocess.py) works on as many rows at a time as 256
-    threads hold: 16 for a V dimension that is a multiple of 128, else 32 or 64, of which 80 is no
-    multiple. It then writes zeros past the last row: into the next head's delta and, behind the
-    last head, into whatever lies there, such as the first 16 log-sum-exps. So it gets none of
-    these head dimensions.
+    On Hopper its backward uses tiles of 80 query rows for a QK dimension of 128 without a mask. Its
+    preprocessing (flash_bwd_preprocess.py) uses tiles of as many rows as 256 threads hold: 16 if
+    the V dimension is a multiple of 128, else 32 or 64, which do not divide 80. It then writes
+    zeros past the last row: into the next head's delta and, after the last head, into the memory
+    that follows, such as the first 16 log-sum-exps. So it is not used for these head dimensions.
 
     On Hopper its backward rounds head dimensions up to 16 in the kernel and to 32 around it
-    (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not given other multiples of 8. On
-    Blackwell it goes to 128 and has 192/128 (_validate_head_dims); its kernel of 256 takes no dlse.
+    (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not used for other multiples of 8. On
+    Blackwell it supports up to 128, and 192/128 (_validate_head_dims); its kernel for 256 takes no
+    dlse.
     """
 
     capability = Capability(
@@ -58,7 +58,7 @@ class FlashAttention4:
 
     @cached_property
     def _interface(self):
-        """The module, or in words why it cannot be used."""
+        """The module, or a text saying why it cannot be used."""
         share_kernel_cache()
         try:
             module = importlib.import_module("flash_attn.cute.interface")
@@ -67,7 +67,7 @@ class FlashAttention4:
             return f"it cannot be imported ({error}); {_INSTALL}"
         if not {"dlse", "deterministic", "dq", "dk", "dv", *_WHERE} <= backward.keys():
             return f"the installed one has another interface; {_INSTALL}"
-        # the DSL warns at each first compilation that it guesses how to pass a structure
+        # at each first compilation the DSL warns that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
         return module
 
@@ -105,7 +105,7 @@ class FlashAttention4:
 
 
 def _where(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Segments and band, as both passes take them: a bound of None is none."""
+    """Segments and band, as both passes take them; None is no bound."""
     if not visible.windowed:
         where: dict[str, Any] = {"causal": visible.causal}
     else:

@@ -60,7 +60,7 @@ class Flash:
 
 
 def _no_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that nobody reads."""
+    """A dummy RNG state, which is never read."""
     kind = {"dtype": torch.uint64, "device": x.device}
     return torch.empty(2, **kind), torch.empty((), **kind)
 

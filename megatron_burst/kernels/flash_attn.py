@@ -1,4 +1,4 @@
-"""FlashAttention-2 and -3 of the packages that people build from source, if they are there."""
+"""FlashAttention-2 and -3 from the packages that users build from source, if installed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ _WINDOWS = {"window_size": (-1, -1), "window_size_left": -1, "window_size_right"
 class FlashAttention2:
     """`flash_attn.flash_attn_interface` of flash-attn 2.8: what its autograd functions call.
 
-    It is what torch ships as `flash`, in another build.
+    Another build of the kernels that torch ships as `flash`.
     """
 
     capability = replace(
@@ -46,7 +46,7 @@ class FlashAttention2:
 
     @cached_property
     def _functions(self) -> dict[str, Callable[..., Any]] | str:
-        """By name, or in words why they cannot be used."""
+        """By name, or a text saying why they cannot be used."""
         module = self._module()
         if isinstance(module, str):
             return module
@@ -94,7 +94,7 @@ class FlashAttention2:
 
 
 def _where(run: partial, visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Segments and band, as a function takes them: it has the names that switch windows off."""
+    """Segments and band under the function's own names for them."""
     segments, band = segments_for(visible, q, k), visible.within(q.shape[1], k.shape[1])
     left, right = (-1 if bound is None else bound for bound in (band.left, band.right))
     windows = {"window_size_left": left, "window_size_right": right}
@@ -107,7 +107,8 @@ def _where(run: partial, visible: Visible, q: Tensor, k: Tensor) -> dict[str, An
 class FlashAttention3(FlashAttention2):
     """FlashAttention-3, as the hopper folder of flash-attn's repository builds it, for Hopper.
 
-    Its deterministic backward does not do all head dimensions, so it is not asked for it.
+    Its deterministic backward does not support all head dimensions, so deterministic calls do not
+    use it.
     """
 
     capability = replace(
@@ -137,5 +138,5 @@ class FlashAttention3(FlashAttention2):
 
 
 def _fit(targets: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> bool:
-    """Whether kernels that write their inputs' dtype may write to the targets."""
+    """Whether kernels that write in the inputs' dtype may write to the targets."""
     return all(a.dtype == b.dtype for a, b in zip(targets, inputs, strict=True))

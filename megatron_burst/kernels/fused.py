@@ -1,7 +1,7 @@
 """Triton kernels: partials, sums of gradients, delta; each is one launch, one pass over memory.
 
-`partial` says what each computes and has it in plain torch; sums are in float32 here. Tensors have
-any strides. A program works on a block of tokens of one head.
+`partial` documents each and has it in plain torch; sums are in float32 here. Tensors may have any
+strides. A program works on a block of tokens of one head.
 """
 
 from collections.abc import Sequence
@@ -59,11 +59,11 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
 
 
 def _operands(*tensors: Tensor, most: int = 8) -> tuple[list[tuple], int]:
-    """Tensors as a kernel takes them, (x, *strides), and in what strides but the last are counted:
-    in `most` elements if all are multiples of it, else in 1.
+    """Tensors as a kernel takes them, (x, *strides), and the unit of all strides but the last:
+    `most` elements if all are multiples of it, else 1.
 
-    Triton looks for multiples of 16 elements by itself, but 8 of bf16 make the 16 bytes that a
-    thread can load at once: with head dimensions such as 40 or 72 this doubles the speed.
+    Triton itself detects multiples of 16 elements, but 8 of bf16 make the 16 bytes that a thread
+    can load at once: with head dimensions such as 40 or 72 this doubles the speed.
     """
     strides, unit = _strides(tuple((x.shape, x.stride()) for x in tensors), most)
     return [(x, *some) for x, some in zip(tensors, strides, strict=True)], unit
@@ -73,8 +73,8 @@ def _operands(*tensors: Tensor, most: int = 8) -> tuple[list[tuple], int]:
 def _strides(
     lie: tuple[tuple[torch.Size, tuple[int, ...]], ...], most: int
 ) -> tuple[list[tuple[int, ...]], int]:
-    """What depends on (shape, stride) of the tensors alone. The stride of an axis of size 1 is 0:
-    its chance value would compile kernels anew."""
+    """The part that depends only on (shape, stride). The stride of an axis of size 1 is set to 0:
+    its arbitrary value would recompile kernels."""
     every = [
         [0 if size == 1 else step for size, step in zip(shape, stride, strict=True)]
         for shape, stride in lie
@@ -95,7 +95,7 @@ def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **con
     device = rows_of.get_device()
     if device < 0 or device == torch.cuda.current_device():
         return launch(*operands, tokens, heads, **constants)
-    with torch.cuda.device(device):  # Triton launches on the current one, whatever it gets
+    with torch.cuda.device(device):  # Triton launches on the current one, wherever the tensors are
         launch(*operands, tokens, heads, **constants)
 
 
@@ -103,7 +103,7 @@ def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **con
 def _place(tokens, heads, ROWS: tl.constexpr):
     """(batch, head, tokens) of this program, in int64: tensors may have more than 2^31 elements.
 
-    Heads run fastest, because programs that run together should touch memory that lies together.
+    Heads run fastest, so that concurrent programs touch adjacent memory.
     """
     blocks = tl.cdiv(tokens, ROWS)
     block = tl.program_id(0) // heads
@@ -226,9 +226,9 @@ def _stand_in_kernel(
     left = tl.load(_statistics(delta, batch, head, rows), mask=inside, other=0.0)
     zeros = tl.zeros([ROWS, COLUMNS], x.dtype)
     tl.store(_elements(stand_in, batch, head, rows, columns, UNIT), zeros, mask=valid)
-    tl.debug_barrier()  # other threads put the shares in the place of zeros
-    # A key is in the order of |x| and has the column in its last bits: one max finds both. These
-    # bits of |x| are 0 in 16-bit dtypes; in float32 they are lost, but only to the order.
+    tl.debug_barrier()  # other threads overwrite zeros with shares
+    # A key sorts by |x| and has the column in its last bits: one max finds both. These bits of |x|
+    # are 0 in 16-bit dtypes; in float32 they only affect the order.
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     keys = (bits & (0x7FFFFFFF - (COLUMNS - 1))) | columns[None, :]
     for _ in tl.static_range(NONZEROS):

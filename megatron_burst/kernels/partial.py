@@ -3,8 +3,8 @@
 A partial is (out, lse) over the keys seen so far: out [b, n, h, dv] and lse [b, h, n], both in
 `accumulate_dtype`. A row that has seen no key has out 0 and lse -inf.
 
-Plain torch for CPU tensors and for float64, which it defines; Triton kernels that pass over memory
-once (`fused`) for the rest.
+Plain torch for CPU tensors and float64, which is the reference; for the rest Triton kernels that
+pass over memory once (`fused`).
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]
 
     w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
     positive number, so nothing overflows however far apart the lse are, and the weights add up to 1
-    however large they are. Summed in the accumulation dtype, rounded once. What a part holds in a
-    row where its lse is -inf is not looked at; rows that no part has seen get 0 and -inf.
+    however large they are. Summed in the accumulation dtype, rounded once. A part's rows with lse
+    -inf are not read; rows that no part has seen get 0 and -inf.
 
     Args:
         out: [b, n, h, dv], any floating dtype; written.
@@ -77,7 +77,7 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
 def copy_rows(target: Tensor, source: Tensor) -> None:
     """target <- source, [b, n, h, d] or statistics, both alike.
 
-    Of views torch's own copy reads and writes 1.5 TB/s on an H200, a sum of one part 4.
+    For views torch's own copy reads and writes 1.5 TB/s on an H200, a sum of one part 4.
     """
     if source.ndim == 4 and not source.is_contiguous() and (fused := _fused(target, source)):
         return fused.sum_parts(target, [source])
@@ -90,7 +90,7 @@ def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
     Args:
         target: [1, n, h, d], any floating dtype; written.
         source: [1, m, h, d], any floating dtype.
-        rows: int64 [k, n]: which rows of the source each row is the sum of; -1: none.
+        rows: int64 [k, n]: the source rows that add up to each row; -1: none.
     """
     if fused := _fused(target, source):
         return fused.sum_rows(target, source, rows)
@@ -117,14 +117,14 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     """An output O' with rowsum(dO * O') = delta, for kernels that compute delta from the output.
 
-    Three non-zeros a row, chosen greedily at the largest |dO|: each takes what is left of delta
-    divided by that dO, rounded to dO's dtype. In bf16 the sum is delta to about 1e-8 of |dO||O|,
-    where the real output rounded to bf16 gives 1e-4.
+    Three non-zeros per row, placed greedily at the largest |dO|: each is the rest of delta divided
+    by that dO, rounded to dO's dtype. In bf16 the sum is delta to about 1e-8 of |dO||O|, where the
+    real output rounded to bf16 gives 1e-4.
 
     Args:
         dout: [b, n, h, dv].
         delta: [b, h, n] in the accumulation dtype.
-        nonzeros: how many entries a row may have.
+        nonzeros: maximum entries per row.
 
     Returns:
         [b, n, h, dv] in dout's dtype.
@@ -144,7 +144,7 @@ def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
 
 
 def _fused(*tensors: Tensor) -> ModuleType | None:
-    """The Triton kernels, if they are for these tensors; imported only then."""
+    """The Triton kernels, if they support these tensors; imported only then."""
     if not all(x.is_cuda and x.dtype != torch.float64 for x in tensors):
         return None
     from megatron_burst.kernels import fused

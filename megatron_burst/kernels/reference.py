@@ -70,8 +70,8 @@ class Reference:
 
 
 class _Block(NamedTuple):
-    """Some query rows and all keys that any of them sees; in their segment, the first row would be
-    level with key `level` of these keys (it may lie outside)."""
+    """Some query rows and all keys that any of them sees; the first row is level with key `level`
+    of these keys, which may lie outside."""
 
     rows: slice
     keys: slice

@@ -24,9 +24,9 @@ _LAYOUT = "bshd_bshd_bshd"
 class TransformerEngine:
     """fused_attn_fwd and fused_attn_bwd of TransformerEngine 2.20, on dense "bshd" tensors.
 
-    Its functions take a layout by name and look at no stride, so tensors with gaps are copied. Its
-    causal mask begins in the first corner here, so a causal tile must be square. In training cuDNN
-    has head dimensions to 256 on Hopper (nvte_get_fused_attn_backend).
+    Its functions take a layout by name and ignore strides, so tensors with gaps are copied. Its
+    causal mask is aligned top left here, so a causal tile must be square. In training cuDNN
+    supports head dimensions up to 256 on Hopper (nvte_get_fused_attn_backend).
     """
 
     capability = Capability(
@@ -43,7 +43,7 @@ class TransformerEngine:
 
     @cached_property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any], Any] | str:
-        """(forward, backward, the kernels' name), or in words why they cannot be used."""
+        """(forward, backward, the kernels' name), or a text saying why they cannot be used."""
         module = load(_MODULE)
         if isinstance(module, str):
             return module

@@ -1,4 +1,4 @@
-"""torch's own flash attention for CPU: the fastest attention that torch has there."""
+"""torch's own flash attention for CPUs: its fastest attention there."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class TorchCpu:
 
     Its bf16 and fp16 gradients would be summed in bf16 and fp16 across blocks, hence the upcast.
     It needs equal head dimensions: the smaller one is padded with zeros, which change nothing.
-    Segments are computed one by one; causal ones that are no squares with a mask in memory.
+    Segments are computed one by one; causal ones that are not square use a mask in memory.
     """
 
     capability = Capability(
@@ -63,7 +63,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one segment."""
     batch, rows, heads, dim_v = *q.shape[:3], v.shape[-1]
-    if not rows or not k.shape[1]:  # which the kernel does not do
+    if not rows or not k.shape[1]:  # not supported by the kernel
         dtype = accumulate_dtype(q.dtype)
         lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
         return q.new_zeros(batch, rows, heads, dim_v, dtype=dtype), lse
@@ -72,7 +72,7 @@ def _forward(
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **band, scale=scale)
     unseen = rows - k.shape[2]
     if visible.causal and unseen > 0:
-        lse[:, :, :unseen] = -torch.inf  # it says 0
+        lse[:, :, :unseen] = -torch.inf  # the kernel returns 0
     return out[..., :dim_v].transpose(1, 2), lse
 
 
@@ -94,7 +94,7 @@ def _backward(
 
 
 def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """How the kernel is told of the mask: its own causal one begins in the first corner."""
+    """The kernel's mask arguments; its own causal mask is aligned top left."""
     rows, keys = q.shape[1], k.shape[1]
     causal = plain_causal(visible, "torch-cpu", packed=True)
     if not causal or rows == keys:

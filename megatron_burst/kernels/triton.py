@@ -1,4 +1,4 @@
-"""Our own FlashAttention in Triton: portable, from lse and delta, in any strides."""
+"""Our own FlashAttention in Triton: portable, with backward from lse and delta, any strides."""
 
 from importlib.util import find_spec
 
@@ -11,8 +11,8 @@ from megatron_burst.kernels.partial import row_delta
 class Triton:
     """Kernels of `triton_forward` and `triton_backward`, for GPUs since Ampere.
 
-    Head dimensions that are no power of two are padded in registers, never in memory. float32 is
-    multiplied in three products of TF32.
+    Head dimensions that are not a power of two are padded in registers, never in memory. float32 is
+    multiplied as three TF32 products.
     """
 
     capability = Capability(
@@ -20,7 +20,7 @@ class Triton:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_dim=256,
-        min_dim=16,  # of 8 to 10, out was wrong on an H200 where keys had padded columns too
+        min_dim=16,  # at 8 to 10, out was wrong on an H200 if keys also had padded columns
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,

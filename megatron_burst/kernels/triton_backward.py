@@ -1,8 +1,8 @@
-"""Attention backward in Triton from lse and delta: no atomics, so the same bits every time.
+"""Attention backward in Triton from lse and delta: no atomics, so it is bitwise reproducible.
 
-One kernel takes a block of keys through the query rows that see it and keeps dk and dv; the other
-takes a block of query rows through its keys and keeps dq. Scores are computed in both, which is 7
-products where 5 would do; in return nothing is added up in memory.
+In one kernel a program loops over the query rows that see its block of keys and accumulates dk and
+dv; in the other it loops over the keys of its block of query rows and accumulates dq. Both compute
+scores, so there are 7 products instead of 5, but nothing is accumulated in memory.
 """
 
 import torch
@@ -29,9 +29,9 @@ def launch_backward(
     query_side: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, scale: float,
     visible: Visible, grads: tuple[Tensor, Tensor, Tensor], choose: Chooser | None = None,
 ) -> None:  # fmt: skip
-    """Compute (dq, dk, dv) where they are, from (q, dout, lse, delta); see `Backend.backward`.
+    """Write (dq, dk, dv), computed from (q, dout, lse, delta); see `Backend.backward`.
 
-    `choose` takes the place of the table of blocks.
+    `choose` replaces the table of block sizes.
     """
     q, dout, lse, delta = query_side
     batch, n_q, heads, dim_qk = q.shape
@@ -63,7 +63,7 @@ def launch_backward(
 
     longest = (n_q, n_k) if segments is None else (segments.max_q, segments.max_k)
     row_bytes = (dim_qk + dim_v) * k.itemsize
-    with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
+    with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         if grads[1].shape[1]:
             together = heads_together(q, longest[0] * row_bytes)
             launch(key_grads_kernel, Pass.KEY_GRADS, grads[1:], together)

@@ -1,7 +1,8 @@
 """Which keys a block of rows sees, and which rows a block of keys, in the Triton kernels.
 
-Of a block's own rows i and the others j, keys or rows, i and j see each other if
-i + low <= j <= i + high, inside their segment. All are counted from the first row of the tensors.
+A block has "own" rows i (of queries or keys); "others" are the rows j of the other side. i and j
+see each other if i + low <= j <= i + high, inside their segment. All count from the first row of
+the tensors.
 """
 
 import torch
@@ -13,14 +14,14 @@ from megatron_burst.kernels.visible import Segments, Visible
 
 
 def bounds_of(visible: Visible, rows: int, keys: int) -> tuple[dict[str, int], dict[str, bool]]:
-    """Bounds of a call, as kernels take them: as values, and whether there are any."""
+    """Bounds of a call, as kernels take them: their values, and which exist."""
     band = visible.within(rows, keys)
     values = {"left": band.left or 0, "right": band.right or 0}
     return values, {"LEFT": band.left is not None, "RIGHT": band.right is not None}
 
 
 def num_blocks(rows: int, size: int, segments: Segments | None) -> int:
-    """How many blocks of `size` rows there are; with segments, at most: it waits for no device."""
+    """Number of blocks of `size` rows; with segments an upper bound, without synchronizing."""
     if segments is None:
         return triton.cdiv(rows, size)
     return rows // size + segments.cu_q.numel() - 1
@@ -29,13 +30,13 @@ def num_blocks(rows: int, size: int, segments: Segments | None) -> int:
 def table_of(own: Tensor, others: Tensor, size: int, count: int) -> Tensor:
     """Where blocks of segments lie, [count, 4] int32: first row, end of own, begin, end of others.
 
-    No block has rows of two segments. Those that are not needed are empty.
+    No block has rows of two segments. Surplus blocks are empty.
 
     Args:
-        own: where segments begin in the rows that are cut into blocks, int32 [n + 1].
+        own: where segments begin in the rows that are split into blocks, int32 [n + 1].
         others: where they begin among the others.
         size: rows of a block.
-        count: of blocks, at least as many as there are.
+        count: number of blocks, at least as many as needed.
     """
     blocks = (own.diff() + (size - 1)) // size
     ends = blocks.cumsum(0)
@@ -63,10 +64,10 @@ def range_of(
     first, begin, end, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, PADDED: tl.constexpr,
     SIZE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """(start, clear, edge, stop): of others in steps, those that a block of own rows sees.
+    """(start, clear, edge, stop): the others that a block of own rows sees, in whole steps.
 
-    All of the block see all others from `clear` to `edge`; before and after it takes a mask. What
-    there is beyond `end` needs none if PADDED.
+    All of the block see all others from `clear` to `edge`; before and after that a mask is needed.
+    If PADDED, rows beyond `end` need none.
     """
     start, clear, edge, stop = begin, begin, end, end
     if LOW:
@@ -86,7 +87,7 @@ def seen_of(
     first_row, first_key, band, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, KEYS] of a tile: which rows and keys are there and see each other.
+    """[ROWS, KEYS] of a tile: which rows and keys exist and see each other.
 
     `band` is (end of rows, end of keys, low, high).
     """

@@ -1,4 +1,4 @@
-"""How large the blocks of the Triton attention kernels are: a table, so that all ranks agree.
+"""Block sizes of the Triton attention kernels: a table, so that all ranks agree.
 
 Timing candidates at the first call, as `triton.autotune` does, may choose differently on each
 rank, and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds entries.
@@ -28,8 +28,8 @@ class Blocks:
         rows: query rows of a block.
         keys: keys of a block.
         warps: warps of a program.
-        stages: how many blocks are in flight or in use at a time.
-        tma: whether blocks are loaded by copy engine (Hopper and later).
+        stages: blocks in flight or in use at a time.
+        tma: whether blocks are loaded by TMA (Hopper and later).
     """
 
     rows: int
@@ -39,7 +39,7 @@ class Blocks:
     tma: bool = False
 
     def options(self) -> dict[str, int]:
-        """As the kernels' launches take them."""
+        """As launch options."""
         return {
             "ROWS": self.rows, "KEYS": self.keys,
             "num_warps": self.warps, "num_stages": self.stages,
@@ -72,7 +72,7 @@ _SMALL = {  # 99 KB of shared memory
     256: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
 }
 _BY_ARCH = {(8, 0): _AMPERE, (9, 0): _HOPPER, (10, 0): _HOPPER, (10, 3): _HOPPER}
-_WIDE = {  # float32, which takes three products for one
+_WIDE = {  # float32, three products for one
     64: _row(Blocks(64, 32, 4, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 4, 1)),
     128: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
     256: _row(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
@@ -89,6 +89,6 @@ def blocks_for(which: Pass, q: Tensor, dim_qk: int, dim_v: int) -> Blocks:
 
 
 def blocks_of(which: Pass, arch: tuple[int, int], itemsize: int, dim: int) -> Blocks:
-    """The table's entry for a compute capability; where it has none, what fits any GPU."""
+    """The table's entry for a compute capability, by default one that fits any GPU."""
     table = _WIDE if itemsize > 2 else _BY_ARCH.get(arch, _SMALL)
     return next(table[size][which] for size in sorted(table) if dim <= size)

@@ -1,4 +1,4 @@
-"""Attention forward in Triton: a program takes a block of query rows through its keys."""
+"""Attention forward in Triton: a program loops over the keys of a block of query rows."""
 
 import torch
 import triton
@@ -35,9 +35,9 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible, out: Tensor, lse: Tensor,
     choose: Chooser | None = None,
 ) -> None:  # fmt: skip
-    """Compute out [b, n, h, dv] and lse [b, h, n] where they are; see `Backend.forward`.
+    """Write out [b, n, h, dv] and lse [b, h, n]; see `Backend.forward`.
 
-    `choose` takes the place of the table of blocks.
+    `choose` replaces the table of block sizes.
     """
     batch, n_q, heads, dim_qk = q.shape
     n_k, dim_v = v.shape[1], v.shape[3]
@@ -54,7 +54,7 @@ def launch_forward(
     together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
     boxes = [box(x, size, blocks.tma) for x, size in sizes]
-    with torch.cuda.device_of(q):  # Triton launches on the current device, whatever it gets
+    with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         _forward_kernel[(count * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), *boxes, table,
             scale, n_q, n_k, *values.values(), count, heads, group, batch * heads, together,
@@ -123,7 +123,7 @@ def _add_keys(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over one more block of keys; all are there and seen by all rows if CLEAR."""
+    """Softmax over one more block of keys; if CLEAR, all exist and all rows see them."""
     keys = load_rows(k, k_box, batch, head_kv, first_key, band[1], 0, DIM_QK, KEYS, WIDTH, CLEAR)
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:

@@ -1,4 +1,4 @@
-"""Gradients of keys and values in Triton: a program takes a block of keys through its rows."""
+"""Gradients of K and V in Triton: a program loops over the query rows of a block of keys."""
 
 import triton
 import triton.language as tl
@@ -77,7 +77,7 @@ def key_grads_kernel(
 
 @triton.jit
 def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
-    """[1, ROWS] of a statistic that is ready."""
+    """[1, ROWS] of a statistic from `ready_statistics`."""
     if box is not None:
         return box.load([head, first_row])
     return tl.load(x + tl.cast(head, tl.int64) * stride + first_row + tl.arange(0, ROWS))[None, :]
@@ -91,10 +91,10 @@ def _add_rows(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What one more block of query rows adds to dk / scale and dv; all transposed: keys x rows.
+    """Add one more block of query rows to dk / scale and dv; all transposed: keys x rows.
 
-    What keys beyond the last collect is not stored, so only the edges of a band or of a segment
-    need a mask.
+    Gradients of keys beyond the last are not stored, so only edges of a band or segment need a
+    mask.
     """
     queries = load_rows(q, q_box, batch, head, first_row, band[0], 0, DIM_QK, ROWS, WIDTH, False)
     queries_rest = queries

@@ -1,4 +1,4 @@
-"""Gradients of queries in Triton: a program takes a block of query rows through its keys."""
+"""Gradients of queries in Triton: a program loops over the keys of a block of query rows."""
 
 import triton
 import triton.language as tl
@@ -79,7 +79,7 @@ def _add_keys(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What one more block of keys adds to dq / scale."""
+    """Add the contribution of one more block of keys to dq / scale."""
     keys = load_rows(k, k_box, batch, head_kv, first_key, band[1], 0, DIM_QK, KEYS, WIDTH, CLEAR)
     keys_rest = keys
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")

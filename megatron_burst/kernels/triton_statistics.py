@@ -1,4 +1,4 @@
-"""Lse and delta as the Triton kernels of backward read them."""
+"""Lse and delta in the form that the Triton backward kernels read."""
 
 import torch
 import triton
@@ -11,11 +11,11 @@ _LARGEST_BLOCK = 128  # query rows
 
 
 def ready_statistics(lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
-    """(lse in powers of two, delta) as the kernels read them: [2, b * h, n] without gaps.
+    """(lse in base 2, delta) as the kernels read them: [2, b * h, n] without gaps.
 
-    n is rounded up to whole blocks, and rows that are not there, or that no key has seen, weigh 0:
-    kernels need no masks, and addresses that they know when compiled take no registers. Where rows
-    are packed a block may begin at the last row, so there is one block more.
+    n is rounded up to whole blocks, and rows that do not exist, or that see no key, have weight 0:
+    kernels need no masks, and addresses known at compile time take no registers. With packed rows a
+    block may begin at the last row, so there is one more block.
     """
     batch, heads, rows = lse.shape
     whole = (triton.cdiv(rows, _LARGEST_BLOCK) + packed) * _LARGEST_BLOCK

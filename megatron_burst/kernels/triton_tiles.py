@@ -1,11 +1,11 @@
 """What the Triton attention kernels share: which tile a program takes, loads, stores.
 
 An operand is (tensor, stride of b, stride of n, stride of h), for a statistic [b, h, n]
-(tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so where
-a tile begins is counted in int64, what lies inside of it in int32.
+(tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so a
+tile's start is in int64, offsets inside it in int32.
 
-Head dimensions that are no power of two are taken in two parts of `WIDTH` and `REST` columns, 128 +
-64 for 192, or padded with zeros.
+Head dimensions that are not a power of two are split into two parts of `WIDTH` and `REST` columns,
+128 + 64 for 192, or padded with zeros.
 """
 
 import torch
@@ -16,28 +16,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Sizes that change from call to call: their values, 1 and multiples of 16, compile nothing anew.
+# Sizes that vary between calls: kernels are not specialized on them (1, multiples of 16).
 VARYING = [
     "n_q", "n_k", "left", "right", "count", "heads", "heads_kv", "group", "all_heads", "together",
 ]  # fmt: skip
-_L2_SHARE = 0.5  # of the cache, for what a section of heads reads again and again
+_L2_SHARE = 0.5  # of the cache, for data that a section of heads rereads
 
 
 def operand(x: Tensor) -> tuple:
     """A tensor [b, n, h, d] or a statistic [b, h, n] as kernels take it.
 
-    The stride of an axis of size 1 is left out: its chance value would compile kernels anew.
+    The stride of an axis of size 1 is left out: its arbitrary value would recompile kernels.
     """
     steps = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
     return x, *steps[:3]
 
 
 def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
-    """How the copy engine finds blocks [rows, d] of a tensor [b, n, h, d]; None if it cannot.
+    """TMA descriptor for blocks [rows, d] of a tensor [b, n, h, d]; None if TMA cannot load them.
 
-    It is told of a matrix whose rows hold all heads, and all sequences of a batch if they lie
-    between rows, as in "sbhd". It fills with zeros what lies below the last row, but not what lies
-    beside a head, so the head dimension must be a power of two. It reads units of 16 bytes.
+    It describes a matrix whose rows hold all heads, and all sequences of a batch if these lie
+    between rows, as in "sbhd". TMA fills rows after the last with zeros, but not columns after a
+    head's last, so the head dimension must be a power of two. It reads units of 16 bytes.
     """
     _, *steps = operand(x)
     batch, num_rows, heads, dim = x.shape
@@ -52,7 +52,7 @@ def box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
 def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | None:
     """The same for blocks [1, rows] of statistics [b * h, n] without gaps.
 
-    Blocks must begin at a unit of 16 bytes, so it is not for packed rows.
+    Blocks must begin at a multiple of 16 bytes, so packed rows cannot use it.
     """
     if not wanted or not x.numel():
         return None
@@ -60,7 +60,7 @@ def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | Non
 
 
 def widths(dim: int) -> tuple[int, int]:
-    """(WIDTH, REST) of a head dimension: powers of two of at least 16 whose sum holds it."""
+    """(WIDTH, REST) of a head dimension: powers of two of at least 16 whose sum covers it."""
     half = padded(dim) // 2
     if half < 16 or half + padded(dim - half) >= padded(dim):
         return padded(dim), 0
@@ -84,8 +84,8 @@ def heads_together(x: Tensor, num_bytes: int) -> int:
 def tile_of_program(blocks, heads, together, LAST_FIRST: tl.constexpr):
     """(block of rows, head): heads in sections that fit the L2 cache, longest causal blocks first.
 
-    A section's heads do the same block before any does the next, so that the programs that end
-    last are the shortest.
+    A section's heads all do one block before any does the next, so that the last programs are the
+    shortest.
     """
     section = tl.program_id(0) // (together * blocks)
     within = tl.program_id(0) % (together * blocks)
@@ -98,7 +98,7 @@ def tile_of_program(blocks, heads, together, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _elements(x, batch, head, first, AT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers [ROWS, WIDTH] into an operand, from a row and a column on."""
+    """Pointers [ROWS, WIDTH] into an operand, starting at a row and a column."""
     start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[3]
     start += tl.cast(first, tl.int64) * x[2]
     return start + tl.arange(0, ROWS)[:, None] * x[2] + (AT + tl.arange(0, WIDTH))[None, :]
@@ -130,7 +130,7 @@ def store_rows(
     x, values, batch, head, first, length, AT: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store [ROWS, WIDTH], rounded to the operand's dtype, as far as it has rows and columns."""
+    """Store [ROWS, WIDTH], rounded to the operand's dtype, within its rows and columns."""
     inside = (first + tl.arange(0, ROWS) < length)[:, None]
     inside = inside & (AT + tl.arange(0, WIDTH) < DIM)[None, :]
     pointers = _elements(x, batch, head, first, AT, ROWS, WIDTH)

@@ -1,4 +1,4 @@
-"""Calls as kernels for packed rows take them: [t, h, d], and where each segment begins."""
+"""Calls in the form of varlen kernels: [t, h, d], and where each segment begins."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from megatron_burst.kernels.visible import Segments, Visible
 
 
 def is_varlen(visible: Visible) -> bool:
-    """Whether a kernel of FlashAttention-2's family is called by segments: for windows too.
+    """Whether to call FlashAttention-2's varlen kernel: for segments, and for windows.
 
-    Without segments FlashAttention-2 takes a bound of at least as many keys as there are for none,
-    and none to the right for that many: wrong where queries are more than keys (flash_api.cpp:
-    `window_size_right >= seqlen_k`, `window_size_right = seqlen_k`). By segments it is told how
-    many keys there may be.
+    Without segments FlashAttention-2 treats a bound of at least the number of keys as no bound, and
+    no right bound as that number: wrong with more queries than keys (flash_api.cpp:
+    `window_size_right >= seqlen_k`, `window_size_right = seqlen_k`). The varlen kernel takes the
+    maximum number of keys as an argument.
     """
     return visible.windowed or visible.segments is not None
 
@@ -25,10 +25,10 @@ def segments_for(visible: Visible, q: Tensor, k: Tensor) -> Segments:
 
 
 def limits(segments: Segments) -> tuple[int, int]:
-    """(max_q, max_k) for FlashAttention-2, bounds of what is there.
+    """(max_q, max_k) for FlashAttention-2: upper bounds.
 
-    One query at most would swap rows and heads, which needs one in every segment; no key at most
-    would launch a grid of nothing. Fewer keys than queries at most: see `is_varlen`.
+    max_q of 1 would make it swap rows and heads, which requires one query in every segment; max_k
+    of 0 would launch an empty grid. max_k below max_q: see `is_varlen`.
     """
     max_q = max(segments.max_q, 2)
     return max_q, max(segments.max_k, max_q)
@@ -56,9 +56,9 @@ def like(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [b, n, h, dv], lse [b, h, n]) of what a kernel of FlashAttention's family found.
+    """(out [b, n, h, dv], lse [b, h, n]) from the results of a FlashAttention kernel.
 
-    Their lse is +inf in rows that have seen no key, or -inf.
+    Its lse of rows without a key is +inf or -inf.
     """
     lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
     return like(q, out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

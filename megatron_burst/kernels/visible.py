@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_burst.schedule.mask import Band
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # tensors have no truth to compare by
+@dataclass(frozen=True, slots=True, eq=False)  # tensors cannot be compared by ==
 class Segments:
     """Packed rows: queries of segment i see keys of segment i alone. For a batch of one.
 
@@ -31,8 +31,8 @@ class Segments:
 class Visible(Band):
     """Which keys a query of a kernel call sees: a band, inside its segment.
 
-    The band is key - (query + keys - queries) in [-left, right]: without bounds to either side the
-    last query is level with the last key (bottom right), and so in each segment.
+    The band is key - (query + keys - queries) in [-left, right]: None is no bound, and the last
+    query is level with the last key (bottom right), also in each segment.
 
     Attributes:
         segments: None: all rows are one segment.
@@ -41,10 +41,10 @@ class Visible(Band):
     segments: Segments | None = None
 
     def within(self, queries: int, keys: int) -> "Visible":
-        """The same without bounds that hide nothing from `queries` queries and `keys` keys.
+        """A copy without the bounds that hide nothing among `queries` queries and `keys` keys.
 
         Args:
-            queries: rows, or where there are segments at least those of the longest.
+            queries: rows; with segments at least those of the longest.
             keys: the same of keys.
         """
         if self.segments is not None:
