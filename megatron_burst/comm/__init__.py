@@ -1,4 +1,4 @@
-"""Moving tensors between ranks: groups, hop buffers, slots, transfers, agreement out of band.
+"""Moves tensors between ranks: groups, hop buffers, slots, transfers, out-of-band agreement.
 
-Nothing here decides what is sent: that is in the schedule.
+What is sent is decided by the schedule, not here.
 """

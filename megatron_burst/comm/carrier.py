@@ -1,10 +1,9 @@
-"""What carries data between ranks: transfers, slots, and where work is queued.
+"""Moves data between ranks: transfers, slots, and the queues of a call.
 
-In slots a rank lays what other ranks of its node are to have. Rows are sent by NCCL or gloo
-(`SentSlots`), or the ranks who need them pull them through symmetric memory with the GPU's copy
-engines, which takes no multiprocessor from the kernels (`PulledSlots`). What goes between two ranks
-goes in the same order on both. With a single slot, a round's contents must have been used up before
-the next round is filled.
+A slot holds rows for other ranks of the node. They are sent by NCCL or gloo (`SentSlots`), or the
+ranks that need them pull them through symmetric memory with the GPU's copy engines, which takes no
+multiprocessor from the kernels (`PulledSlots`). Two ranks issue the transfers between them in the
+same order. With a single slot, a round must be consumed before the next round is written.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,25 +18,25 @@ from torch import Tensor
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 
-Parcels = Sequence[tuple[int, Tensor]]  # (the cp rank at the other end, what goes or comes)
+Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
 
 
 class UnderWay(Protocol):
-    """Something that was started."""
+    """A handle of work that was started."""
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream wait for it, which is given; None on a CPU."""
+        """Make the current stream, passed in, wait for it; None on CPU."""
 
 
 class Where(NamedTuple):
-    """Where a call runs: calls of one stream have buffers of their own."""
+    """Where a call runs; each stream's calls have their own buffers."""
 
     device: torch.device
-    stream: int = 0  # the caller's; 0 on a CPU
+    stream: int = 0  # the caller's; 0 on CPU
 
     @classmethod
     def of(cls, x: Tensor) -> "Where":
-        """Where a call on this tensor runs if it begins now."""
+        """Where a call on this tensor would run now."""
         on_gpu = x.device.type == "cuda"
         return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
 
@@ -59,14 +58,14 @@ class Take:
 
 
 class Views:
-    """What programs have made of some memory: it stays from call to call, and goes with the memory
-    when that is replaced, or with the program."""
+    """Views that programs made of some memory. They are reused from call to call, until the memory
+    is replaced or the program is gone."""
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[object, dict[int, dict]] = WeakKeyDictionary()
 
     def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
-        """Those of a program, by its own names; `turn`: of several sets."""
+        """The views of a program, by its own names; `turn` picks one of several sets."""
         sets = self._made.get(of)
         if sets is None:
             sets = self._made[of] = {}
@@ -74,7 +73,7 @@ class Views:
 
 
 class Memory(Views):
-    """Flat byte buffers of one use.
+    """Flat byte buffers for one use.
 
     Args:
         flats: the buffers, equally large.
@@ -86,11 +85,11 @@ class Memory(Views):
 
 
 class SentSlots:
-    """Slots of a call whose rows are sent to those who need them; two rounds may be under way.
+    """Slots of a call whose rows are sent to the ranks that need them; two rounds may be in flight.
 
     Args:
-        memory: of the slots; it may have more, of calls before.
-        count: how many slots the call's program takes in turn: its waits are for so many.
+        memory: of the slots; it may have more slots, from earlier calls.
+        count: how many slots the call's program cycles through; its waits assume this number.
         send: (sends, recvs) -> transfer.
     """
 
@@ -104,16 +103,16 @@ class SentSlots:
         return self._memory.views(of)
 
     def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream write a round's slot from now on."""
+        """Allow the current stream to write a round's slot from now on."""
 
     def flat(self, index: int) -> Tensor:
-        """The bytes of a round's slot, of this rank."""
+        """The bytes of this rank's slot of a round."""
         return self._memory.flats[index % self._count]
 
     def ends(
         self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
     ) -> tuple[Parcels, Sequence[int]]:
-        """What a round's exchange needs of the slots; the same for equal views.
+        """Prepare a round's exchange; the result can be reused for equal views.
 
         Args:
             index: of the round.
@@ -127,11 +126,11 @@ class SentSlots:
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
         queues: "OneQueue | Queues",
     ) -> UnderWay:  # fmt: skip
-        """Once the current stream has filled the slot, let everyone have what they take.
+        """Once the current stream has filled the slot, start the exchange.
 
         Args:
             index: of the round.
-            ends: as `ends` found them.
+            ends: from `ends`.
             targets: where each take goes.
             queues: of the call.
         """
@@ -140,17 +139,17 @@ class SentSlots:
 
 
 class PulledSlots(Views):
-    """Slots that other ranks read for themselves.
+    """Slots that other ranks read directly.
 
-    Flow control is one barrier of the ranks a round, behind the kernels that fill the slot and
-    before the copies that read it, all on the current stream. A slot is filled again once the
-    barrier of a later round has shown that everyone's copies out of it are behind them; so there is
-    one slot more than rounds under way, and numbers go on from call to call. A single slot has no
-    later round to tell, and takes a second barrier behind the copies.
+    Flow control is one barrier per round, after the kernels that fill the slot and before the
+    copies that read it, all on the current stream. A slot may be overwritten once the barrier of a
+    later round has shown that all copies out of it are done; so there is one slot more than rounds
+    in flight, and numbering continues from call to call. A single slot has no later round to rely
+    on, and needs a second barrier after the copies.
 
     Args:
         buffers: for each slot, flat bytes of every rank by cp rank.
-        barriers: for each slot, what lets the current stream wait for that of all other ranks.
+        barriers: for each slot, makes the current stream wait for those of all other ranks.
         cp_rank: this rank.
     """
 
@@ -160,8 +159,8 @@ class PulledSlots(Views):
     ) -> None:  # fmt: skip
         super().__init__()
         self._buffers, self._barriers, self._cp_rank = buffers, barriers, cp_rank
-        self._rounds = self._first = 0  # since ever, and when this call began
-        # by slot, when the barrier of its last round that frees another one was passed
+        self._rounds = self._first = 0  # in total, and at the start of this call
+        # by slot, the event after its last round's barrier, which frees another slot
         self._passed: list[UnderWay | None] = [None] * len(buffers)
 
     def __len__(self) -> int:
@@ -177,7 +176,7 @@ class PulledSlots(Views):
         return self
 
     def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
-        """See `Views`: another set for each slot that a call may begin with."""
+        """See `Views`; one set for each slot that a call may begin with."""
         return super().views(of, self._number(turn))
 
     def _number(self, index: int) -> int:
@@ -199,7 +198,7 @@ class PulledSlots(Views):
     ) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
-        # the other rank's slot may have more rows than this one's, but rows as wide
+        # the other rank's slot may have more rows than this one's, of the same width
         return Pulls([
             of_rank[take.peer].view(view.dtype)[: take.rows.stop * width]
             .view(-1, *view.shape[1:])[take.rows]
@@ -226,11 +225,11 @@ class PulledSlots(Views):
 
 @dataclass(slots=True)
 class Pulls:
-    """What an exchange copies, and when it was last done.
+    """What an exchange copies, and its last completion.
 
     Attributes:
         sources: rows of other ranks' slots.
-        done: the mark of the last time, to be used again.
+        done: the mark of the last time, to be reused.
     """
 
     sources: Sequence[Tensor]
@@ -241,7 +240,7 @@ Slots = SentSlots | PulledSlots  # of one call
 
 
 class Over:
-    """What is done by the time that it was started."""
+    """A handle of work that is already done."""
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         pass
@@ -251,7 +250,7 @@ OVER = Over()
 
 
 class OneQueue:
-    """Of a call on a CPU, or where nothing is to overlap: what was queued before is done before.
+    """The queue of a call on CPU, or without overlap: work runs in the order it is queued.
 
     Args:
         where: the call runs.
@@ -271,11 +270,11 @@ class OneQueue:
 
 
 class Queues:
-    """Of a call on a GPU: the caller's stream, and others by name, the same ones in every call.
+    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call.
 
     Args:
         device: of the call.
-        streams: by name; those that are missing are added.
+        streams: by name; missing ones are added.
 
     Attributes:
         where: the call runs.
@@ -287,7 +286,7 @@ class Queues:
         self.where, self._streams = Where(device, self.stream.cuda_stream), streams
 
     def go(self, name: Hashable | None) -> None:
-        """Let work go to the stream of that name from now on; None: to the caller's."""
+        """Switch to the stream of that name; None: to the caller's."""
         stream = self._caller if name is None else self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.where.device, priority=-1)
@@ -295,31 +294,32 @@ class Queues:
         torch.cuda.set_stream(stream)
 
     def mark(self, again: UnderWay | None = None) -> torch.cuda.Event:
-        """What the current stream has been given so far; `again`: a mark that nobody will wait for
-        any more, of a call that may have had one queue."""
+        """Mark all work queued on the current stream so far; `again`: a mark to reuse, which
+        nothing waits for any more; it may be from a call with one queue."""
         event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event()
         event.record(self.stream)
         return event
 
 
 class Carrier(Protocol):
-    """One rank's end of the wires: a `Communicator`, or a stand-in that joins simulated ranks."""
+    """One rank's end of all transfers: a `Communicator`, or a substitute that joins simulated
+    ranks."""
 
     cp_rank: int  # this rank
-    overlaps: bool  # whether transfers run beside kernels
+    overlaps: bool  # whether transfers overlap with kernels
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
-        """At least so many buffers of at least so many bytes, the same ones in every call."""
+        """At least `count` buffers of at least `num_bytes`, the same ones in every call."""
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """Slots for a call, which this rank shares with the others of its node."""
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> UnderWay:
-        """Start behind what the current stream has queued; those between two ranks match in
-        order."""
+        """Start after the work queued on the current stream; sends and receives between two ranks
+        match in order."""
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
-        """Where the work of a call is queued."""
+        """The queues of a call."""
 
     def time_transfers(self) -> None:
-        """Have NCCL note from now on how long its transfers take."""
+        """Have NCCL record the times of its transfers from now on."""

@@ -37,14 +37,14 @@ class Transfer:
 
     works: Sequence[dist.Work]
     timeout_s: float | None  # for each; None on GPUs, where a wait with one would block the CPU
-    explain: Callable[[Exception], Exception]  # makes an error of what torch raises
+    explain: Callable[[Exception], Exception]  # turns torch's exception into an error of ours
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let the current stream (on CPU: this thread) wait until all have happened."""
+        """Make the current stream (on CPU: this thread) wait until all are complete."""
         limit = () if self.timeout_s is None else (timedelta(seconds=self.timeout_s),)
         works = self.works
         if limit:
-            self.works = ()  # gloo waits for ever for what was waited for before
+            self.works = ()  # gloo hangs when waited on twice
         try:
             for work in works:
                 work.wait(*limit)
@@ -52,8 +52,8 @@ class Transfer:
             raise self.explain(error) from error
 
     def seconds(self) -> float:
-        """From when the GPUs begin with it, waiting for each other, until they are done, if they
-        are and `Communicator.time_transfers` was called before; nan where torch cannot tell."""
+        """Seconds on the GPUs, waiting for each other included; nan unless finished and
+        `Communicator.time_transfers` was called before, or if torch does not know."""
         try:
             return max((work._get_duration() for work in self.works), default=0.0) / 1e3
         except RuntimeError:
@@ -61,10 +61,10 @@ class Transfer:
 
 
 class Communicator:
-    """Carries the hops of one context-parallel group; see `Carrier`.
+    """The transfers of one context-parallel group; see `Carrier`.
 
-    Data that is read and gradients have process groups of their own, so that on NCCL each has a
-    stream of its own and neither waits for the other; likewise the intra and the inter ring.
+    Inputs and gradients have separate process groups, so that on NCCL each has its own stream and
+    neither waits for the other; likewise the intra and the inter ring.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Communicator:
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
         members = {Link.INTRA: intra, Link.INTER: inter}
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
-        bounded = config.tuning.nccl_ctas is not None  # what others have made is not
+        bounded = config.tuning.nccl_ctas is not None  # groups made by others are not bounded
         given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
         self._groups = {(link, Cargo.READ): given[link] for link in several if given}
         lacking = {(link, c): several[link] for link in several for c in Cargo}
@@ -95,12 +95,12 @@ class Communicator:
     def _pool_of(
         self, together: dist.ProcessGroup | None, sub_groups: SubGroups
     ) -> SymmetricPool | None:
-        """Memory that the ranks of a row may read of each other, one for all communicators."""
+        """Memory that the ranks of a row can read from each other, shared by all communicators."""
         if together is None:
             return None
         pools, name = sub_groups.pools, together.group_name
         if name not in pools:
-            # by rank in the group; torch sorts them, whatever the topology says
+            # by rank in the group; torch sorts them, whatever the topology's order
             ranks = [self._ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
             board = state_of(together).board
             pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
@@ -112,14 +112,14 @@ class Communicator:
         memory = self._buffers.get(key)
         if memory is None or memory.flats[0].numel() < num_bytes:
             self._buffers.pop(key, None)
-            del memory  # it goes before the larger one comes
+            del memory  # free it before allocating the larger one
             memory = self._buffers[key] = Memory([_bytes(num_bytes, where)])
         while len(memory.flats) < count:
             memory.flats.append(_bytes(memory.flats[0].numel(), where))
         return memory
 
     def release_buffers(self) -> None:
-        """Give the memory of all buffers back; the next call allocates them again."""
+        """Free all buffers; the next call allocates them again."""
         self._buffers.clear()
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
@@ -145,8 +145,8 @@ class Communicator:
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.
 
-        Where a rank has no room in symmetric memory all ranks of its node send from now on, unless
-        the user asked for pulling.
+        If a rank lacks symmetric memory, all ranks of its node send from now on, unless the user
+        asked for pulling.
         """
         if self._pool and self.transfer.value == "pull":
             try:
@@ -175,7 +175,7 @@ class Communicator:
         return Transfer(works, timeout_s, lambda error: self.board.explain(error, WHO, name))
 
 
-@torch.inference_mode(False)  # it stays, and training after an evaluation writes to it
+@torch.inference_mode(False)  # kept: training after an evaluation writes to it
 def _bytes(count: int, where: Where) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=where.device)
 
@@ -188,10 +188,10 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: of its tuning `nodes` pretends nodes (otherwise ranks tell each other their node's
-            name); `transfer`, `nccl_ctas` and `overlap` say how data are carried.
+        config: of its tuning, `nodes` simulates nodes (otherwise ranks exchange their node's name);
+            `transfer`, `nccl_ctas` and `overlap` set how data moves.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
-        flat: treat all ranks as one row, whatever their nodes.
+        flat: whether to treat all ranks as one row, whatever their nodes.
 
     Raises:
         BurstError: if the nodes do not fit, or the sub-groups do not tile the group.

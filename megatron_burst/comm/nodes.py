@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node, and that each of them has a GPU of its own."""
+"""Finds which ranks of a group share a node, and checks that each has its own GPU."""
 
 import ctypes
 import json
@@ -21,9 +21,9 @@ from megatron_burst.schedule.topology import Topology, pretend_nodes
 class Home:
     """Where a rank runs."""
 
-    node: str  # what tells its node from others
+    node: str  # identifies its node
     fabric: str | None  # the NVLink domain beyond the machine, if there is one
-    place: int  # of its GPU on the node
+    place: int  # its GPU's index on the node
 
 
 def check_devices(group: dist.ProcessGroup, board: Board) -> None:
@@ -47,7 +47,7 @@ def find_topology(
     group: dist.ProcessGroup, config: BurstConfig, board: Board,
     hcp_groups: Sequence[dist.ProcessGroup] | None,
 ) -> Topology:  # fmt: skip
-    """The nodes of a group's ranks: pretended, from given sub-groups, or as the ranks say.
+    """The nodes of a group's ranks: simulated, from given sub-groups, or as the ranks report.
 
     Raises:
         BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
@@ -76,13 +76,13 @@ def my_home() -> Home:
         return Home(host_name(), None, local_rank())
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
-    # one visible GPU per process is index 0 everywhere
+    # if each process sees one GPU, its index is 0 everywhere
     place = index if torch.cuda.device_count() > 1 else local_rank()
     return Home(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
 
 
 def topology_of_homes(homes: Sequence[Home]) -> Topology:
-    """The topology of ranks that run there; uneven nodes are flattened with a warning."""
+    """The topology of ranks with these homes; uneven nodes are flattened with a warning."""
     first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
     places = [(first[home.node], home.place) for home in homes]
     return topology_of(nvlink_domains(homes), places)
@@ -96,7 +96,7 @@ def nvlink_domains(homes: Sequence[Home]) -> list[str]:
 
 
 def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
-    """Warn if rings that are meant for the inside of a node run between nodes."""
+    """Warn if rings meant to stay inside a node cross nodes."""
     across = [row for row in topology.grid if len({nodes[rank] for rank in row}) > 1]
     if across:
         warnings.warn(
@@ -109,7 +109,7 @@ def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
 
 
 def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology:
-    """The grid whose rows and columns are all ranks' [intra, inter] groups."""
+    """The topology whose rows and columns are all ranks' [intra, inter] groups."""
     topology = topology_of([f"{intra}" for intra, _ in given])
     for cp_rank, (intra, inter) in enumerate(given):
         row, column = topology.coord(cp_rank)
@@ -128,7 +128,7 @@ def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology
     return topology
 
 
-# ---- NVLink between nodes, as the driver tells it ----
+# ---- NVLink between nodes, as the driver reports it ----
 
 _COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
 _UUID_BYTES = 16
@@ -150,8 +150,8 @@ class _FabricInfo(ctypes.Structure):
 def fabric_of(gpu_uuid: str) -> str | None:
     """The NVLink domain beyond one node that a GPU belongs to (a rack of GB200 NVL72 is one).
 
-    GPUs with the same answer reach each other by NVLink: NCCL goes by the same two numbers
-    (cluster UUID and clique). GPUs of ordinary nodes have a cluster UUID of zeros, hence None.
+    GPUs with the same answer reach each other by NVLink: NCCL uses the same two numbers (cluster
+    UUID and clique). GPUs of ordinary nodes have an all-zero cluster UUID, hence None.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
@@ -161,7 +161,7 @@ def fabric_of(gpu_uuid: str) -> str | None:
             return _ask(nvml, f"GPU-{gpu_uuid.removeprefix('GPU-')}")
         finally:
             nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no driver, or one that knows of no fabric
+    except (OSError, AttributeError):  # no driver, or one without fabric support
         return None
 
 

@@ -1,12 +1,11 @@
-"""Ranks in step: what each rank begins is told to all others in 16 bytes, and compared.
+"""Keeps ranks in step: each rank announces what it begins to all others in 16 bytes.
 
-Ranks that are out of step would exchange shards of different calls and compute wrong numbers. So
-every pass begins with a stamp, which goes to all ranks of the group over gloo: beside the data,
-whatever carries these, so that no GPU has a part in it and that a rank is found out even where
-the transfers of its GPU hang. On CPU ranks wait for each other's stamps before anything is sent,
-because a gloo receive of another size ends the process. On a GPU nobody waits: the stamps of a
-pass are looked at when a later one begins, and once a second by a thread, which logs what it finds,
-as this process may be waiting for a GPU that hangs.
+Ranks out of step would exchange shards of different calls and compute wrong numbers. So every pass
+begins with a stamp, sent to all ranks of the group over gloo, apart from the data: no GPU takes
+part, and a mismatch is found even if GPU transfers hang. On CPU ranks wait for each other's stamps
+before anything is sent, because a gloo receive of another size ends the process. On GPUs nothing
+waits: the stamps of a pass are compared when a later one begins, and once a second by a thread,
+which logs what it finds, as this process may be waiting for a hung GPU.
 """
 
 import json
@@ -31,13 +30,13 @@ import torch.distributed as dist
 from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError, DisagreementError
 
-_LOOK_S = 0.5  # how often who waits looks whether others have given up
-_WATCH_S = 1.0  # how often stamps are looked at beside a GPU's calls
-_TELL_S = 5.0  # how long who has given up waits for what others have to say
+_LOOK_S = 0.5  # how often a waiting rank checks whether others have given up
+_WATCH_S = 1.0  # how often the thread compares stamps on GPUs
+_TELL_S = 5.0  # how long a rank that has given up waits for the others' terms
 
 
 class Kind(IntEnum):
-    """What a stamp stands at the beginning of; in words below, in the same order."""
+    """What a stamp announces; in words below, in the same order."""
 
     AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL = range(7)
 
@@ -50,11 +49,11 @@ _IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a rank begins, which packs into 16 bytes."""
+    """What a rank begins; packs into 16 bytes."""
 
     kind: Kind
-    call: int  # number of the forward that a backward belongs to; of anything else its own
-    layer: int  # a number of the caller's; 0 if it gave none
+    call: int  # of a backward, the number of its forward; of anything else, its own
+    layer: int  # the caller's number; 0 if it gave none
     digest: int  # of the call's terms
 
     def packed(self) -> tuple[int, int]:
@@ -63,7 +62,7 @@ class Stamp:
 
     @classmethod
     def of(cls, what: int, digest: int) -> "Stamp":
-        """From what was packed."""
+        """Unpack a stamp."""
         return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
 
     def __str__(self) -> str:
@@ -74,7 +73,7 @@ class Stamp:
 
 
 def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]) -> str:
-    """What ranks have begun, in words: what all have in common is left out."""
+    """What each rank has begun, as text, without what all have in common."""
     known = [terms for terms in told if terms]
     names = dict.fromkeys(chain.from_iterable(known))
     differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
@@ -91,7 +90,7 @@ def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | Non
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A pass that has begun, and the stamps that come from all ranks."""
+    """A pass that has begun, and the stamps of all ranks for it."""
 
     number: int
     stamp: Stamp
@@ -101,7 +100,7 @@ class _Entry:
 
 
 class _Room:
-    """What is sent of a stamp and what comes: memory that Python writes and reads without torch.
+    """Send and receive memory for stamps, which Python writes and reads without torch.
 
     Attributes:
         mine: this rank's, once for each rank: 64-bit integers.
@@ -117,11 +116,11 @@ class _Room:
 
 
 class PassLog:
-    """Numbers the passes of a group's rank and compares them with those of the others.
+    """Numbers the passes of this rank and compares them with those of the group's other ranks.
 
     Args:
-        group: a gloo group of all its ranks, for stamps alone; made by all of them together.
-        store: that all of them reach; holds nothing as long as they are in step.
+        group: a gloo group of all ranks, for stamps only; made by all of them together.
+        store: shared by all of them; empty as long as they are in step.
         board: of the group; its time-out is how long a rank waits for others.
         waits: whether stamps are waited for where a pass begins.
     """
@@ -133,7 +132,7 @@ class PassLog:
         self._rank, self._size, self._board = group.rank(), group.size(), board
         self._number = 0
         self._pending: deque[_Entry] = deque()
-        self._rooms: list[_Room] = []  # that nobody uses
+        self._rooms: list[_Room] = []  # free for reuse
         self._options = dist.AllToAllOptions()
         self._options.asyncOp = True
         self._broken: BurstError | None = None
@@ -152,9 +151,9 @@ class PassLog:
         """Begin a pass with a stamp; returns its number, from 1.
 
         Raises:
-            DisagreementError: if ranks have begun different passes: this one where stamps are
-                waited for, else any before it.
-            BurstError: if a rank has not come to it within the time-out, or is lost.
+            DisagreementError: if ranks have begun different passes: this one if stamps are waited
+                for, else an earlier one.
+            BurstError: if a rank has not begun it within the time-out, or is lost.
         """
         with self._lock:
             self._look()
@@ -168,14 +167,14 @@ class PassLog:
         return self._number
 
     def look(self) -> None:
-        """Compare the stamps that have come; waits for none, raises as `begin`."""
+        """Compare the stamps received so far without waiting; raises as `begin`."""
         with self._lock:
             self._look()
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
         room = self._rooms.pop() if self._rooms else _Room(self._size)
         room.mine[:] = array("q", stamp.packed() * self._size)
-        # gloo gathers round a ring, rank by rank; an all-to-all sends to all ranks at once
+        # gloo gathers around a ring, rank by rank; an all-to-all sends to all ranks at once
         work = self._group.alltoall_base(*room.tensors, [], [], self._options)
         self._pending.append(_Entry(self._number, stamp, terms, room, work))
 
@@ -196,11 +195,11 @@ class PassLog:
         until = monotonic() + self._board.timeout_s
         alarmed = False
         while not entry.work.is_completed():
-            with suppress(RuntimeError):  # not yet; what has failed for good is told by `_look`
+            with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
                 entry.work.wait(timedelta(seconds=_LOOK_S))
             if entry.work.is_completed():
                 return
-            if alarmed:  # and nothing has come since
+            if alarmed:  # and nothing has arrived since
                 raise self._lost(entry, "another rank has given up")
             if monotonic() > until:
                 raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
@@ -211,7 +210,7 @@ class PassLog:
         return f"{self._name}/{entry.number}/alarm"
 
     def _tell(self, entry: _Entry) -> list[dict[str, str] | None]:
-        """Tell the others this rank's terms; theirs, by rank, of those who tell them soon."""
+        """Post this rank's terms; returns those of other ranks that post them soon, by rank."""
         keys = [f"{self._name}/{entry.number}/{rank}" for rank in range(self._size)]
         told = [None] * self._size
         with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
@@ -232,7 +231,7 @@ class PassLog:
             f"them; got, as pass {entry.number} of the group, {got}; pass the same on all "
             "ranks, and run every forward and every backward on all of them"
         )
-        self._broken = None if self._waits else error  # on GPUs some are ahead by now, or hang
+        self._broken = None if self._waits else error  # on GPUs some ranks are ahead, or hang
         return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
@@ -247,7 +246,7 @@ class PassLog:
 
 
 def _watch(log: ReferenceType[PassLog]) -> None:
-    """Look at a log as long as it lives; what is found is logged, once."""
+    """Check a log as long as it lives; log what is found, once."""
     while living := log():
         try:
             living.look()
@@ -260,7 +259,7 @@ def _watch(log: ReferenceType[PassLog]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Tells when passes of a call begin; without a log nobody."""
+    """Announces the passes of a call; a no-op without a log."""
 
     log: PassLog | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -274,8 +273,8 @@ class Marks:
     def begin(
         self, kind: Kind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
     ) -> int:
-        """Begin a pass; its number. See `PassLog.begin`; `data`: what else all ranks must have in
-        common, in words by name."""
+        """Begin a pass; returns its number. See `PassLog.begin`; `data`: what else all ranks must
+        have in common, as text by name."""
         if not self.log:
             return 0
         if data is None:

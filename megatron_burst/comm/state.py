@@ -1,4 +1,4 @@
-"""What belongs to a process group on this rank, for as long as the group lives."""
+"""Per-process-group state of this rank, which lives as long as the group."""
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,22 +21,22 @@ from megatron_burst.schedule.topology import Link
 if TYPE_CHECKING:
     from megatron_burst.comm.groups import Communicator
 
-_CALLS = 128  # whose programs are kept
-_SAMPLES = 8  # micro-batches whose layers are under way
-_SAME = -1.0  # no time-out
+_CALLS = 128  # calls whose programs are cached
+_SAMPLES = 8  # micro-batches in flight
+_SAME = -1.0  # keep the time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
-# Up to which number groups have names, as long as the default group lives.
+# The highest number used in names of groups, as long as the default group lives.
 _MOST: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-# What belongs to a group goes when the group does.
+# State is dropped when its group is.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, "GroupState"] = WeakKeyDictionary()
 
 
 class SubGroups:
-    """Process groups of some ranks of a group, one for equal ranks, cargo and thread blocks.
+    """Sub-groups of a group, one for each set of ranks, cargo and thread blocks.
 
-    Making one takes up to seconds, so configurations share them. They wait as long as the group's
-    board; torch keeps them until all groups are destroyed.
+    Creating one can take seconds, so configurations share them. Their time-out is that of the
+    group's board; torch keeps them until all groups are destroyed.
     """
 
     def __init__(self, group: dist.ProcessGroup, board: Board) -> None:
@@ -49,7 +49,7 @@ class SubGroups:
     def of(
         self, wanted: Mapping[Names, Sequence[int]], ctas: int | None
     ) -> dict[Names, dist.ProcessGroup]:
-        """Sub-groups of the wanted cp ranks, by name; all ranks of the group together.
+        """Sub-groups of the given cp ranks, by name; all ranks of the group call it together.
 
         `ctas`: most thread blocks of a transfer; None leaves it to NCCL.
         """
@@ -61,9 +61,9 @@ class SubGroups:
         return {name: self._made[key] for name, key in keys.items()}
 
     def beside(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks, for what passes by the GPUs; all ranks together.
+        """A gloo group of all ranks, for what bypasses the GPUs; all ranks call it together.
 
-        It waits twice as long as others: what gloo says of it names no ranks.
+        Its time-out is twice that of others, because gloo's errors name no ranks.
         """
         self._level([0])
         self._beside = dist.new_group(
@@ -73,13 +73,13 @@ class SubGroups:
         return self._beside
 
     def _level(self, lacking: Sequence[int]) -> list[int]:
-        """Let all ranks know of equally many process groups; what any of them lacks.
+        """Make all ranks count equally many process groups; returns groups that any rank lacks.
 
         torch counts them into the name under which the members of a locally synchronised group
         find each other (distributed_c10d.py, _hash_ranks_to_str); with unequal counts they hang.
         """
         known, default = len(distributed_c10d._world.pg_names), dist.group.WORLD
-        # a number that was used, before a group was destroyed, would give two groups one name
+        # reusing the number of a destroyed group would give two groups one name
         used = max(known, _MOST.get(default, 0))
         mine = json.dumps({"process groups": used, "lacking": lacking})
         everyones = [json.loads(text) for text in self._board.share(mine, WHO)]
@@ -91,7 +91,7 @@ class SubGroups:
         return missing
 
     def _new(self, cp_ranks: Sequence[int], ctas: int | None) -> dist.ProcessGroup:
-        """A new group of some of the ranks; only its members take part in making it."""
+        """A new group of some of the ranks; only its members call it."""
         options = None
         if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -101,7 +101,7 @@ class SubGroups:
         return dist.new_group(ranks, limit, self._backend, options, use_local_synchronization=True)
 
     def follow(self) -> None:
-        """Wait as long as the board does: what the user gave, or the group's time-out now."""
+        """Adopt the board's time-out: the user's, or the group's current one."""
         if self._timeout_s != self._board.timeout_s:
             self._timeout_s = self._board.timeout_s
             for group in self._made.values():
@@ -112,23 +112,23 @@ class SubGroups:
 
 @dataclass(slots=True)
 class GroupState:
-    """What belongs to a context-parallel group on this rank."""
+    """State of a context-parallel group on this rank."""
 
-    board: Board  # where its ranks agree out of band
-    sub_groups: SubGroups  # that its communicators share
+    board: Board  # out-of-band agreement of its ranks
+    sub_groups: SubGroups  # shared by its communicators
     # by how they carry data
     communicators: dict[Hashable, "Communicator"] = field(default_factory=dict)
-    # what has come of calls that were agreed upon and accepted, for their repetition
+    # results for calls that ranks agreed on and accepted, for when they are repeated
     resolved: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
-    # the choices that the user was told of
+    # choices already reported to the user
     said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
-    # what follows from where the documents of the latest packed samples begin
+    # documents of the latest packed samples
     samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))
-    # where its ranks compare their passes; None before the first communicator, and of a single rank
+    # its ranks' pass log; None before the first communicator, and for a single rank
     log: PassLog | None = None
 
     def open_log(self, group: dist.ProcessGroup) -> None:
-        """Have the group's ranks compare their passes from now on; all together."""
+        """Have the group's ranks compare their passes from now on; all ranks call it together."""
         try:
             beside, on_cpu = self.sub_groups.beside(), backend_of(group) == "gloo"
             self.log = PassLog(beside, group.get_group_store(), self.board, waits=on_cpu)
@@ -142,7 +142,7 @@ class GroupState:
 
 
 def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> GroupState:
-    """What belongs to a group; made at first use.
+    """The state of a group; made at first use.
 
     `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
     left out: as before.
@@ -159,14 +159,14 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
 
 
 def _drop_destroyed() -> None:
-    """Let go of what belongs to destroyed groups that somebody still holds."""
+    """Drop the state of destroyed groups that are still referenced."""
     known = distributed_c10d._world.pg_map
     for group in [group for group in _STATES if group not in known]:
         del _STATES[group]
 
 
 def release_buffers(group: dist.ProcessGroup) -> None:
-    """Give back the memory that a group's communicators keep; all its ranks together."""
+    """Free the memory that a group's communicators hold; all its ranks call it together."""
     if group in _STATES:
         for communicator in _STATES[group].communicators.values():
             communicator.release_buffers()
@@ -175,7 +175,7 @@ def release_buffers(group: dist.ProcessGroup) -> None:
 
 
 def symmetric_bytes(group: dist.ProcessGroup) -> int:
-    """Bytes of a group's symmetric memory on this rank, which no allocator of torch's counts."""
+    """Bytes of a group's symmetric memory on this rank, which torch's allocators do not count."""
     pools = _STATES[group].sub_groups.pools.values() if group in _STATES else ()
     return sum(pool.num_bytes for pool in pools)
 

@@ -13,14 +13,14 @@ from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 
-_FAILURES = (RuntimeError, AttributeError, ImportError)  # torch's, of this or that version
+_FAILURES = (RuntimeError, AttributeError, ImportError)  # raised by various versions of torch
 
 
 class SymmetricError(BurstError):
-    """A rank has no room for memory that others can read; raised on all ranks of its node.
+    """A rank has too little memory for symmetric buffers; raised on all ranks of its node.
 
     Attributes:
-        reason: what was got.
+        reason: what went wrong.
     """
 
     def __init__(self, num_bytes: int, reason: str) -> None:
@@ -33,34 +33,35 @@ class SymmetricError(BurstError):
 
 
 class SymmetricPool:
-    """The symmetric buffers of a group, made at first use by all its ranks together, and grown.
+    """The symmetric buffers of a group, allocated at first use by all its ranks together; they
+    grow.
 
     Args:
         group: the ranks that read each other's memory; on one node.
         cp_ranks: their cp ranks, by rank in the group.
         cp_rank: this rank.
-        board: where these ranks agree, without those of other nodes: theirs may have slots of
-            other sizes, so they need not grow when these do.
+        board: of these ranks only: other nodes may have slots of other sizes, so they need not grow
+            when these do.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
     ) -> None:
-        self._group_name = group.group_name  # the group itself must not live on for us
+        self._group_name = group.group_name  # must not keep the group alive
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
         self._slots: dict[tuple, PulledSlots] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of this rank's buffers, none of the caching allocator's."""
+        """Device memory of this rank's buffers, not counted by the caching allocator."""
         return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> PulledSlots:
-        """At least so many slots of at least so many bytes; the same ones if it can.
+        """At least `count` slots of at least `num_bytes`; the same ones if they suffice.
 
         Raises:
-            SymmetricError: on all ranks of the group, if one has no room.
+            SymmetricError: on all ranks of the group, if one has too little memory.
         """
         key, device = (cargo, where.stream), where.device
         old = self._slots.get(key)
@@ -72,17 +73,17 @@ class SymmetricPool:
         self._slots.pop(key, None)
         del old
         own, reason = self._allocate(count, num_bytes, device)
-        # whoever has room would wait in the rendezvous for a rank that has none
+        # other ranks would hang in the rendezvous if one cannot allocate
         if reason := next(filter(None, self._board.share(reason, WHO)), None):
             raise SymmetricError(count * num_bytes, reason)
         self._slots[key] = self._meet(own)
         return self._slots[key].begin()
 
-    @torch.inference_mode(False)  # they stay, and training after an evaluation writes to them
+    @torch.inference_mode(False)  # kept: training after an evaluation writes to them
     def _allocate(
         self, count: int, num_bytes: int, device: torch.device
     ) -> tuple[list[Tensor], str]:
-        """Buffers of this rank, none with the reason if it has no room; without the other ranks."""
+        """This rank's buffers, or none and the reason if memory is short; not collective."""
         reason = ""
         for _ in range(2):
             try:
@@ -92,12 +93,12 @@ class SymmetricPool:
                 ], ""
             except _FAILURES as error:
                 reason = f"cp rank {self._cp_rank}: {str(error).splitlines()[0]}"
-            torch.cuda.empty_cache()  # what torch's own allocator has and does not use
+            torch.cuda.empty_cache()  # frees what torch's allocator caches
         return [], reason
 
     @torch.inference_mode(False)
     def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
-        """Slots out of the buffers of all ranks; each must have its own by now."""
+        """Slots from the buffers of all ranks; each must have allocated its own."""
         handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
         of_all = [
             {
@@ -106,26 +107,27 @@ class SymmetricPool:
             }
             for handle, buffer in zip(handles, own, strict=True)
         ]
-        # a rank that waits longer than NCCL would ends with an error, instead of for ever
+        # waiting longer than NCCL would is an error instead of a hang
         patience = int(self._board.timeout_s * 1000)
         barriers = [partial(handle.barrier, timeout_ms=patience) for handle in handles]
         return PulledSlots(of_all, barriers, self._cp_rank)
 
     def _wait_for_all(self, device: torch.device) -> None:
-        """No rank may still read what is to be given back."""
+        """Wait until no rank reads memory that is about to be freed."""
         torch.cuda.synchronize(device)
         self._board.share("symmetric memory", WHO)
 
     def release(self) -> None:
-        """Give the memory back; all ranks together."""
+        """Free the memory; all ranks call it together."""
         if self._slots:
             self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
             self._slots.clear()
 
     def refusal(self, everyone: Board) -> str | None:
-        """Why ranks cannot read each other's memory on some node, or None; all ranks together.
+        """Why ranks of some node cannot read each other's memory, or None; all ranks call it
+        together.
 
-        `everyone`: where the ranks of all nodes agree.
+        `everyone`: the board of all nodes' ranks.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         own, reason = self._allocate(1, 1 << 12, device)

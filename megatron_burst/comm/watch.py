@@ -1,8 +1,8 @@
-"""Agreement of ranks out of band, through the process group's store.
+"""Out-of-band agreement of ranks, through the process group's store.
 
-A collective would hang when one rank alone has something new to agree on; the store can say who
-is missing. Its keys carry a name that no other board had: what a destroyed group left in a store
-that lives on is never read.
+A collective would hang if only one rank had something new to agree on; the store shows who is
+missing. Keys carry a name unique to the board, so what a destroyed group left in a store is never
+read.
 """
 
 import json
@@ -24,9 +24,9 @@ _AGREEMENTS = 256  # a model has a few configurations
 
 
 class Latest[K, V](dict[K, V]):
-    """A dictionary of at most `most` entries: the one put in longest ago goes first.
+    """A dictionary of at most `most` entries, which evicts the oldest.
 
-    Ranks that put in the same so forget the same.
+    Ranks that insert the same entries evict the same ones.
     """
 
     def __init__(self, most: int) -> None:
@@ -39,7 +39,7 @@ class Latest[K, V](dict[K, V]):
             del self[next(iter(self))]
 
     def recent(self, key: K) -> V | None:
-        """The value of a key, which counts as put in now; None if it is not there."""
+        """The value of a key, which becomes the newest; None if missing."""
         value = self.pop(key, None)
         if value is not None:
             super().__setitem__(key, value)
@@ -47,15 +47,16 @@ class Latest[K, V](dict[K, V]):
 
 
 class Board:
-    """A board on which each rank of a group posts texts and reads those of the others.
+    """A board on which each rank of a group posts texts and reads the others'.
 
-    What all have read is deleted from the store. A board does not keep its group alive.
+    Posts that all ranks have read are deleted from the store. A board does not keep its group
+    alive.
 
     Args:
         group: the context-parallel group; all its ranks must post the same topics in the same
             order.
-        timeout_s: seconds to wait for the others' posts; None: as long as the group's own
-            operations may take. May be changed later.
+        timeout_s: seconds to wait for the others' posts; None: the group's own time-out. May be
+            changed later.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
@@ -74,7 +75,7 @@ class Board:
         return seconds_of(group) if group is not None else 0.0
 
     def share(self, text: str, who: str) -> list[str]:
-        """Post a text; return the texts of all ranks in rank order.
+        """Post a text; returns the texts of all ranks in rank order.
 
         Raises:
             BurstError: naming the ranks that posted nothing in time.
@@ -102,7 +103,7 @@ class Board:
         Args:
             terms: by name.
             who: begins the sentence of an error.
-            key: equal on ranks that have equal terms, which agree once for it; None: the terms.
+            key: equal on ranks with equal terms, which then agree once per key; None: the terms.
 
         Raises:
             DisagreementError: on all ranks, naming the first term that differs.
@@ -124,14 +125,15 @@ class Board:
         self._agreed[key] = None
 
     def news(self) -> dict[int, str]:
-        """What other ranks have posted on the topic that this rank has not come to, by rank."""
+        """Other ranks' posts on the next topic, which this rank has not reached, by rank."""
         keys = dict(enumerate(self._keys())) if self._name else {}
         keys.pop(self._rank, None)
         posted = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key).decode() for rank, key in posted.items()}
 
     def explain(self, error: Exception, who: str, hop: str) -> BurstError:
-        """What a failed hop means: another rank's new terms if it posted any, else a lost rank."""
+        """The error behind a failed hop: another rank's new terms if it posted any, else a lost
+        rank."""
         for rank, news in self.news().items():
             return DisagreementError(
                 f"{who}: all ranks of a context-parallel group must make the same calls, "
@@ -146,7 +148,8 @@ class Board:
         )
 
     def _join(self, who: str, text: str) -> str:
-        """The board's name: rank 0 makes it up and tells it to each that asks under a fresh key."""
+        """The board's name: rank 0 makes it up and gives it to each rank that asks under a new
+        key."""
         mine = uuid4().hex
         if self._rank == 0:
             return f"{_PREFIX}/{mine}"
@@ -157,9 +160,10 @@ class Board:
         return self._store.get(answer).decode()
 
     def _admit(self, keys: list[str]) -> list[int]:
-        """Tell the board's name until all others have made their first post; who has not in time.
+        """Give out the board's name until all others have posted; returns those that did not in
+        time.
 
-        A request may be an old one that a group before has left, so it is looked at until then.
+        A request may be stale, left by an earlier group, so requests are checked until then.
         """
         end, answers = time.monotonic() + self.timeout_s, set()
         requests = [f"{_PREFIX}/hello/{rank}" for rank in range(self._size)]
@@ -178,10 +182,10 @@ class Board:
         return []
 
     def _wait(self, keys: list[str]) -> list[int]:
-        """Wait for keys; the positions of those that do not come in time."""
+        """Wait for keys; returns the positions of those missing after the time-out."""
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError:  # what a FileStore raises; a TCPStore a sub-class of it
+        except RuntimeError:  # raised by FileStore; TCPStore raises a subclass
             return [place for place, key in enumerate(keys) if not self._store.check([key])]
         return []
 
@@ -194,7 +198,7 @@ class Board:
         )
 
     def _keys(self) -> list[str]:
-        """Of each rank's post on the next topic."""
+        """Keys of the ranks' posts on the next topic."""
         return [f"{self._name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
@@ -223,10 +227,10 @@ def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: i
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """The backend that carries a group's tensors: "nccl" or "gloo", say; the GPU's of two.
+    """The backend of a group's tensors, such as "nccl" or "gloo"; of two, the GPU's.
 
-    `dist.get_backend` tells "undefined" of a group that was made without one, and both of a group
-    for CPU and GPU; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
+    `dist.get_backend` returns "undefined" for a group made without one, and both for a group for
+    CPU and GPU; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
     """
     return _backend(group).name()
 
@@ -237,13 +241,13 @@ def seconds_of(group: dist.ProcessGroup) -> float:
 
 
 def set_seconds(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let the group's operations fail after so many seconds."""
+    """Make the group's operations fail after this many seconds."""
     _backend(group)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _backend(group: dist.ProcessGroup):
     device, *more = group._device_types
-    if more:  # every call asks, so whether there are GPUs only where it matters
+    if more:  # called in every call, so look for GPUs only if it matters
         kinds = {device.type: device for device in (device, *more)}
         device = kinds["cuda"] if "cuda" in kinds and torch.cuda.is_available() else kinds["cpu"]
     backend = group._get_backend(device)

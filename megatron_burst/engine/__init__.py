@@ -1,5 +1,5 @@
-"""Runs programs: one loop, a function an operation, and what forward leaves for backward.
+"""Runs programs: one loop, one function per operation, and what forward saves for backward.
 
-`setup` resolves how a call runs; `documents` has what follows from where the documents of a packed
-sample begin. Nothing here knows of autograd or Megatron.
+`setup` resolves how a call runs; `documents` derives everything that depends on the document
+boundaries of a packed sample. Nothing here knows about autograd or Megatron.
 """

@@ -22,19 +22,19 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of a call; what the one leaves the other takes.
+    """Forward and backward of a call; backward takes what forward saved.
 
-    Beside out, forward leaves q, k, v and lse. An all-to-all leaves what it brought in their place,
-    as much memory; a call that gathers may leave the keys of other nodes too.
+    Besides out, forward saves q, k, v and lse. An all-to-all saves the tensors it received instead,
+    which take as much memory; a gather may also save K and V of other nodes.
 
     Attributes:
-        way: how they run; all is chosen.
+        way: how they run; every choice is made.
         backend: computes the tiles.
-        carrier: carries the data between ranks.
-        scale: of the scores before the softmax.
-        dtypes: of elements.
+        carrier: moves data between ranks.
+        scale: softmax scale.
+        dtypes: element types.
         deterministic: whether gradients must be bitwise the same every time.
-        pulled: whether ranks of a node copy out of each other's slots.
+        pulled: whether ranks of a node read each other's slots by copy engine.
     """
 
     way: AttentionCall
@@ -70,11 +70,11 @@ class Passes:
             q: [b, n, h, dqk].
             k: [b, n, h_kv, dqk].
             v: [b, n, h_kv, dv].
-            documents: of the sample, if the mask has any.
+            documents: of the sample, if the mask has documents.
 
         Returns:
-            out [b, n, h, dv] in q's dtype or the one of sums, lse [b, h, n] in that of sums, and
-            what is left for backward.
+            out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
+            accumulation dtype, and what is saved for backward.
         """
         executor = self.forward_executor
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
@@ -94,10 +94,10 @@ class Passes:
     def backward(
         self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None
     ) -> Tensors:
-        """Gradients of this rank's q, k and v, in their dtype or the one of sums.
+        """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
         Args:
-            left: by forward.
+            left: what forward saved.
             out: [b, n, h, dv].
             dout: [b, n, h, dv].
             documents: as in forward.
@@ -118,12 +118,12 @@ class Passes:
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about one attention call but its tensors.
+    """Everything about one attention call except its tensors.
 
     Attributes:
-        recomputed: passes of which forward leaves nothing that came from others: its results are
+        recomputed: passes whose forward saves nothing received from other ranks: its results are
             kept for recomputation, or no backward follows.
-        followed: passes of which backward follows this very forward.
+        followed: passes whose backward follows this same forward.
     """
 
     recomputed: Passes
@@ -131,7 +131,7 @@ class Call:
 
     @staticmethod
     def of(way: AttentionCall, *args, **options) -> "Call":
-        """Arguments as of `Passes`."""
+        """Takes the arguments of `Passes`."""
         recomputed, followed = (
             Passes(replace(way, again=again), *args, **options) for again in (True, False)
         )
@@ -139,11 +139,11 @@ class Call:
 
 
 def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:
-    """Room for results; rows are outermost in memory if they are in what they are like.
+    """Allocate results; rows are outermost in memory if they are in the tensor they mirror.
 
     Args:
         executor: of the pass.
-        like: by field, the tensor that it has the rows of, and its head dimension.
+        like: by field, the tensor whose rows it has, and its head dimension.
     """
     found: dict[str, Fields] = {}
     program = executor.program

@@ -1,4 +1,4 @@
-"""The documents of a packed sample, as kernels and programs want them, on the device."""
+"""The documents of a packed sample on the device, in the form that kernels and programs need."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,21 +23,21 @@ _WHO = "burst attention"
 def documents_of(
     cache: Latest, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> "Documents":
-    """What follows from a sample; once for all layers, which give the same tensors.
+    """The documents of a sample, built once for all layers, which pass the same tensors.
 
     Args:
         cache: of the group.
-        sample: given by the caller.
+        sample: from the caller.
         sizes: tokens on a rank, and ranks.
         layout: how tokens are sharded.
-        like: whose device it is wanted on; of the current stream there.
+        like: a tensor on the device to use, with its current stream.
 
     Raises:
-        BurstError: if what was given, as far as it is on the CPU, is not possible.
+        BurstError: if boundaries that are on the CPU are invalid.
     """
     given, tree = (sample.cu_seqlens, sample.padded), sample.parents
     tree = repr(list(tree)) if isinstance(tree, Sequence) else _identity(tree)
-    # by stream too: what is made on one is there for others later, and its memory is that one's
+    # by stream too: tensors are ready, and their memory safe to use, on the stream that made them
     key = *map(_identity, given), tree, sample.longest, sizes, layout, Where.of(like)
     found = cache.recent(key)
     if found is None:
@@ -54,23 +54,23 @@ def _identity(x: object) -> tuple:
 
 
 class Documents:
-    """Where the documents of one sample begin, and what follows from that; made once a sample.
+    """Where the documents of one sample begin, and everything derived from that, once per sample.
 
-    All of it is computed on the device: nothing waits for the host. Trees are the exception: their
-    boundaries decide which kernel calls there are, so what is on the device is waited for.
+    Computed on the device without synchronizing the host. Trees are the exception: their boundaries
+    determine the kernel calls, so the host waits for boundaries that are on the device.
 
     Args:
-        sample: given by the caller; held on to, so that it is known again.
+        sample: from the caller; kept alive, so that it is recognized again.
         sizes: tokens on a rank, and ranks.
         layout: how tokens are sharded.
         device: where kernels run.
-        who: begins the sentence of an error.
+        who: subject of error messages.
 
     Attributes:
-        known: in words, for the other ranks to compare, where the boundaries came on the CPU.
+        known: a text that ranks compare, if the boundaries came on the CPU.
 
     Raises:
-        BurstError: if what was given, as far as it is on the CPU, is not possible.
+        BurstError: if boundaries that are on the CPU are invalid.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Documents:
             self._plant(self._parents, device)
 
     def _plant(self, parents: Sequence[int], device: torch.device) -> None:
-        """Have documents go on in only children, and know the branches."""
+        """Merge documents with only children, and set up the branches."""
         self.known = self.checked()
         self._tree = Tree(self._host[0].tolist(), parents)
         self._longest, self._tail_segments = self._most_rows(self._tree.starts), 1
@@ -114,14 +114,14 @@ class Documents:
         return self._most_rows(next(x for x in reversed(self._host) if x is not None))
 
     def _most_rows(self, starts: Tensor) -> int:
-        """Of the longest document; what follows the last one counts as one."""
+        """Rows of the longest document; rows after the last one count as a document."""
         return max(int(starts.diff().max()), self._tokens - int(starts[-1]))
 
     def checked(self) -> Mapping[str, str]:
-        """In words, for the other ranks to compare.
+        """A text that ranks compare.
 
         Raises:
-            BurstError: if the boundaries are not possible.
+            BurstError: if the boundaries are invalid.
         """
         if self._told is None:
             if self._copied:
@@ -136,7 +136,7 @@ class Documents:
         return self._told
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
-        """What queries at these positions see of ancestors at those; nothing without a tree."""
+        """What queries at positions `q` see of ancestors at `keys`; nothing without a tree."""
         if self._tree is None:
             return ()
         call = q, keys, unit
@@ -146,7 +146,7 @@ class Documents:
         return self._branches[call]
 
     def segments(self, q: Places, keys: Places, unit: int = 1) -> Segments:
-        """Of a kernel call whose queries and keys are at these positions, in units of rows."""
+        """Segments of a kernel call with queries and keys at these positions, in units of rows."""
         call = q, keys, unit
         if call not in self._found:
             (of_q, of_keys), q, keys = self._edges, in_rows(q, unit), in_rows(keys, unit)
@@ -158,11 +158,11 @@ class Documents:
 
     @cached_property
     def _edges(self) -> tuple[Tensor, Tensor]:
-        """Positions between segments of queries, and of keys.
+        """Boundaries of the segments of queries, and of keys.
 
-        Padding is no document: its queries are a segment without keys, its keys one without
-        queries. So is what follows the last document, in segments that are no longer than a
-        document: kernels are launched for so many rows of each.
+        Padding is not a document: its queries form a segment without keys, its keys one without
+        queries. So do rows after the last document, in segments no longer than a document, because
+        kernels are launched for that many rows per segment.
         """
         starts, rows = self._starts, self._tokens - self._starts[-1:]
         before = torch.arange(self._tail_segments, device=starts.device) * self._longest
@@ -175,7 +175,7 @@ class Documents:
         return tuple(torch.cat((begins[:-1], begins[-1:] + each)) for each in edges)
 
     def segments_of(self, runs: Runs) -> Segments:
-        """Of a kernel call over chunks of every document."""
+        """Segments of a kernel call over chunks of every document."""
         if runs not in self._found:
             sides = tuple(zip(*runs.pairs, strict=True))
             of_q, of_keys = (self._lengths_of(side) for side in sides)
@@ -190,7 +190,7 @@ class Documents:
         return self._found[runs]
 
     def _lengths_of(self, segments: Sequence[Numbers]) -> tuple[Tensor, Tensor | None]:
-        """Rows of each segment of chunks of every document, and without padding: [segments]."""
+        """Rows of each segment, with padding and without: [segments]."""
         chunk = self._chunk_starts.diff()
         full = torch.stack([chunk * len(numbers) for numbers in segments], 1).flatten()
         if self._lengths is None:
@@ -202,11 +202,11 @@ class Documents:
         return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
 
     def arranged(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
-        """Where the rows of chunks of every document are: int64 [rows].
+        """Row indices that arrange chunks of every document: int64 [rows].
 
         Args:
-            lies: the chunks that are there, by block.
-            numbers: of the chunks that are wanted.
+            lies: the chunks present, by block.
+            numbers: the chunks wanted.
         """
         if (lies, numbers) not in self._arranged:
             where, first = {}, 0
@@ -221,8 +221,8 @@ class Documents:
         return self._arranged[lies, numbers]
 
     def restored(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
-        """By row of what lies there, the rows of what was arranged that are copies of it: int64
-        [copies, rows]; -1: none."""
+        """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
+        for none."""
         if (lies, numbers) not in self._restored:
             most, count, found = max(map(numbers.count, numbers)), len(numbers), []
             for block in lies:
@@ -236,8 +236,8 @@ class Documents:
         return self._restored[lies, numbers]
 
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of rows of `count` chunks of every document: rows of one chunk of each document before
-        theirs, the index of its chunk, how long that is, and which row of it."""
+        """For each row of `count` chunks of every document: the rows that one chunk of each earlier
+        document has, the index of its chunk, that chunk's length, and its row in the chunk."""
         starts = self._chunk_starts
         row = torch.arange(self._chunk_rows * count, device=starts.device)
         document = torch.searchsorted(starts * count, row, right=True).sub_(1)
@@ -248,17 +248,17 @@ class Documents:
 
     @property
     def _chunk_rows(self) -> int:
-        """Of one chunk of every document."""
+        """Rows of one chunk of every document."""
         return self._tokens // (2 * self._cp_size)
 
     @cached_property
     def _chunk_starts(self) -> Tensor:
-        """Where documents would begin if there were one chunk of each."""
+        """Where documents would begin if each were one chunk."""
         return self._starts.long() // (2 * self._cp_size)
 
     @cached_property
     def followed(self) -> Tensor:
-        """By position, whether the next one is of the same document, and no padding: bool."""
+        """By position, whether the next position is in the same document and not padding: bool."""
         places, starts = torch.arange(self._tokens, device=self._starts.device), self._starts.long()
         document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
         lengths = starts.diff() if self._lengths is None else self._lengths
@@ -266,12 +266,12 @@ class Documents:
 
     @property
     def rank_order(self) -> Tensor:
-        """By row of all ranks' shards of chunks of every document, the position: int64 [tokens]."""
+        """The position of each row of all ranks' shards, rank by rank: int64 [tokens]."""
         lies = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
         return self.restored(lies, tuple(range(2 * self._cp_size)))[0]
 
     def _table(self, values: Sequence) -> Tensor:
-        """On the device; nothing waits for it."""
+        """The values on the device, copied asynchronously."""
         found = torch.tensor(values, device="cpu")
         if self._starts.is_cuda:
             found = found.pin_memory().to(self._starts.device, non_blocking=True)
@@ -279,13 +279,13 @@ class Documents:
 
 
 def _in_words(text: str, documents: int) -> str:
-    """A list of numbers, shortened, with what tells it from others."""
+    """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{text if documents < 10 else f'{text[:40]} ... of {documents} documents'} ({digest})"
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that is there later; the device is not waited for."""
+    """An asynchronous copy to the host."""
     if x.device.type == "cpu":
         return x
     pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -295,8 +295,8 @@ def _to_host(x: Tensor) -> Tensor:
 def _with_padding(
     of_q: tuple[Tensor, Tensor], of_keys: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Edges of segments, behind each one of queries that see no key and one of keys that no query
-    sees: its padding. Given are rows of each segment, with padding and without: [segments]."""
+    """Edges of segments; after each come its padding's queries, which see no key, and keys, which
+    no query sees. Arguments are rows of each segment, with padding and without: [segments]."""
     (rows, real), (keys, there) = of_q, of_keys
     none = torch.zeros_like(rows)
     parts = (real, rows - real, none), (there, none, keys - there)
@@ -305,5 +305,5 @@ def _with_padding(
 
 
 def _running(lengths: Tensor) -> Tensor:
-    """Where each begins, and the last one ends."""
+    """Where each segment begins, and where the last one ends."""
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))

@@ -1,8 +1,8 @@
 """Runs programs: one loop over bound operations.
 
-What follows from a program alone (waits, which part of a buffer is meant) is bound once for it and
-serves all lengths, as programs count rows in units; layouts of buffers are found once a length. A
-run looks up the call's own tensors and calls kernels.
+What depends on the program alone (waits, parts of buffers) is bound once and serves all lengths, as
+programs count rows in units. Buffer layouts are computed once per length. A run looks up the call's
+own tensors and launches kernels.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -38,10 +38,10 @@ class Binder:
     """Makes a program ready to run at any length.
 
     Attributes:
-        program: of a rank.
+        program: of one rank.
         order: of its operations.
-        names: short ones of what runs look up: views of buffers.
-        orders: of chunks, that a run needs: there or back, between which.
+        names: short names for what runs look up: views of buffers.
+        orders: chunk orders that a run needs: direction (arrange or restore), from which to which.
         steps: the operations.
     """
 
@@ -53,7 +53,7 @@ class Binder:
         self.steps = self._steps()
 
     def name_of(self, what: Hashable) -> int:
-        """A short name, the same one for equal things."""
+        """A short name, the same for equal keys."""
         return self.names.setdefault(what, len(self.names))
 
     def _steps(self) -> tuple["Step", ...]:
@@ -76,7 +76,7 @@ class Binder:
 
     @property
     def _opens(self) -> list[list[tuple[str, int]]]:
-        """By operation, the slots that it is the first to touch."""
+        """The slots that each operation is the first to touch."""
         seen, found, buffers = set(), [], self.program.buffers
         for reads, writes in self.program.accesses:
             names = dict.fromkeys(ref.buffer for ref in (*reads, *writes))
@@ -91,16 +91,16 @@ _binder_of = lru_cache(maxsize=64)(Binder)  # as many as there are programs
 
 @dataclass(frozen=True, eq=False)
 class Executor:
-    """A program at one length, with all that runs it.
+    """A program at one length, with everything needed to run it.
 
     Attributes:
         program: of this rank.
         backend: computes the tiles.
-        carrier: carries data between ranks.
-        scale: of the scores before the softmax.
-        dtypes: of elements.
+        carrier: moves data between ranks.
+        scale: softmax scale.
+        dtypes: element types.
         deterministic: whether gradients must be bitwise the same every time.
-        unit: how many rows one of the program's is.
+        unit: how many rows one row of the program stands for.
     """
 
     program: Program
@@ -117,13 +117,13 @@ class Executor:
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The program's, of as many rows as they have."""
+        """The program's buffers, with their actual rows."""
         every = self.program.buffers.items()
         return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in every}
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """How buffers lie in their bytes, by name; of those that are bytes."""
+        """Byte layouts by buffer name, for buffers that are raw bytes."""
         return {
             name: Layout.of(buffer, self.program.batch, self.dtypes)
             for name, buffer in self.buffers.items()
@@ -132,7 +132,7 @@ class Executor:
 
     @cached_property
     def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
-        """How many buffers of a use the group must have, and of how many bytes."""
+        """How many buffers the group must have for each use, and their bytes."""
         found: dict[tuple[Home, str], tuple[int, int]] = {}
         for name, layout in self.layouts.items():
             buffer = self.buffers[name]
@@ -145,17 +145,17 @@ class Executor:
 
     @cached_property
     def marks(self) -> list[UnderWay | None]:
-        """By operation, and for the begin: the mark of the run before, to be used again."""
+        """The previous run's mark for each operation and for the start, to be reused."""
         return [None] * (len(self.program.ops) + 1)
 
     @cached_property
     def clock(self) -> Clock:
-        """Times runs, of which somebody asks for it."""
+        """Times runs on request."""
         return Clock(self)
 
     @cached_property
     def ranged(self) -> tuple["Step", ...]:
-        """The steps as profilers shall see them."""
+        """The steps wrapped in profiler ranges."""
         return with_ranges(self)
 
     def run(
@@ -165,9 +165,9 @@ class Executor:
         """Run the program.
 
         Args:
-            given: the call's own buffers: inputs, and outputs to be written.
-            left: bytes of what forward has left.
-            documents: of the sample, if the program's mask has any.
+            given: the call's own buffers: inputs, and outputs to write.
+            left: bytes that forward saved.
+            documents: of the sample, if the program's mask has documents.
         """
         device = next(iter(next(iter(given.values())).values())).device
         queues = self.carrier.queues(device)
@@ -191,9 +191,9 @@ class Executor:
     def _issue(
         self, run: "Run", queues: OneQueue | Queues, steps: tuple["Step", ...], over: list[Any]
     ) -> None:
-        """Give all operations to their queues; `over`: what waits for them, by operation."""
+        """Launch all operations on their queues; `over`: completion handles, by operation."""
         marks, waits = self.marks, not self.carrier.overlaps
-        # what the calls before left is behind the call's kernels
+        # work of earlier calls is ordered before this call's kernels
         begin = marks[-1] = queues.mark(marks[-1])
         for index, step in enumerate(steps):
             if step.moves:
@@ -216,7 +216,7 @@ class Executor:
 
 
 def _queue(op: Op) -> Hashable | None:
-    """Where an operation goes; None: with the call's kernels."""
+    """The queue of an operation; None: the queue of the call's kernels."""
     if isinstance(op, Transfer):
         return op.link, op.cargo
     return None if op.stream is Stream.COMPUTE else op.stream
@@ -227,15 +227,15 @@ class Step:
     """An operation, bound.
 
     Attributes:
-        run: does it; of a transfer, returns what is under way.
-        queue: where; None: with the call's kernels.
-        moves: whether the operation before it is elsewhere.
-        begins: whether it is the first one there.
-        waits: operations on other queues that must be over before.
+        run: does it; a transfer returns its handle.
+        queue: where it runs; None: the queue of the call's kernels.
+        moves: whether the previous operation is on another queue.
+        begins: whether it is the first on its queue.
+        waits: operations on other queues that must finish first.
         opens: slots that it is the first to touch: (use, number).
         transfers: whether it is a transfer.
         waited_for: whether another queue waits for it.
-        frees: parts that nobody needs any more.
+        frees: parts that are no longer needed.
     """
 
     run: Callable[["Run"], UnderWay | None]
@@ -254,12 +254,12 @@ class Run:
 
     Attributes:
         fields: of the call's buffers and of parts, by name.
-        left: bytes of buffers that forward leaves for backward.
+        left: bytes of buffers that forward saves for backward.
         slots: of this call, by use.
-        views: of buffers that stay as long as the run, by the executor's names; those of the
-            group's memory are there from the run before.
+        views: of buffers that live as long as the run, by the executor's names; those of the
+            group's memory are reused from the previous run.
         executor: of the program.
-        unit: how many rows one of the program's is.
+        unit: how many rows one row of the program stands for.
         queues: of the call.
         documents: of the sample.
     """
@@ -271,7 +271,7 @@ class Run:
         self.fields, self.left, self.documents = given, left, documents
         self.executor, self.queues, carrier = executor, queues, executor.carrier
         self.unit = executor.unit
-        if documents is not None:  # here, as indices are the compute stream's memory
+        if documents is not None:  # here, because the indices are allocated on the compute stream
             for back, *chunks in executor.binder.orders:
                 (documents.restored if back else documents.arranged)(*chunks)
         self.slots, self._memory, self._kept = {}, {}, {}
@@ -284,14 +284,14 @@ class Run:
                 self._memory[home, use] = memory
             kept = self._kept[home, use] = memory.views(executor)
             self.views.update(kept)
-        for name in executor.program.left:  # here, as it is the compute stream's memory
+        for name in executor.program.left:  # here, because it is allocated on the compute stream
             if name not in left:
                 size = executor.layouts[name].num_bytes
                 device = queues.where.device
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def make(self, name: str) -> Fields:
-        """The tensors of a part, or of results, that is touched for the first time in this run."""
+        """Allocate a part, or results, at first use in this run."""
         batch, dtypes = self.executor.program.batch, self.executor.dtypes
         device, buffer = self.queues.where.device, self.executor.buffers[name]
         fields = self.fields[name] = {
@@ -303,7 +303,7 @@ class Run:
         return fields
 
     def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
-        """A view of a buffer, which is kept as long as the memory."""
+        """Cache a view of a buffer for as long as its memory lives."""
         self.views[name] = view
         kept = self._kept.get((buffer.home, buffer.use))
         if kept is not None:
@@ -311,11 +311,11 @@ class Run:
         return view
 
     def layout(self, buffer: Buffer) -> Layout:
-        """How a buffer lies in its bytes."""
+        """The byte layout of a buffer."""
         return self.executor.layouts[buffer.name]
 
     def bytes_of(self, buffer: Buffer) -> Tensor:
-        """A whole buffer that is none of the allocator's parts."""
+        """The bytes of a whole buffer that is not a part."""
         size = self.layout(buffer).num_bytes
         if buffer.home is Home.SLOT:
             return self.slots[buffer.use].flat(buffer.number)[:size]

@@ -1,4 +1,4 @@
-"""What may differ between the ranks' machines and decides how they run a call."""
+"""Facts that may differ between ranks' machines and decide how they run a call."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from megatron_burst.schedule.mask import Mask
 
 
 def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig, mask: Mask) -> dict[str, str]:
-    """Facts by name; whatever batch and tokens are, ranks with equal facts choose alike.
+    """Facts by name; ranks with equal facts choose alike, whatever the batch and tokens.
 
     Args:
         q: [b, n, h, d_qk].
@@ -34,7 +34,7 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig, mask: Mask) -
 
 
 def _found(find: Callable[[], str]) -> str:
-    """What is found, or the sentence of why nothing is: the other ranks must hear that too."""
+    """What is found, or the text of the error: the other ranks must learn that too."""
     try:
         return find()
     except BurstError as error:

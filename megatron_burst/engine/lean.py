@@ -1,14 +1,14 @@
-"""What a graph holds on to until backward, and need not."""
+"""Keeps the autograd graph from holding memory that backward does not need."""
 
 import torch
 from torch import Tensor
 
 
 def lean(x: Tensor, *others: Tensor) -> Tensor:
-    """A copy of x if it is at most a quarter of memory that only x holds on to, else x.
+    """A copy of x if x is at most a quarter of storage that only x keeps alive, else x.
 
-    Values are a slice of the fused QKV projection, which position embeddings take queries and keys
-    out of: saved as they are, they keep all of it until backward.
+    V is a slice of the fused QKV projection, while rotary embedding copies Q and K out of it:
+    saving V as it is keeps the whole projection until backward.
     """
     held = x.untyped_storage()
     shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)

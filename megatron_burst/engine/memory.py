@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megatron_burst.schedule.program import Buffer, Dtype, Field
 
-ALIGNMENT = 16  # bytes that the GPU's tensor copies want rows and fields to begin at
+ALIGNMENT = 16  # bytes; alignment of rows and fields that the GPU's tensor copies need
 Dtypes = Mapping[Dtype, torch.dtype]
 Fields = dict[str, Tensor]  # [b, rows, heads, dim] each, or [b, heads, rows]
 
 
 def row_bytes(buffer: Buffer, dtypes: Dtypes) -> list[int]:
-    """Bytes that each field takes in a row of one sequence; where fields of several dtypes lie side
-    by side, each begins aligned."""
+    """Bytes that each field takes in a row of one sequence; where fields of several dtypes are side
+    by side, each is aligned."""
     sizes = [field.elements * dtypes[field.dtype].itemsize for field in buffer.fields]
     if buffer.interleaved and len({dtypes[field.dtype] for field in buffer.fields}) > 1:
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
@@ -25,7 +25,7 @@ def row_bytes(buffer: Buffer, dtypes: Dtypes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a field lies in the bytes of its buffer, in elements of its dtype."""
+    """Where a field is in its buffer, in elements of its dtype."""
 
     name: str
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a buffer lies in its bytes: found once, as it depends on shapes alone.
+    """The byte layout of a buffer; computed once, as it depends on shapes alone.
 
     Attributes:
         num_bytes: of the whole buffer.
-        rows: as it travels, if it is interleaved: [rows, b, bytes].
+        rows: shape in which it is sent, if interleaved: [rows, b, bytes].
         places: of its fields.
     """
 
@@ -58,7 +58,7 @@ class Layout:
 
 
 def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
-    """The fields of a buffer out of its bytes."""
+    """Views of a buffer's fields in its bytes."""
     found = {}
     for place in where:
         width = place.dtype.itemsize
@@ -81,9 +81,9 @@ def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[Place]:
 
 
 def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[Place]:
-    """Those whose size is a multiple of the higher power of two lie first. So each begins at a
-    multiple of its dtype's width, and those with a head dimension that is a multiple of 8 at a
-    multiple of 16 bytes, which kernels want."""
+    """Fields in descending order of the power of two that divides their size. So each is aligned to
+    its dtype, and fields whose head dimension is a multiple of 8 to the 16 bytes that kernels
+    need."""
     shapes = {field.name: shape_of(field, batch, buffer.rows) for field in buffer.fields}
     widths = {field.name: dtypes[field.dtype].itemsize for field in buffer.fields}
     sizes = {name: prod(shape) * widths[name] for name, shape in shapes.items()}
@@ -98,12 +98,12 @@ def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[Place]:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without gaps."""
+    """Contiguous strides."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:
-    """[b, rows, heads, dim], or [b, heads, rows] of statistics."""
+    """[b, rows, heads, dim], or [b, heads, rows] for statistics."""
     return (batch, rows, field.heads, field.dim) if field.dim else (batch, field.heads, rows)
 
 

@@ -1,4 +1,4 @@
-"""A function an operation: from a program's operation to what a run calls.
+"""One function per operation: from a program's operation to what a run calls.
 
 Binding looks up once what depends on shapes alone; what it returns takes the run, which has the
 tensors.
@@ -38,7 +38,7 @@ Source = Callable[["Run"], Tensor]
 
 
 def part(binder: Binder, ref: Ref) -> Part:
-    """How a run gets the tensors of rows and heads of a buffer."""
+    """How a run gets the tensors of some rows and heads of a buffer."""
     buffer = binder.program.buffers[ref.buffer]
     ref, all_of = _narrowed(ref, buffer), whole(binder, buffer)
     if ref.rows is None and ref.heads is None:
@@ -51,7 +51,7 @@ def part(binder: Binder, ref: Ref) -> Part:
         fields, found, unit = all_of(run), {}, run.unit
         for field, (of_rows, of_heads) in axes:
             x = fields.get(field)
-            if x is None:  # a call does not give what nobody reads
+            if x is None:  # a call omits tensors that no operation reads
                 continue
             if rows:
                 x = x.narrow(of_rows, rows.start * unit, len(rows) * unit)
@@ -62,7 +62,7 @@ def part(binder: Binder, ref: Ref) -> Part:
 
 
 def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
-    """The same without rows and heads that are all of them."""
+    """The same, with None for rows or heads that are all of them."""
     rows, heads = ref.rows, ref.heads
     if rows and len(rows) == buffer.rows:
         rows = None
@@ -88,7 +88,7 @@ def whole(binder: Binder, buffer: p.Buffer) -> Part:
 def kept[T](
     binder: Binder, what: Hashable, buffer: p.Buffer, make: Callable[[Run], T]
 ) -> Callable[[Run], T]:
-    """What is made once of a buffer that stays as long as the run, or longer."""
+    """Something derived once from a buffer that lives as long as the run, or longer."""
     name = binder.name_of(what)
 
     def found(run: Run) -> T:
@@ -99,7 +99,7 @@ def kept[T](
 
 
 def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
-    """Fields of several buffers by name; of those with one name the first."""
+    """Fields of several buffers by name; the first of each name."""
     parts = [part(binder, ref) for ref in reversed(refs)]
     if len(parts) == 1:
         return parts[0]
@@ -114,13 +114,13 @@ def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
 
 
 def is_made(binder: Binder, ref: Ref) -> Callable[[Run], bool]:
-    """Whether a buffer has memory: parts are made by the kernel that writes all of them first."""
+    """Whether a buffer has memory: a part is allocated by the kernel that first writes it."""
     name, apart = ref.buffer, binder.program.buffers[ref.buffer].home is not Home.PART
     return lambda run: apart or name in run.fields
 
 
 def raw(binder: Binder, ref: Ref) -> Source:
-    """What travels: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
+    """What is sent: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
     buffer = binder.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
@@ -177,7 +177,7 @@ def restore(binder: Binder, op: p.Restore) -> Bound:
 
 
 def _selecting(binder: Binder, op: p.Arrange | p.Restore) -> Callable[[Run, Tensor], None]:
-    """Copies rows of the source by an index: as they travel, or field by field."""
+    """Copies rows of the source by an index: as raw bytes, or field by field."""
     if _alike(binder, op.source, op.target):
         rows, target_rows = raw(binder, op.source), raw(binder, op.target)
 
@@ -197,7 +197,7 @@ def _selecting(binder: Binder, op: p.Arrange | p.Restore) -> Callable[[Run, Tens
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """Bytes as the widest integers that a row is made of."""
+    """Bytes viewed as the widest integers that divide a row."""
     integers, width = (torch.int64, torch.int32, torch.int16, torch.uint8), rows.shape[2]
     return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
@@ -229,8 +229,8 @@ def from_ranks(binder: Binder, op: p.FromRanks) -> Bound:
 
 
 def _by_rank(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
-    """Rows of several ranks: [b, ranks / copies, copies, n, KV heads, query heads of each, d], of
-    statistics with n last."""
+    """Rows of several ranks: [b, ranks / copies, copies, n, KV heads, query heads of each, d];
+    statistics have n last."""
     ranks = op.ranks // op.copies, op.copies, -1
     if x.dim() == 4:
         return x.unflatten(2, (op.heads_kv, -1)).unflatten(1, ranks)
@@ -238,7 +238,7 @@ def _by_rank(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
 
 
 def _by_heads(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
-    """The same of heads of several ranks; keys and values are there once, not in copies."""
+    """The same for heads of several ranks; keys and values are there once, without copies."""
     axis, groups = (2 if x.dim() == 4 else 1), op.ranks // op.copies
     copies = 1 if x.shape[axis] == groups * op.heads_kv else op.copies
     x = x.unflatten(axis, (groups, op.heads_kv, copies, -1))
@@ -256,7 +256,7 @@ def fill(binder: Binder, op: p.Fill) -> Bound:
 
 
 def visible(binder: Binder, op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
-    """Which keys the queries of a kernel call see; in documents only the run knows."""
+    """Which keys the queries of a kernel call see; with documents, known only at run time."""
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
         return lambda run: band
@@ -267,7 +267,7 @@ def visible(binder: Binder, op: p.Attend | p.AttendBackward) -> Callable[[Run], 
 
 
 def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
-    """What the queries of a kernel call see besides, in calls of their own."""
+    """What the queries of a kernel call see in addition, in separate calls."""
     places = op.places if op.mask.documents else None
     if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
         return lambda run: ()
@@ -341,7 +341,7 @@ def add(binder: Binder, op: p.Add) -> Bound:
                 target.zero_()
             elif all(name in x for x in found):
                 some = [x[name] for x in found]
-                # torch's own copy takes the CPU a third of the time of a Triton kernel's launch
+                # torch's own copy takes a third of the CPU time of a Triton launch
                 target.copy_(some[0]) if len(some) == 1 else sum_parts(target, some)
 
     return bound
@@ -381,7 +381,7 @@ def transfer(binder: Binder, op: p.Transfer) -> Bound:
 
 
 def _exchange(binder: Binder, op: p.Transfer, targets: Sequence[Source]) -> Bound:
-    """Ranks of a node have parts of each other's slots."""
+    """Ranks of a node read, or are sent, parts of each other's slots."""
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
 

@@ -1,4 +1,4 @@
-"""Lets the planner resolve what `auto` leaves open, where the machine's speeds are known."""
+"""Lets the planner resolve "auto" where the machine's speeds are known."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -21,17 +21,17 @@ _hardware = lru_cache(hardware)  # files are read once
 
 
 def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list[Choice]]:
-    """The configuration with the fastest way by simulation, and why.
+    """The configuration that simulates fastest, and why.
 
-    What the user asked for stays. Ranks agree if their files say the same.
+    Options that the user set stay. Ranks agree if their hardware files agree.
 
     Args:
         call: with the group's nodes as rows.
         config: what the user asked for; unchanged if its `hardware` is None.
 
     Raises:
-        BurstError: if the hardware is unknown, has no speed of the kernel that was asked for, or if
-            what was asked for cannot run.
+        BurstError: if the hardware is unknown, has no speed for the requested kernel, or if the
+            requested options cannot run.
     """
     if config.hardware is None or call.topology.cp_size == 1:
         return config, []
@@ -52,10 +52,10 @@ def planned(call: AttentionCall, config: BurstConfig) -> tuple[BurstConfig, list
 
 
 def speeds_digest(config: BurstConfig) -> str:
-    """Equal on ranks whose machines are described alike.
+    """A digest, equal on ranks whose machines are described alike.
 
     Raises:
-        BurstError: if there is no such hardware, or its file is wrong.
+        BurstError: if there is no such hardware, or its file is invalid.
     """
     if config.hardware is None:
         return "None"
@@ -74,21 +74,21 @@ def _check_kernel(machine: Hardware, backend: str) -> None:
 
 
 def rates(config: BurstConfig) -> Rates:
-    """What resharding rows between nodes is weighed with: the named machine's, if one is."""
+    """Rates that decide whether rows are resharded between nodes: the named machine's, if any."""
     return Rates() if config.hardware is None else Rates.of(_hardware(config.hardware))
 
 
 def half_call(
     layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, config: BurstConfig
 ) -> HalfCall:
-    """A call whose later half is kept.
+    """A call that keeps the later half.
 
     Args:
         layout: how tokens are sharded.
         mask: which keys a query may see.
         topology: of the group.
         shape: sizes of the call on one rank.
-        config: what the user asked for; options alone tell whether heads are exchanged.
+        config: what the user asked for; options alone decide whether there is an all-to-all.
     """
     exchanged = "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)
     return HalfCall(layout, mask, topology, shape, rates(config), exchanged)

@@ -1,6 +1,6 @@
-"""Ranges of passes and of their operations, for profilers.
+"""Profiler ranges of passes and their operations.
 
-They are torch's `record_function`: torch.profiler has them as they are, and under
+They use torch's `record_function`: torch.profiler shows them directly; under
 `torch.autograd.profiler.emit_nvtx`, which Megatron's --profile enters, they are NVTX ranges.
 """
 
@@ -25,17 +25,17 @@ _NONE = nullcontext()
 
 
 def profiled() -> bool:
-    """Whether a profiler of torch's is on in this process, or its NVTX ranges are."""
+    """Whether torch's profiler or its NVTX ranges are on in this process."""
     return profiler._is_profiler_enabled
 
 
 def range_of(name: str) -> AbstractContextManager:
-    """A range; nothing where nobody profiles."""
+    """A range; a no-op unless profiling."""
     return profiler.record_function(name) if profiled() else _NONE
 
 
 def range_of_pass(direction: Direction, layer: int, way: AttentionCall) -> AbstractContextManager:
-    """Around one pass of a call; `layer` 0: not known."""
+    """A range around one pass of a call; `layer` 0: unknown."""
     if not profiled():
         return _NONE
     where = f", layer {layer}" if layer else ""
@@ -43,7 +43,7 @@ def range_of_pass(direction: Direction, layer: int, way: AttentionCall) -> Abstr
 
 
 def with_ranges(executor: Executor) -> tuple[Step, ...]:
-    """A program's steps, each in a range that says what it does."""
+    """A program's steps, each in a range that names what it does."""
 
     def ranged(step: Step, op: Op) -> Step:
         name, work = _in_words(executor, op), step.run
@@ -68,7 +68,7 @@ def _in_words(executor: Executor, op: Op) -> str:
 
 
 def link_of(program: Program, op: Transfer) -> Link:
-    """The slowest link that it takes."""
+    """The slowest link that a transfer uses."""
     links = [program.topology.link(program.cp_rank, end.peer) for end in (*op.gives, *op.takes)]
     return Link.INTER if Link.INTER in links else Link.INTRA
 

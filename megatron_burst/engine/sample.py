@@ -1,4 +1,4 @@
-"""A packed sample as `burst_attention` is told of it, and what must hold of that."""
+"""A packed sample as passed to `burst_attention`, and the checks on it."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from megatron_burst.schedule.layout import Layout
 
 
 class Sample(NamedTuple):
-    """Where documents begin, as `burst_attention` is told."""
+    """Where documents begin, as passed to `burst_attention`."""
 
     cu_seqlens: Tensor
     padded: Tensor | None
@@ -20,7 +20,7 @@ class Sample(NamedTuple):
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
-    """What must hold of tensors that kernels on a device are to read."""
+    """Checks of tensors that kernels on a device will read."""
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
@@ -48,13 +48,13 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
 def of_values(
     starts: Tensor, padded: Tensor | None, layout: Layout, sizes: tuple[int, int, int | None]
 ) -> Iterator[Need]:
-    """What must hold of boundaries, on the CPU.
+    """Checks of boundaries that are on the CPU.
 
     Args:
-        starts: where documents begin, and the last one ends.
-        padded: where they lie with their padding, if they have any.
+        starts: where documents begin, and where the last one ends.
+        padded: the same with padding, if they have any.
         layout: how tokens are sharded.
-        sizes: tokens of the sample, ranks, and the longest document as it was given.
+        sizes: tokens of the sample, ranks, and the length given for the longest document.
     """
     (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
     lengths, room = starts.diff(), lies.diff()
@@ -103,7 +103,7 @@ def _some(x: Tensor) -> str:
 
 
 def of_parents(sample: Sample) -> Iterator[Need]:
-    """What must hold of the parents of segments, if there are any."""
+    """Checks of the segments' parents, if there are any."""
     if sample.parents is None:
         return
     parents, segments = sample.parents, len(sample.cu_seqlens) - 1
@@ -178,8 +178,8 @@ def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
 
 
 def _misplaced(parents: Sequence[int]) -> list[int]:
-    """Segments that do not lie right behind their parent and its descendants."""
-    path: list[int] = []  # from a root to the segment before
+    """Segments that do not directly follow their parent and its descendants."""
+    path: list[int] = []  # from a root to the previous segment
     found = []
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:

@@ -1,4 +1,4 @@
-"""Decides how a call runs: schedules, kernel, wire; says why."""
+"""Decides how a call runs (mode, kernel, transfers), with reasons."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -38,7 +38,7 @@ def way_of(
     pattern: Pattern,
     config: BurstConfig,
 ) -> AttentionCall:
-    """The call as the planner knows it, which makes all choices but that of the kernel.
+    """The call as the planner sees it; the planner makes all choices except the kernel.
 
     Args:
         shape: sizes of the call on one rank.
@@ -61,7 +61,7 @@ def way_of(
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on CPU those of a usual one."""
+    """Multiprocessors of a GPU; on CPU those of a typical GPU."""
     if device.type != "cuda":
         return USUAL_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -82,18 +82,18 @@ def resolve_inter(way: AttentionCall, config: BurstConfig) -> tuple[BurstConfig,
 def set_up(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig
 ) -> tuple[Call, list[Choice]]:
-    """The call, and what was chosen for it.
+    """The call, and the choices made for it.
 
     Args:
         q: [b, n, h, d_qk].
         k: [b, n, h_kv, d_qk].
         v: [b, n, h_kv, d_v].
-        carrier: of the context-parallel group; of a flat topology for inter "a2a" and flat tuning.
+        carrier: of the context-parallel group; flat for inter "a2a" and flat tuning.
         pattern: mask, layout, scale.
-        config: what the user asked for; its `inter` decided.
+        config: what the user asked for, with `inter` decided.
 
     Raises:
-        BurstError: if the user asked for what this call cannot have.
+        BurstError: if the user asked for something that this call cannot do.
     """
     shape = attention_shape(q, k, v)
     backend, backend_choice = choose_backend(
@@ -116,7 +116,7 @@ def set_up(
 
 
 def _choices(way: AttentionCall, transfer: Choice) -> list[Choice]:
-    """What was chosen for a call."""
+    """The choices made for a call."""
     if way.topology.cp_size == 1:
         return [Choice("one rank: the kernel alone")]
     choices = [Choice(f"{way.topology}"), way.mode_why]
@@ -136,8 +136,8 @@ def _named(what: str, choice: Choice) -> Choice:
 def attention_shape(
     q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None
 ) -> AttentionShape:
-    """Sizes of a call from its "bshd" tensors and the dtype of gradients on the wire; None: that
-    in which they are summed."""
+    """Sizes of a call from its "bshd" tensors and the gradients' dtype on the wire; None: the
+    accumulation dtype."""
     batch, tokens, heads_q, dim_qk = q.shape
     return AttentionShape(
         batch=batch,

@@ -1,6 +1,6 @@
-"""How long passes take, what of it they wait for, and what transfers take: for logs.
+"""Times of passes, of their waits (exposed communication) and of transfers, for logs.
 
-Passes of one program are alike, so one of each is timed in a step, and stands for all.
+Passes of the same program take the same time, so one of each is timed per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Moved:
-    """A transfer of a run that is timed."""
+    """A transfer of a timed run."""
 
     link: Link
     under_way: Any
@@ -36,13 +36,13 @@ class _Moved:
 
 
 class Clock:
-    """Times a run: all of it, what the call's stream waits for, what transfers take.
+    """Times a run: in total, waits of the call's stream, and transfers.
 
-    On a GPU these are events on the streams, read when the GPU is done with them; nothing waits.
-    NCCL times its own transfers. On a CPU a transfer ends when its wait does.
+    On GPUs these are events on the streams, read once the GPU has passed them, without
+    synchronizing. NCCL times its own transfers. On CPU a transfer ends when its wait does.
 
     Args:
-        executor: whose runs are timed, one after the other.
+        executor: whose runs are timed, one at a time.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -57,7 +57,7 @@ class Clock:
         self._carrier = executor.carrier
 
     def begin(self, queues: OneQueue | Queues) -> None:
-        """Begin to time a run, on the stream of the call."""
+        """Start timing a run, on the stream of the call."""
         self._clear()
         self._stream = queues.stream
         self._on_gpu = queues.where.device.type == "cuda"
@@ -66,16 +66,16 @@ class Clock:
         self._whole.append(self._now())
 
     def end(self) -> None:
-        """The call's stream has been given all of the run."""
+        """All of the run has been queued on the call's stream."""
         self._whole.append(self._now())
 
     def over(self, count: int) -> list[Any]:
-        """A list for what is under way in the run, which has waits for it timed."""
+        """A list for the run's handles; waits on them are timed."""
         return _Watched(self, count)
 
     def seconds(self) -> dict[str, float]:
-        """Of the run: "" of all of it, "exposed", "intra" and "inter", nan of what is not known;
-        nothing if it is not over, or the GPU is not done with it. Read once."""
+        """Seconds of the run: "" in total, "exposed", "intra" and "inter", nan if unknown; empty if
+        the run, or its work on the GPU, is not finished. Can be read once."""
         if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
             return {}
         found = {"": self._between(*self._whole), "exposed": 0.0} | dict.fromkeys(Link, 0.0)
@@ -89,7 +89,7 @@ class Clock:
         return {str(name): seconds for name, seconds in found.items()}
 
     def wait(self, index: int, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
-        """Wait for an operation, as the run does anyway; timed where its kernels wait."""
+        """Wait for an operation as the run would; timed where its kernels wait."""
         if stream != self._stream:
             what.wait(stream)
             return
@@ -98,7 +98,7 @@ class Clock:
         ended = self._now()
         self._waits.append((began, ended))
         moved = self._moved.get(index)
-        if moved and moved.ended is None:  # others may wait for it again
+        if moved and moved.ended is None:  # another operation may wait for it again
             moved.ended = ended
 
     def _clear(self) -> None:
@@ -125,7 +125,7 @@ class Clock:
         return run
 
     def _opening(self, step: Step) -> Callable[[Run], Any]:
-        """The step with its wait for slots, which others may still read."""
+        """The step with its wait for slots that other ranks may still read."""
 
         def run(of: Run) -> Any:
             began = self._now()
@@ -137,7 +137,7 @@ class Clock:
         return run
 
     def _now(self) -> Any:
-        """This instant, of the current stream where there is one."""
+        """Now, on the current stream if there is one."""
         if not self._on_gpu:
             return perf_counter()
         if self._used == len(self._events):
@@ -152,7 +152,7 @@ class Clock:
 
 
 class _Watched(list):
-    """What is under way in a run, by operation; waits for it are the clock's."""
+    """Handles of a run by operation; the clock times waits on them."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         super().__init__([None] * count)
@@ -173,14 +173,13 @@ class _Waited:
 
 
 class Meter:
-    """Counts the passes of a step by their programs, and times one of each where it is asked to.
+    """Counts the passes of a step by program, and times one of each on request.
 
-    Passes of a program are alike. The one that is timed is that in the middle of the step, by how
-    many there were in the step before: ranks have met by then. It is the first one if there are
-    not as many.
+    The timed pass is the one in the middle of the step, by the count of the previous step: ranks
+    are in step by then. If there are fewer, it is the first.
 
     Attributes:
-        on: whether a step runs whose passes are counted.
+        on: whether passes are being counted.
     """
 
     def __init__(self) -> None:
@@ -191,24 +190,24 @@ class Meter:
         self._counted: list[tuple[p.Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
-        """Count from here; `timed`: time passes too."""
+        """Start counting; `timed`: time passes too."""
         self.on, self._timed = True, timed
         self._runs.clear()
         self._clocks.clear()
         self._counted.clear()
 
     def end_step(self) -> None:
-        """Count no more until the next step."""
+        """Stop counting until the next step."""
         self.on = False
         for executor, runs in self._runs.items():
             clock = ref(self._clocks[executor]) if executor in self._clocks else lambda: None
             self._counted.append((executor.program, executor.unit, runs, clock))
         self._before = WeakKeyDictionary(self._runs)
-        self._runs.clear()  # what they hold goes with the group
+        self._runs.clear()  # they hold the group's memory
         self._clocks.clear()
 
     def clock(self, executor: Executor) -> Clock | None:
-        """Count a pass; what is to time it, if anything is."""
+        """Count a pass; returns the clock that times it, if any."""
         number, before = self._runs[executor], self._before.get(executor)
         self._runs[executor] += 1
         if not self._timed or before is None or profiled() or number not in (0, before // 2):
@@ -216,8 +215,8 @@ class Meter:
         return self._clocks.setdefault(executor, executor.clock)
 
     def seconds(self) -> dict[str, float]:
-        """Of all passes of the step, if one of each kind was timed (see `Clock.seconds`), else
-        nothing; without what is not known. Read once, when the GPU is done with the step."""
+        """Seconds of all passes of the step (see `Clock.seconds`) without unknown ones; empty
+        unless one of each kind was timed. Can be read once, when the GPU has finished the step."""
         found: Counter[str] = Counter()
         for _, _, runs, clock in self._counted:
             timed = clock()
@@ -227,7 +226,7 @@ class Meter:
         return {name: seconds for name, seconds in found.items() if not isnan(seconds)}
 
     def sent_bytes(self) -> dict[Link, int]:
-        """That this rank has sent, or others pulled from it, in all passes of the step."""
+        """Bytes that this rank sent, or others pulled from it, in all passes of the step."""
         found = dict.fromkeys(Link, 0)
         for program, unit, runs, _ in self._counted:
             for link, count in program.sent_bytes().items():

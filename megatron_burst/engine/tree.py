@@ -1,9 +1,9 @@
-"""Prefix trees: segments of a sample that see those which they begin with.
+"""Prefix trees: segments of a sample that also see the segments they continue.
 
-Segments lie depth first, so all that descend from one are the rows behind it, without a gap. What
-queries see of their own segment is a causal document. What they see of ancestors are branches: one
-for each depth of the tree, in which the descendants' queries see every key of the segment that they
-have in common. So keys are multiplied once with each query that sees them, and nothing is copied.
+Segments are in depth-first order, so the descendants of a segment are the rows right after it.
+Within its own segment a query sees a causal document. Ancestors are seen in branches, one per depth
+of the tree, in which the descendants' queries see every key of their common ancestor. So each query
+meets each of its keys once, and nothing is copied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from megatron_burst.schedule.mask import Places, Span, cut
 
 
 class Branch(NamedTuple):
-    """A kernel call beside that of a tile's documents.
+    """A kernel call in addition to that of a tile's documents.
 
     Attributes:
         rows: query rows of the tile, from the first that sees a key to the last.
         keys: key rows, from the first that is seen to the last.
-        visible: which of these keys a query of these rows sees.
+        visible: which of these keys each of these queries sees.
     """
 
     rows: Span
@@ -36,19 +36,19 @@ class Branch(NamedTuple):
 class Tree:
     """Where the segments of a tree are, by depth; on the CPU.
 
-    A segment whose parent has no other child goes on where its parent ends: both are one document.
+    A segment that is its parent's only child continues it: both are one document.
 
     Args:
         starts: where segments begin in the sample, and where the last one ends.
-        parents: of each segment, -1 for none; as `of_parents` has them.
+        parents: of each segment, -1 for none; checked by `of_parents`.
 
     Attributes:
-        starts: int64, where documents begin and the last one ends.
+        starts: int64, where documents begin and where the last one ends.
     """
 
     def __init__(self, starts: Sequence[int], parents: Sequence[int]) -> None:
         number, children = len(parents), [0] * len(parents)
-        behind = list(range(1, number + 1))  # of each segment the first that does not descend
+        behind = list(range(1, number + 1))  # by segment, the first after it that is no descendant
         for segment in reversed(range(number)):
             parent = parents[segment]
             if parent >= 0:
@@ -68,13 +68,13 @@ class Tree:
         self._levels = [torch.tensor(level, device="cpu") for level in levels if level]
 
     def branches(self, q: Places, keys: Places, device: torch.device) -> tuple[Branch, ...]:
-        """Of a tile whose queries and keys are at these positions, apart from its documents."""
+        """The branches of a tile whose queries and keys are at these positions."""
         found = (_branch(level, q, keys, device) for level in self._levels)
         return tuple(branch for branch in found if branch)
 
 
 def rows_before(edges: Tensor, places: Places) -> Tensor:
-    """How many rows lie before each edge; rows are at these positions, in order: int32."""
+    """How many of the rows at these ascending positions are before each edge: int32."""
     if len(places) == 1 and places[0].start == 0:
         return edges.clamp(max=len(places[0])).int()
     return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
@@ -83,7 +83,7 @@ def rows_before(edges: Tensor, places: Places) -> Tensor:
 
 
 def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Branch | None:
-    """Of the segments of one depth: where each begins, where it ends and what descends from it."""
+    """The branch of one depth, given where each segment begins, ends, and its descendants end."""
     of_keys, of_q = rows_before(level[:, :2], keys), rows_before(level[:, 1:], q)
     both = torch.stack((of_q, of_keys), 1)  # [segments, queries or keys, begin or end]
     both = both[(both[..., 0] < both[..., 1]).all(1)]
@@ -92,7 +92,7 @@ def _branch(level: Tensor, q: Places, keys: Places, device: torch.device) -> Bra
     rows, seen = (Span(int(both[0, i, 0]), int(both[-1, i, 1])) for i in range(2))
     if len(both) == 1:
         return Branch(rows, seen, FULL)
-    # between two segments lie queries that see no key here, and keys that no query sees
+    # between two segments are queries that see no key here, and keys that no query sees
     begins, ends = both[..., 0], both[..., 1]
     apart = torch.stack((begins[1:, 0], ends[:-1, 1]), 1)
     edges = torch.stack((ends[:-1], apart, begins[1:]), 1).flatten(0, 1)
@@ -106,7 +106,7 @@ def attend_branches(
     run: Backend, tensors: Sequence[Tensor], scale: float, branches: Sequence[Branch],
     into: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Merge what queries see in branches with what they have seen.
+    """Merge the results of branches into those of a tile.
 
     Args:
         run: computes the tile.
@@ -157,7 +157,7 @@ def add_branches(
 
 
 def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
-    """Rows that the same spans have, to be rounded once: which spans, and where in each."""
+    """Runs of rows covered by the same spans, so that each is rounded once: which spans, where."""
     for rows in cut(spans, max(span.stop for span in spans)):
         found = [
             (i, rows.moved(-span.start).slice) for i, span in enumerate(spans) if span.holds(rows)
