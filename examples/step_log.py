@@ -46,7 +46,7 @@ class StepLog:
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
         logged = self._signature.bind(*args, **kwargs).arguments
-        losses = {name: float(loss) for name, loss in logged["loss_dict"].items()}  # awaits the GPU
+        losses = {name: float(loss) for name, loss in logged["loss_dict"].items()}  # waits for GPU
         seconds = time.perf_counter() - self._started
         tokens = get_args().global_batch_size * get_args().seq_length
         step = {

@@ -1,4 +1,4 @@
-"""A head on any device, its loss in float64, with all logits, and a tile at a time."""
+"""An LM head on any device: its loss in float64, with all logits, and tile by tile."""
 
 from dataclasses import asdict
 
@@ -10,7 +10,8 @@ from tests.loss.oracle import PLAIN, Problem, oracle
 
 
 def problem_of(device, dtype, sizes, masked=False) -> Problem:
-    """A head of (tokens, width, classes) whose logits have a deviation of 2; some are ignored."""
+    """A head of (tokens, width, classes) whose logits have a standard deviation of 2; some labels
+    are ignored."""
     tokens, width, vocab = sizes
     generator = torch.Generator(device).manual_seed(5)
     options = {"generator": generator, "device": device}
@@ -23,7 +24,7 @@ def problem_of(device, dtype, sizes, masked=False) -> Problem:
 
 
 def off(got, true) -> float:
-    """Relative error in the norm."""
+    """Relative error in norm."""
     return float((got.double() - true).norm() / true.norm())
 
 
@@ -36,7 +37,7 @@ def call(problem, options=PLAIN, **settings):
 
 
 def exact(problem) -> dict:
-    """Losses of tokens and gradients of their mean in float64."""
+    """Per-token losses, and gradients of their mean, in float64."""
     leaves = problem.leaves(torch.float64)
     losses = oracle(leaves, reduction="none")[0]
     weights = (problem.labels >= 0).double()
@@ -64,7 +65,7 @@ def plain(problem) -> dict:
 
 
 def fused(problem, **settings) -> dict:
-    """The same as ours computes them."""
+    """The same with our fused loss."""
     leaves = problem.leaves()
     mean = call(leaves, **settings)
     mean.backward()

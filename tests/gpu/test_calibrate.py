@@ -1,5 +1,5 @@
-"""`calibrate` on GPUs: links that CPU processes do not have, among them memory of the next GPU that
-must stay mapped while it is read."""
+"""`calibrate` on GPUs: links that CPU processes lack, among them the next GPU's memory, which must
+stay mapped while it is read."""
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ preload("megatron_burst.cli.calibrate")
 
 
 def pulled(rank):
-    """What a rank reads of the next one's symmetric memory, that holds its number; then all."""
+    """What a rank reads from the next one's symmetric memory, which holds that rank's number; then
+    all."""
     world = world_of("cuda")
     mover = Mover(world, topology_of_homes(world.gather(my_home())))
     read = mover.puller(1 << 20)

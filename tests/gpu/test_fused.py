@@ -1,4 +1,4 @@
-"""The Triton kernels compiled, on the shapes that tests/kernels interprets and on larger ones."""
+"""The compiled Triton kernels, on the shapes that tests/kernels interprets and on larger ones."""
 
 import sys
 
@@ -31,9 +31,8 @@ LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 def test_merging(shape, dtypes, in_place):
-    """Catches what the interpreter cannot: in place, a thread that overwrites what another reads;
-    wrong alignment; bf16 that is not rounded to nearest.
-    """
+    """Guards against what the interpreter cannot show: in place, a thread that overwrites what
+    another reads; misalignment; bf16 not rounded to nearest."""
     check_merge(compare_merge(partial, "cuda", shape, dtypes, in_place))
 
 
@@ -41,7 +40,7 @@ def test_merging(shape, dtypes, in_place):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
 def test_sums(shape, dtypes, in_place):
-    """Catches sums that are not torch's bit by bit, and wrong alignment."""
+    """Guards against sums that differ from torch's bitwise, and misalignment."""
     check_sum(compare_sum(partial, "cuda", shape, dtypes, in_place))
 
 
@@ -49,18 +48,19 @@ def test_sums(shape, dtypes, in_place):
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("dtypes", DELTAS.values(), ids=DELTAS)
 def test_delta_and_its_stand_in(shape, dtypes, scale):
-    """Catches an entry, sign or column that is read back wrongly from the packed keys."""
+    """Guards against an entry, sign or column misread from the packed keys."""
     check_delta(compare_delta(partial, "cuda", shape, dtypes, scale))
 
 
 def test_corners():
-    """Catches what only expanded, empty, very narrow or wide tensors and extreme values show."""
+    """Guards against what only expanded, empty, very narrow or wide tensors and extreme values
+    show."""
     corners = compare_corners(partial, "cuda")
     assert all(corners.values()), corners
 
 
 def test_cuda_tensors_go_to_the_kernels_except_float64():
-    """Catches a dispatch that makes the tests above compare torch with itself."""
+    """Otherwise the tests above would compare torch with itself."""
     x = torch.ones(1, 1, 1, 8, device="cuda")
     fused = sys.modules["megatron_burst.kernels.fused"]
     assert partial._fused(x, x.bfloat16()) is fused
@@ -69,7 +69,8 @@ def test_cuda_tensors_go_to_the_kernels_except_float64():
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_offsets_beyond_32_bits(axis):
-    """Catches offsets in int32: the last index along one axis lies 2^31 elements from the first."""
+    """Guards against int32 offsets: the last index along one axis is 2^31 elements from the
+    first."""
     far, near = 2**30, [1024, 256, 128]
     strides = [far if i == axis else near[i] for i in range(3)]
     shape = [3 if i == axis else 2 for i in range(3)]
@@ -86,7 +87,8 @@ def test_offsets_beyond_32_bits(axis):
 
 
 def test_other_lengths_do_not_compile_again():
-    """Catches a stall at every new length; multiples of 16 and others may each compile once."""
+    """Guards against recompiling at every new length; multiples of 16 and others may compile once
+    each."""
     from megatron_burst.kernels import fused
 
     kernels = fused._sum_kernel, fused._merge_kernel, fused._delta_kernel, fused._stand_in_kernel

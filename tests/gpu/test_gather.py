@@ -1,6 +1,6 @@
-"""Gathering on NCCL with every kernel that is there: exact, in order, the same twice.
+"""Gather on NCCL with every available kernel: exact, in order, bitwise reproducible.
 
-Catches keys read before they landed, buffers given away too early, streams that do not wait, and
+Guards against keys read before they arrive, buffers released too early, missing stream waits, and
 backends that break their contract; errors are relative to the same kernel's on one GPU.
 """
 
@@ -29,7 +29,7 @@ SHAPES = {  # query heads, KV heads, head dimension
 
 
 def kernels():
-    """Backends that can be used with bf16 on this machine's GPUs."""
+    """Backends that work with bf16 on this machine's GPUs."""
     if not GPUS:
         return []
     problem = problem_for((8, 8, 64))
@@ -39,7 +39,7 @@ def kernels():
 
 
 def problem_for(shape):
-    """What a backend is asked to do for (query heads, KV heads, head dimension)."""
+    """The backend's problem for (query heads, KV heads, head dimension)."""
     return Problem(
         "cuda", torch.bfloat16, shape[2], shape[2], grouped=shape[0] != shape[1],
         arch=torch.cuda.get_device_capability()[0],
@@ -66,7 +66,7 @@ def run(tensors, rows, config, group=None):
 
 
 def errors(rank, world, backend, shape):
-    """Relative errors of (out, dq, dk, dv) by way and heads a round, over the whole sequence."""
+    """Relative errors of (out, dq, dk, dv) by mode and heads per round, over the whole sequence."""
     heads, dim = shape[:2], shape[2]
     tensors, truth = problem_of(heads, 2048, dim)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
@@ -108,7 +108,7 @@ def test_errors_are_at_most_twice_one_gpus(backend, shape):
 
 
 def twice(rank, world, backend, intra, transfer):
-    """Whether two runs, with other work in between, give the same bits."""
+    """Whether two runs, with other work in between, are bitwise equal."""
     tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     rounds = {"heads_per_round": 1, "transfer": transfer} if intra == "gather" else {}

@@ -1,10 +1,10 @@
-"""CUDA graphs of what is around attention and loss: with burst between them; and of burst itself.
+"""CUDA graphs of what surrounds attention and loss, with burst in between; and of burst itself.
 
-In Megatron TransformerEngine's graphs capture the layers' MLPs, and Megatron's own the routers of
-a mixture of experts. Losses are those of a run without graphs, up to a rounding in bf16.
+In Megatron, TransformerEngine's graphs capture the layers' MLPs, and Megatron's own capture MoE
+routers. Losses equal those of a run without graphs, to a bf16 rounding.
 
-Catches a graph whose input or output moves, and a capture that would run other ranks' transfers
-once and never again.
+Guards against a graph whose input or output moves, and a capture that would run other ranks'
+transfers once and never again.
 """
 
 import json
@@ -29,13 +29,13 @@ pytestmark = [
 
 
 def attention(x):
-    """Of a shard [1, tokens, 3 h d]."""
-    config = BurstConfig(deterministic=True)  # bits are compared
+    """Attention of a shard [1, tokens, 3 h d]."""
+    config = BurstConfig(deterministic=True)  # compared bitwise
     return burst_attention(*x.unflatten(-1, (3, HEADS, DIM)).unbind(2), config=config).flatten(2)
 
 
 def parts():
-    """Layers before and behind attention."""
+    """Layers before and after attention."""
     torch.manual_seed(3)
     before, behind = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
     return before.cuda().bfloat16(), behind.cuda().bfloat16()
@@ -53,7 +53,7 @@ def steps(before, behind, inputs):
 
 
 def around(rank):
-    """Whether layers in graphs around attention are bitwise what they are without."""
+    """Whether layers in graphs around attention match those without graphs bitwise."""
     inputs = torch.randn(3, 1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16).unbind()
     plain = steps(*parts(), inputs)
     before, behind = parts()
@@ -63,7 +63,7 @@ def around(rank):
 
 
 def inside(rank):
-    """What is said where attention or loss are captured; calls that follow are as before."""
+    """The messages where attention or loss is captured; later calls are unaffected."""
     x = torch.randn(1, TOKENS, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
     labels, said = torch.zeros(1, TOKENS, device="cuda", dtype=torch.long), []
@@ -103,11 +103,11 @@ FLAGS = f"""
 
 
 def losses_of(folder, *flags):
-    """Of each step of a run of Megatron's with more flags."""
+    """Losses per step of a Megatron run with extra flags."""
     log = folder / "steps.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={WORLD}", "-m", "megatron_burst", SCRIPT, *FLAGS]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # as Megatron wants
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # as Megatron requires
     done = subprocess.run(
         [*map(str, command), *flags, "--step-log", str(log)],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,

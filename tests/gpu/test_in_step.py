@@ -1,6 +1,6 @@
-"""Ranks out of step on GPUs: found out by the next pass, though no CPU waits for a GPU.
+"""Ranks out of step on GPUs: the next pass reports it, though no CPU waits for a GPU.
 
-Catches stamps that a way of carrying data leaves out, and differences that only hang.
+Guards against transports without stamps, and differences that only hang.
 """
 
 import time
@@ -54,10 +54,10 @@ def astray(rank, name, calls):
             torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
         )
         q.requires_grad_()
-        time.sleep(0.1)  # stamps are there by then
+        time.sleep(0.1)  # stamps have arrived by then
         return burst_attention(q, k, v, causal=causal, config=config, group=group)
 
-    for options in ({}, {"causal": False}, {"tokens": 1024}):  # agreed upon by all
+    for options in ({}, {"causal": False}, {"tokens": 1024}):  # all agree on these
         attend(**options).sum().backward()
     check_in_step(group)
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def astray(rank, name, calls):
 )
 @pytest.mark.parametrize("name", WAYS)
 def test_both_ranks_are_told_who_differs_and_in_what(name, calls, odd, others):
-    # fresh: what was posted for nobody hangs in NCCL, and ends with the processes
+    # fresh: unmatched transfers hang in NCCL until the processes end
     for sentence, took in run_ranks(astray, 2, name, calls, backend="nccl", fresh=True):
         of = {words: sentence.index(words) for words in (odd, others)}
         assert " on cp ranks [0]" in sentence[of[others] :].partition(odd)[0]

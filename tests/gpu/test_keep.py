@@ -1,7 +1,7 @@
-"""Keeping on GPUs: bits, device memory and host memory, over NCCL.
+"""Keeping on GPUs over NCCL: bitwise results, device memory and host memory.
 
-Catches copies that are read before they are complete, results that stay on the device though they
-wait on the host, and recomputation of the early half that differs.
+Guards against copies read before they complete, offloaded results that stay on the device, and
+recomputation of the early half that differs.
 """
 
 import gc
@@ -39,7 +39,7 @@ MODES = {
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is entered that are alive, but on the host."""
+    """Counts the bytes of live device tensors made while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,16 +80,17 @@ def steps(rank: int, weights: list, tokens: int, config: BurstConfig, live: Live
             torch.cuda.synchronize()
         between = torch.cuda.memory_allocated() if live is None else live.bytes()
         y.float().square().mean().backward()
-        grads.append(x.grad.double().cpu().numpy().copy())  # none of torch's memory
+        grads.append(x.grad.double().cpu().numpy().copy())  # outside torch's memory
         del x, y
     return grads, between
 
 
 def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
-    """By mode: whether gradients of three steps are those of "none" bit by bit, their largest
-    relative error in the norm, and bytes between forward and backward.
+    """By mode: whether gradients of three steps equal those of "none" bitwise, their largest
+    relative error in norm, and bytes between forward and backward.
 
-    The truth is the same in the next larger dtype, without keeping."""
+    The reference is the same in the next larger dtype, without keeping.
+    """
     planned.rates = lambda config: Rates(gbs=1e9)  # reshards between nodes, whatever the links
     patches.apply("checkpoints")
     found, plain = {}, []
@@ -113,14 +114,14 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
 
 
 def check(results, kept_bytes: int, slack: int) -> None:
-    """Args: what is kept in mode "all"; bound of bytes' differences."""
+    """Args: bytes kept in mode "all"; bound on the difference in bytes."""
     added = dict(none=0, all=kept_bytes, offload=0, half=kept_bytes / 2)
     for found in results:
         assert found["all"][0] and found["offload"][0]
         for name in ("half", "half, nodes"):
             assert 0 < found[name][1] <= 2 * found["none"][1], (name, found)
         for name in MODES:
-            nodes = ", nodes" if name.endswith(", nodes") else ""  # have hop buffers of their own
+            nodes = ", nodes" if name.endswith(", nodes") else ""  # with own hop buffers
             extra = found[name][-1] - found[f"none{nodes}"][-1]
             assert abs(extra - added[name.removesuffix(nodes)]) <= slack, name
 
@@ -132,10 +133,10 @@ def test_bits_and_bytes_of_what_is_kept():
     kept = LAYERS * TOKENS * HEADS[0] * (DIM * 2 + 4)  # out in bf16, lse in fp32
     args = ("cuda", torch.bfloat16, TOKENS)
     results = run_ranks(run, world, *args, backend="nccl", fresh=True)
-    check(results, kept, slack=LAYERS * 4096)  # rounding of the allocator
+    check(results, kept, slack=LAYERS * 4096)  # allocator rounding
 
 
 def test_the_same_on_cpu():
-    """To the byte."""
+    """Exact to the byte."""
     kept = LAYERS * 16 * HEADS[0] * (DIM + 1) * 4
     check(run_ranks(run, 2, "cpu", torch.float32, 16), kept, slack=0)

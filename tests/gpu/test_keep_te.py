@@ -1,6 +1,6 @@
 """Megatron's own context parallelism through TransformerEngine, kept under full recomputation.
 
-Catches recomputation that runs attention again though its results were kept, and results that reach
+Guards against recomputation that reruns attention whose results were kept, and results that reach
 another layer.
 """
 
@@ -56,5 +56,5 @@ def test_recomputation_takes_what_transformer_engine_computed(comm_type):
         print(comm_type, found)
         assert found["full", "none"][0] == 2 * LAYERS
         assert found["off", "none"][0] == found["full", "all"][0] == LAYERS
-        # dQ is summed in any order; anything taken from the wrong layer is off by its size
+        # dQ is summed in any order; taking anything from the wrong layer is off by its size
         assert max(error for _, error in found.values()) < 1e-2

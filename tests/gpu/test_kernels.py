@@ -1,7 +1,7 @@
-"""Every kernel that is there, with windows and packed documents, against float64.
+"""Every available kernel, with windows and packed documents, against float64.
 
-Inputs are exact; weights, gradients of scores and results are rounded once each, and gradients of
-each head where a kernel sums those of a group after it: four times at most 2^-9.
+Inputs are exact; weights, gradients of scores and results are rounded once each, and so are
+gradients per head where a kernel sums those of a KV group afterwards: at most four times 2^-9.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ SHAPES = {f"{name}, 64/8": replace(band, **GROUPED) for name, band in CASES.item
 
 
 def kernels():
-    """Backends for GPUs that can be used here."""
+    """GPU backends that work here."""
     if not torch.cuda.is_available():
         return ["none"]
     named = [(name, b) for name, b in backends().items() if "cuda" in b.capability.devices]
@@ -67,7 +67,8 @@ def backend_for(name, band):
 @pytest.mark.parametrize("band", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", kernels())
 def test_equals_float64(name, band, with_delta):
-    """Catches segments and bounds in another's convention, empty rows, strides, targets."""
+    """Guards against segments and bounds in another convention, empty rows, strides, output
+    buffers."""
     backend = backend_for(name, band)
     if with_delta and not backend.capability.takes_delta:
         pytest.skip("it takes no delta")
@@ -82,7 +83,8 @@ def test_equals_float64(name, band, with_delta):
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128), (192, 192), (160, 96)], ids=str)
 @pytest.mark.parametrize("name", kernels())
 def test_wide_heads_equal_float64(name, dims, heads, causal):
-    """Catches dimensions that a kernel is said to have and has not, forward or backward."""
+    """Guards against head dimensions that a kernel claims to support but does not, in either
+    pass."""
     sizes = dict(heads=heads[0], heads_kv=heads[1], dim_qk=dims[0], dim_v=dims[1])
     band = Band((700,), (700,), None, 0 if causal else None, packed=False, batch=2, **sizes)
     errors = errors_of(backend_for(name, band), replace(band, dtype=torch.bfloat16), "cuda")
@@ -92,7 +94,8 @@ def test_wide_heads_equal_float64(name, dims, heads, causal):
 @pytest.mark.parametrize("case", ["window", "documents", "documents with a window"])
 @pytest.mark.parametrize("name", kernels())
 def test_the_same_bits_twice(name, case):
-    """Catches sums in any order; and kernels that wait for a block that they never start."""
+    """Guards against sums in arbitrary order, and kernels that wait for a block that they never
+    start."""
     band = replace(CASES[case], dtype=torch.bfloat16, **GROUPED)
     backend = backend_for(name, band)
     if not backend.capability.deterministic:

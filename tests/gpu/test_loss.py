@@ -1,8 +1,8 @@
 """The LM head and loss on GPUs: compiled kernels, GEMMs with float32 sums, memory, NCCL.
 
-Catches what CPU processes cannot show: cuBLAS calls that round or copy their sums, kernels that
-compile to something else than torch computes, a second copy of anything large, and chunks that are
-read before they landed. Functions take a device, so that they can be tried on a CPU.
+Guards against what CPU processes cannot show: cuBLAS calls that round or copy their sums, kernels
+that compile to something other than torch's result, a second copy of anything large, and chunks
+read before they arrive. Functions take a device, so they also run on a CPU.
 """
 
 from itertools import product
@@ -33,7 +33,7 @@ HEAD = (4096, 2048, 20_000)  # tokens, width, classes
 
 
 def errors(device, sizes, grads, chunk) -> dict:
-    """Of ours and of plain computation in bf16."""
+    """Errors of ours and of the plain computation in bf16."""
     problem = problem_of(device, torch.bfloat16, sizes)
     truth, theirs = exact(problem), plain(problem)
     mine = fused(problem, grads=grads, chunk_tokens=chunk)
@@ -48,14 +48,14 @@ def test_errors_are_at_most_those_of_plain_bf16(grads, monkeypatch):
     assert chosen.rows < tokens and chosen.classes < vocab
     found = errors("cuda", HEAD, grads, 2048)
     print(grads, found)
-    mean, _ = found.pop("mean")  # of one number, chance has the better of it
+    mean, _ = found.pop("mean")  # a single number: luck dominates
     assert mean < 1e-4
     for name, (mine, theirs) in found.items():
         assert mine <= 1.1 * theirs and mine < 1e-2, (name, found)
 
 
 def test_kernels_compute_what_plain_torch_does():
-    """As tests/loss has it in the interpreter, and with the rows of a large vocabulary."""
+    """As tests/loss checks in the interpreter, plus the rows of a large vocabulary."""
     from megatron_burst.loss import fused as kernels
 
     found = test_fused.comparisons("cuda")
@@ -68,7 +68,7 @@ def test_kernels_compute_what_plain_torch_does():
 
 
 def differences(device, dtype, kernels, options, grads) -> dict:
-    """Of a call with these kernels and one with plain torch's."""
+    """Differences between a call with these kernels and one with plain torch."""
     problem, found = problem_of(device, dtype, (512, 256, 10_000), masked=True), []
     for module in (kernels, statistics):
         leaves = problem.leaves()
@@ -99,9 +99,9 @@ def test_cuda_tensors_go_to_the_kernels_except_float64():
 
 
 def sums_of_products(device, dtype) -> tuple[float, bool]:
-    """Error of 32 products added up, and whether what lies beside them stayed what it was.
+    """Error of 32 accumulated products, and whether neighbouring memory is unchanged.
 
-    The first is put in the place of NaN.
+    The first product overwrites NaN.
     """
     generator = torch.Generator(device).manual_seed(3)
     total = torch.ones(1024, 512, device=device)
@@ -119,13 +119,14 @@ def sums_of_products(device, dtype) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_are_added_up_in_float32(dtype):
-    """Catches a GEMM that rounds to 16 bit before it adds (2e-3), or adds to something else."""
+    """Guards against a GEMM that rounds to 16 bits before it adds (2e-3), or adds to something
+    else."""
     error, rest = sums_of_products("cuda", dtype)
     assert error < 1e-4 and rest, error
 
 
 def main_grad_errors(device, sizes, grads, chunks) -> tuple[list[float], float]:
-    """Errors of float32 `main_grad` by size of chunks, and of plain computation's bf16 gradient."""
+    """Errors of float32 `main_grad` by chunk size, and of the plain computation's bf16 gradient."""
     problem = problem_of(device, torch.bfloat16, sizes)
     true, found = exact(problem)["weight"], []
     for chunk in chunks:
@@ -148,7 +149,7 @@ def test_error_of_main_grad_is_flat_in_the_number_of_chunks(grads):
 
 
 def extra_bytes(problem, grads) -> int:
-    """Memory of a call beside inputs, weight, main_grad and dX."""
+    """Memory of a call besides inputs, weight, main_grad and dX."""
     hidden, weight = problem.hidden, problem.weight
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
@@ -165,7 +166,8 @@ def extra_bytes(problem, grads) -> int:
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "masked"])
 @pytest.mark.parametrize("grads", GRADS)
 def test_extra_memory_is_at_most_one_gib(grads, masked):
-    """Beside inputs, weight, dX and float32 dW: twice that where it is computed in forward."""
+    """Besides inputs, weight, dX and float32 dW, of which there are two when computed in
+    forward."""
     problem = problem_of("cuda", torch.bfloat16, (32 << 10, 4096, 128 << 10), masked).leaves()
     hidden, weight = problem.hidden, problem.weight
     extra = extra_bytes(problem, grads)
@@ -176,7 +178,7 @@ def test_extra_memory_is_at_most_one_gib(grads, masked):
 
 
 def test_sums_of_a_small_weight_fit_into_that_gib_too():
-    """As of 128K classes at TP 4: the second float32 dW counts."""
+    """As with 128K classes at TP 4: the second float32 dW counts."""
     sizes = (32 << 10, 4096, 32 << 10)
     extra = extra_bytes(problem_of("cuda", torch.bfloat16, sizes).leaves(), "forward")
     assert extra <= 1 << 30, extra
@@ -207,7 +209,8 @@ def in_training(problem, forecast, expected=1.0):
 
 
 def forecast_errors(device, sizes) -> dict:
-    """Errors of dX and main_grad by how many times too large a scale is expected, and of plain."""
+    """Errors of dX and main_grad by the factor by which the expected scale is too large, and of
+    plain."""
     problem, forecast, found = problem_of(device, torch.bfloat16, sizes), Forecast(False), {}
     truth, theirs = exact(problem), plain(problem)
     share = float((problem.labels >= 0).sum()) / problem.labels.numel()
@@ -224,7 +227,7 @@ def forecast_errors(device, sizes) -> dict:
 
 
 def test_gradients_under_an_expected_scale_and_under_a_wrong_one():
-    """What was added under a wrong one is taken out with the bits that it had."""
+    """What was added under a wrong scale is subtracted bit for bit."""
     found = forecast_errors("cuda", HEAD)
     print(found)
     for times in (1.0, 1e-3, 30.0):
@@ -233,7 +236,7 @@ def test_gradients_under_an_expected_scale_and_under_a_wrong_one():
 
 
 def test_gradients_in_main_grad_take_less_than_one_gib():
-    """Of the scale that is expected, and of another one."""
+    """With the expected scale, and with another."""
     problem = problem_of("cuda", torch.bfloat16, (32 << 10, 4096, 128 << 10)).leaves()
     forecast = Forecast(False)
     for times in (1.0, 2.0):
@@ -256,7 +259,7 @@ def test_a_label_out_of_range_makes_loss_and_gradients_nan(grads):
 
 
 def over_ranks(rank, device, sizes) -> dict:
-    """By case: difference from one rank alone, whether two runs have the same bits, errors."""
+    """By case: difference from a single rank, whether two runs are bitwise equal, errors."""
     size, group, found = dist.get_world_size(), dist.group.WORLD, {}
     for dtype, sp, grads in product((torch.float32, torch.bfloat16), (True, False), GRADS):
         problem = problem_of(device, dtype, sizes, masked=True)
@@ -266,7 +269,7 @@ def over_ranks(rank, device, sizes) -> dict:
         for turn in range(2):
             if turn == rank and device == "cuda":
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
-            supervised = None  # all tokens are computed then, the masked ones as well
+            supervised = None  # then all tokens are computed, masked ones too
             if grads == "recompute":
                 supervised = count_supervised(
                     part.labels, part.loss_mask, tp_group=group, sequence_parallel=sp
@@ -301,5 +304,5 @@ def check_over_ranks(rank, found):
             assert same, case
             if dtype is torch.float32:
                 assert difference < 1e-5, case
-            elif name != "mean":  # shares of dX are rounded to bf16 before NCCL adds them up
+            elif name != "mean":  # partial dX is rounded to bf16 before NCCL adds it up
                 assert several <= (1.5 if name == "hidden" else 1.1) * alone, case

@@ -1,7 +1,7 @@
 """Windows and packed documents on NCCL: errors are relative to the same kernel's on one GPU.
 
-Catches segments that a kernel reads wrongly, a halo that is too short, rows that are put into
-another order than they came in, and boundaries that change under calls that are under way.
+Guards against misread segments, a halo that is too short, rows put in the wrong order, and
+boundaries that change during running calls.
 """
 
 import pytest
@@ -41,7 +41,7 @@ BETWEEN = ({"inter": "a2a"}, {"intra": "ring", "circulate": "q"},
 
 
 def can(case, way, nodes):
-    """What docs/masks.md says."""
+    """Whether docs/masks.md says that it is supported."""
     mask, _, _ = CASES[case]
     mode = way.get("intra")
     if mask.documents and mask.windowed:
@@ -50,7 +50,7 @@ def can(case, way, nodes):
 
 
 def problem(heads, mask, edges):
-    """q, k, v and dout in bf16, and (out, dq, dk, dv) in float64, of a sample of one."""
+    """q, k, v and dout in bf16, and (out, dq, dk, dv) in float64, of one sample."""
     generator = torch.Generator("cuda").manual_seed(7)
     sizes = (heads[0], heads[1], heads[1], heads[0])
     tensors = [
@@ -64,7 +64,7 @@ def problem(heads, mask, edges):
 
 
 def errors(rank, world, nodes, case, heads):
-    """Relative errors of (out, dq, dk, dv) by way, over the whole sample."""
+    """Relative errors of (out, dq, dk, dv) by mode, over the whole sample."""
     mask, layout, edges = CASES[case]
     tensors, truth = problem(heads, mask, edges)
     starts = torch.tensor(edges, dtype=torch.int32, device="cuda") if edges else None
@@ -105,7 +105,7 @@ def test_errors_are_at_most_twice_one_gpus(case, heads, nodes):
 
 
 def other_boundaries(rank):
-    """What a backward says whose ranks had other boundaries on their GPUs."""
+    """The message of a backward whose ranks have different boundaries on their GPUs."""
     starts = torch.tensor([0, 100 + rank, 256], dtype=torch.int32, device="cuda")
     q = torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     said = []

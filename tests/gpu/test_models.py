@@ -1,10 +1,10 @@
-"""Layers of TransformerEngine's modules around burst attention: what no CPU has.
+"""TransformerEngine layers around burst attention: what only a GPU can run.
 
-fp8 linears with bf16 attention, weight gradients that TransformerEngine adds to `main_grad` by
-itself, and Megatron's own spec of hybrid stacks. The truth is Megatron's own context parallelism
-(p2p) on the same ranks. Catches attention that is fed fp8 tensors or scales, and a gradient that is
-lost where none is returned. Latent attention (MLA) of Megatron's own spec is built by its
-`cp_comm_type`, as by the flag.
+fp8 linears with bf16 attention, weight gradients that TransformerEngine itself adds to `main_grad`,
+and Megatron's own spec of hybrid stacks. The reference is Megatron's own context parallelism (p2p)
+on the same ranks. Guards against attention that is fed fp8 tensors or scales, and gradients lost
+where none is returned. Latent attention (MLA) of Megatron's own spec is selected by its
+`cp_comm_type`, as with the flag.
 """
 
 import pytest
@@ -31,7 +31,7 @@ LATENT = dict(
 
 
 def config_of(comm_type: str, world: int, options: dict):
-    """Of four layers."""
+    """Configuration of four layers."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig
@@ -104,7 +104,7 @@ def gradients(build, comm_type: str, world: int, options: dict) -> tuple[torch.T
     hidden.requires_grad_()
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        parameter.grad_added_to_main_grad = False  # as Megatron's DDP does: TE sets no new one
+        parameter.grad_added_to_main_grad = False  # as Megatron's DDP: TE makes no new one
     model.set_input_tensor(hidden)
     model(None, None, None).backward(dout)
     found, fused = [hidden.grad], 0
@@ -146,8 +146,8 @@ def comparisons():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("model", ["gpt", "hybrid"])
 def test_gradients_are_those_of_megatrons_own_context_parallelism(comparisons, model, name):
-    """In bf16 to ten roundings of 2e-3; attention's may move what fp8 rounds, by no more than fp8
-    itself does."""
+    """In bf16 to ten roundings of 2e-3; attention may change how fp8 rounds, by no more than fp8's
+    own error."""
     for found in comparisons:
         error, of_fp8, fused = found[model, name]
         print(model, name, error, of_fp8, fused)

@@ -1,7 +1,7 @@
-"""burst_attention on NCCL: the same schedules with kernels and transfers that overlap.
+"""burst_attention on NCCL: the same schedules, with overlapping kernels and transfers.
 
-Catches a transfer that is read before it landed or overwritten while it flies, wrong communicators,
-and low-precision sums on the way: errors are compared with one GPU's own run of the same backend.
+Guards against transfers read before they arrive or overwritten in flight, wrong communicators, and
+low-precision intermediate sums: errors are compared with one GPU's run of the same backend.
 """
 
 import pytest
@@ -51,7 +51,7 @@ def errors(rank, world, dtype, heads, tokens):
 
 
 def relative(got, truth, rows):
-    """Relative errors over the whole sequence of results of which every rank has some rows."""
+    """Relative errors over the whole sequence, from results of which each rank has some rows."""
     wrong = squares(got, [whole[:, rows] for whole in truth])
     dist.all_reduce(wrong)
     return tuple((wrong / squares(truth)).sqrt().tolist())
@@ -63,7 +63,7 @@ def squares(tensors, others=None):
 
 
 def alone(run, truth, config):
-    """Relative errors of a rank that has all rows; `run`: (rows, config, group) -> results."""
+    """Relative errors of one rank with all rows; `run`: (rows, config, group) -> results."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     got = run(slice(None), config, groups[dist.get_rank()])
     return tuple((squares(got, truth) / squares(truth)).sqrt().tolist())
@@ -96,7 +96,7 @@ def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
 
 
 def many_calls_without_a_sync(rank, world, options):
-    """Sixteen forward and backward passes in a row: buffers change hands on the GPU's own time."""
+    """Sixteen forward and backward passes in a row: buffers are reused in GPU stream order."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
     config = BurstConfig.of(**options)

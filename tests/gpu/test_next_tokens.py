@@ -1,6 +1,6 @@
-"""Next tokens of sharded and packed samples on GPUs: labels as on the CPU, and nothing waits.
+"""Next tokens of sharded and packed samples on GPUs: labels as on the CPU, without waiting.
 
-Catches a wait for the device, boundaries that are read on the CPU, and ids that NCCL brings in
+Guards against waiting for the device, boundaries read on the CPU, and ids that NCCL delivers in
 another order.
 """
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def unwaited(packed, rank: int, group) -> bool:
-    """Whether labels are right that were found without a wait."""
+    """Whether labels found without a wait are right."""
     places = packed.places(rank)
     ids = packed.ids[places].cuda()
     boundaries = {name: x.cuda() for name, x in packed.boundaries.items()}

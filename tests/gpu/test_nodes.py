@@ -1,8 +1,8 @@
-"""Ways over several nodes on NCCL: nodes are pretended, sockets between them too.
+"""Modes over several nodes on NCCL: nodes are simulated, including sockets between them.
 
-Catches pieces that are used before they landed or overwritten while they fly, streams that do not
-wait for each other, and low-precision sums on the way home: errors are relative to the same
-kernel's on one GPU.
+Guards against pieces used before they arrive or overwritten in flight, streams that do not wait for
+each other, and low-precision sums in return transfers: errors are relative to the same kernel's on
+one GPU.
 """
 
 import pytest
@@ -45,7 +45,7 @@ SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def errors(rank, world, nodes, shape, ways, backend="auto"):
-    """Relative errors of (out, dq, dk, dv) by way, over the whole sequence."""
+    """Relative errors of (out, dq, dk, dv) by mode, over the whole sequence."""
     tensors, truth = problem_of(shape[:2], 2048, shape[2])
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     found = {}
@@ -83,7 +83,7 @@ def test_so_they_are_with_every_kernel(backend, shape):
 
 
 def compare(places, shape, ways, settings, backend="auto"):
-    """Errors on so many ranks and nodes beside those of one GPU; prints them."""
+    """Print and return errors on these ranks and nodes next to those of one GPU."""
     (alone,) = run_ranks(errors, 1, 1, 1, shape, ways, backend, **settings)
     for world, nodes in places:
         if world > GPUS:
@@ -97,7 +97,7 @@ def compare(places, shape, ways, settings, backend="auto"):
 
 
 def many_calls(rank, world, options):
-    """Sixteen passes in a row without a synchronisation: the largest difference between them."""
+    """Sixteen passes in a row without synchronization: the largest difference between them."""
     torch.manual_seed(rank)
     tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
     config = BurstConfig.of(nodes=2, deterministic=True, **options)

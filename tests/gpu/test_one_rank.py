@@ -1,6 +1,7 @@
-"""One rank on a GPU: each family of kernels alone, in both passes.
+"""One rank on a GPU: each kernel family alone, in both passes.
 
-Catches kernels that want what only merging brought: contiguous lse, an output in another dtype.
+Guards against kernels that rely on what only merging provided: contiguous lse, an output in another
+dtype.
 """
 
 import pytest
@@ -33,7 +34,7 @@ def torchs_own(q, k, v):
 
 
 def relative_errors(rank):
-    """Of out, dq, dk, dv: by family, and of torch's own attention."""
+    """Errors of out, dq, dk, dv: by family, and of torch's own attention."""
     generator = torch.Generator("cuda").manual_seed(7)
     tensors = [
         torch.randn(2, TOKENS, heads, 64, generator=generator, device="cuda").bfloat16()
@@ -54,7 +55,7 @@ def relative_errors(rank):
 
 
 def test_every_family_is_as_exact_alone_as_torchs_own_attention():
-    """At most twice its error, the rule for low precision."""
+    """At most twice torch's error, the rule for low precision."""
     (found,) = run_ranks(relative_errors, 1, backend="nccl")
     theirs = found.pop("torch")
     for family, ours in found.items():

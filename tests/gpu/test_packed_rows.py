@@ -1,4 +1,4 @@
-"""Rows of packed samples beside TransformerEngine's kernel that tells them; one GPU."""
+"""Rows of packed samples against TransformerEngine's kernel that computes them; one GPU."""
 
 import pytest
 import torch

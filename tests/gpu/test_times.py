@@ -1,7 +1,7 @@
-"""Ranges around real kernels, and times of transfers and waits by events on the GPU's streams.
+"""Ranges around real kernels, and transfer and wait times from events on GPU streams.
 
-Catches ranges that the kernels of their operation are not in, events on the wrong stream, NCCL's
-timing switched off, and a timed pass that waits for the GPU.
+Guards against ranges that miss their operation's kernels, events on the wrong stream, NCCL's timing
+switched off, and a timed pass that waits for the GPU.
 """
 
 import time
@@ -47,7 +47,8 @@ def step_of(options):
 
 
 def timed(rank, options):
-    """Seconds by the meter, of the step, and of its issuing behind a busy GPU; gradients alike."""
+    """Seconds by the meter, of the step, and of issuing it behind a busy GPU; whether gradients
+    match."""
     step = step_of(options)
     for _ in range(3):
         METER.begin_step(timed=True)
@@ -89,7 +90,7 @@ def test_times_are_positive_and_less_than_the_step(name):
 
 
 def profiled(rank, options):
-    """Device microseconds by range, in one profiled step; and that NVTX ranges do no harm."""
+    """Device microseconds by range in one profiled step; and that NVTX ranges do no harm."""
     step = step_of(options)
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -112,7 +113,7 @@ def test_kernels_are_in_the_ranges_of_their_operations(name):
             for layer in range(1, LAYERS + 1)
         }
         on_device = Counter()
-        for name, microseconds in found:  # CPU's ranges, and what torch shows of them on the GPU
+        for name, microseconds in found:  # CPU ranges, and what torch shows of them on the GPU
             on_device[name] += microseconds
         for kind in ("Attend: ", "AttendBackward: "):
             times = [us for name, us in on_device.items() if name.startswith(f"burst {kind}")]

@@ -1,7 +1,7 @@
-"""Prefix trees on NCCL, beside what needs none: each path from a root as a document of its own.
+"""Prefix trees on NCCL, against each path from a root as its own document.
 
-Catches segments that a kernel reads wrongly, slices of rows that it writes past, and results of one
-depth that another's overwrite. The bar is the same kernel on one GPU, which repeats the prompts.
+Guards against misread segments, slices of rows that a kernel writes past, and results of one depth
+that overwrite another's. The reference is the same kernel on one GPU with repeated prompts.
 """
 
 import pytest
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
 ]
 TOKENS, DIM, MASK = 2048, 128, Mask(right=0, documents=True)
-TREES = {  # parents, and where segments begin; the last row of each sample belongs to none
+TREES = {  # parents, and where segments begin; each sample's last row belongs to none
     "star": ((-1, 0, 0, 0, 0), (0, 1001, 1002, 1300, 1555, 2047)),
     "two prompts": ((-1, 0, 0, -1, 3, 3), (0, 400, 700, 1000, 1500, 1900, 2047)),
     "nested": (
@@ -33,7 +33,7 @@ WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intr
 
 
 def paths(parents, edges):
-    """Rows of each leaf and its ancestors, one path behind the other; where paths begin."""
+    """Rows of each leaf and its ancestors, paths concatenated; where paths begin."""
     rows, starts = [], [0]
     for leaf in set(range(len(parents))) - set(parents):
         path, segment = [], leaf
@@ -46,12 +46,12 @@ def paths(parents, edges):
 
 
 def repeated(tensors, tree, config, group):
-    """(out, dq, dk, dv) of the sample, in which every prompt was computed once for each answer."""
+    """(out, dq, dk, dv) of the sample with each prompt computed once per answer."""
     rows, starts = paths(*tree)
     first = torch.full((TOKENS,), len(rows), device="cuda")
     first.scatter_reduce_(0, rows, torch.arange(len(rows), device="cuda"), "amin")
     there = first < len(rows)
-    leaves = [x.float().requires_grad_() for x in tensors[:3]]  # sums of copies are in float32
+    leaves = [x.float().requires_grad_() for x in tensors[:3]]  # copies are summed in float32
     out = burst_attention(
         *(x[:, rows].bfloat16() for x in leaves), cu_seqlens=starts, config=config, group=group
     )
@@ -60,7 +60,7 @@ def repeated(tensors, tree, config, group):
 
 
 def errors(rank, world, nodes, name, heads, backend):
-    """Relative errors of (out, dq, dk, dv) by way, over the whole sample."""
+    """Relative errors of (out, dq, dk, dv) by mode, over the whole sample."""
     parents, edges = TREES[name]
     generator = torch.Generator("cuda").manual_seed(7)
     tensors = [
@@ -115,7 +115,7 @@ def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(name, no
 
 
 def same_bits(rank):
-    """Whether gradients of two calls are the same, where that was asked for."""
+    """Whether two calls give the same gradients, where that was asked for."""
     parents, edges = TREES["nested"]
     rows = rows_of(Layout.ZIGZAG, rank, 2, TOKENS // 2)
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Our Triton attention compiled, in the blocks of the table, against float64."""
+"""Our Triton attention compiled, with the table's block sizes, against float64."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def check(errors, dtype):
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_equals_float64(tile, strided):
-    """Catches what the interpreter cannot: bf16, the copy engine, pipelines, layouts of threads."""
+    """Guards against what the interpreter cannot show: bf16, TMA, pipelining, thread layouts."""
     check(errors_of(Triton(), replace(tile, dtype=BF16, strided=strided), "cuda"), BF16)
 
 
@@ -55,7 +55,7 @@ def test_other_dtypes(dtype, tile):
 
 @pytest.mark.parametrize("heads_kv", [1, 4, 8])
 def test_many_heads_and_sequences(heads_kv):
-    """Catches a wrong order of programs: several sections of heads, several sequences."""
+    """Guards against a wrong order of programs: several sections of heads, several sequences."""
     for strided in (False, True):
         tile = Tile(4096, 4096, 8, heads_kv, 128, 128, batch=2, dtype=BF16, strided=strided)
         check(errors_of(Triton(), tile, "cuda"), BF16)
@@ -68,7 +68,7 @@ def test_rows_without_a_key_are_empty():
 
 @pytest.mark.parametrize("dim", [64, 40])
 def test_elements_past_two_to_the_31(dim):
-    """Catches offsets in int32: rows are so far apart that they span 4 Gi elements."""
+    """Guards against int32 offsets: rows are so far apart that they span 4 Gi elements."""
     q, k, v, dout = inputs_of(Tile(2048, 2048, 2, 1, dim, dim, dtype=BF16), "cuda")
     memory = torch.empty(2048, 2**21, dtype=BF16, device="cuda")
     far = memory[:, : 4 * dim].unflatten(1, (4, dim)).unsqueeze(0)

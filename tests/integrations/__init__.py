@@ -1,6 +1,6 @@
-"""Frameworks that build on Megatron, each with the hook by which burst gets into it.
+"""Frameworks that build on Megatron, each with the hook that loads burst into it.
 
-`make test-integrations` makes an environment for each and runs its file there; a file skips where
-its framework is not installed. Where a framework cannot be installed, its own file at a pinned
-version is read from a clone, and the test says so.
+`make test-integrations` makes an environment for each and runs its test file there; a file skips if
+its framework is not installed. For a framework that cannot be installed, its own source file at a
+pinned version is read from a clone, and the test says so.
 """

@@ -1,8 +1,8 @@
 """Megatron-Bridge's providers with burst: the released package, on CPU processes.
 
-TransformerEngine's linear layers and norms need a GPU, so models here have Megatron's own; the core
-attention of a spec is TransformerEngine's real class, which burst takes the place of. Where models
-run without burst, to compare with, it is Megatron's own.
+TransformerEngine's linear layers and norms need a GPU, so models here use Megatron's own; the
+spec's core attention, which burst replaces, is TransformerEngine's real class. Models that run
+without burst, for comparison, use Megatron's own attention.
 """
 
 import importlib
@@ -34,13 +34,13 @@ preload("megatron.bridge", "megatron.bridge.training.config")
 
 ROOT = Path(__file__).parents[2]
 CP2 = Parallel(cp=2)
-# float64 everywhere: of sums of some 1e4 products, as other models of these tests
+# float64 throughout: sums of about 1e4 products, like these tests' other models
 EXACT = 1e-9
 
 
 def start(parallel):
-    """Megatron's groups on the CPU; streams too, which TransformerEngine's class makes. Its base
-    class asks for a GPU, and gets yes as long as it is constructed."""
+    """Megatron's groups on the CPU, and streams, which TransformerEngine's class creates. Its base
+    class requires a GPU, and is told that there is one while it is constructed."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
     from megatron_burst.mcore import cpu_mode
@@ -71,7 +71,7 @@ def layers(config):
 
 
 def built(provider):
-    """The model of a provider, with equal weights for equal providers."""
+    """A provider's model, with equal weights for equal providers."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     provider.finalize()
@@ -85,7 +85,7 @@ def cores_of(gpt):
 
 
 def gpt_provider(parallel):
-    """Bridge's provider with the configuration of the other models of these tests."""
+    """Bridge's provider with the configuration of these tests' other models."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     given, names = config_of(parallel), GPTModelProvider.__dataclass_fields__
@@ -97,7 +97,7 @@ def gpt_provider(parallel):
 
 
 def hugging_face(name):
-    """A tiny configuration of transformers'."""
+    """A tiny configuration from transformers."""
     import transformers
 
     return getattr(transformers, f"{name}Config")(
@@ -109,7 +109,7 @@ def hugging_face(name):
 
 
 def hugging_face_provider(name, parallel):
-    """What Bridge makes of it, for a CPU."""
+    """What Bridge makes of it, on a CPU."""
     from megatron.bridge import AutoBridge
 
     provider = AutoBridge.from_hf_config(hugging_face(name)).to_megatron_provider(
@@ -143,7 +143,8 @@ def steps(rank, parallel):
 
 
 def test_models_of_providers_train_over_two_ranks_as_on_one():
-    """Catches a provider whose layers do not get burst, or get it with other weights or windows."""
+    """Guards against a provider whose layers do not get burst, or get it with wrong weights or
+    windows."""
     (truths,) = run_ranks(steps, 1, Parallel())
     assert [cores for _, cores in truths] == [["DotProductAttention"] * 2] * 3
     for runs in run_ranks(steps, 2, CP2):
@@ -154,7 +155,8 @@ def test_models_of_providers_train_over_two_ranks_as_on_one():
 
 
 def converted(rank, folder):
-    """Losses of a Llama of transformers', and of what Bridge converts it to; its weights again."""
+    """Losses of a Llama from transformers and of Bridge's conversion of it; its weights converted
+    back."""
     import transformers
     from megatron.bridge import AutoBridge
 
@@ -189,7 +191,7 @@ def loss_over(gpt, group):
 
 
 def test_weights_of_hugging_face_are_converted_and_have_its_loss(tmp_path):
-    """transformers' own attention over the whole sequence is the truth."""
+    """The reference is transformers' own attention over the whole sequence."""
     import transformers
 
     torch.manual_seed(5)
@@ -201,7 +203,7 @@ def test_weights_of_hugging_face_are_converted_and_have_its_loss(tmp_path):
 
 
 def evaluated(rank):
-    """Losses at CP 2, at CP 1 within Bridge's evaluation, and at CP 2 again."""
+    """Losses at CP 2, at CP 1 in Bridge's evaluation, and at CP 2 again."""
     from megatron.bridge.training.eval_context_parallel_rebinding import eval_cp_context
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -219,7 +221,8 @@ def evaluated(rank):
 
 
 def test_an_evaluation_over_another_group_has_the_same_loss():
-    """Catches a layer that keeps the group of training: it would attend to half of the sequence."""
+    """Guards against a layer that keeps the training group: it would attend to half of the
+    sequence."""
     for before, evaluation, after in run_ranks(evaluated, 2):
         assert before == after
         assert abs(evaluation - before) <= EXACT
@@ -242,7 +245,7 @@ def named(place):
 
 
 def sub_classes(rank):
-    """How Bridge converts an attention sink of each class; Gemma's windows; what is refused."""
+    """How Bridge converts an attention sink for each class; Gemma's windows; what is refused."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -271,7 +274,7 @@ def sub_classes(rank):
 
 
 def test_sub_classes_of_transformer_engines_attention_run_burst_or_are_refused():
-    """Gemma's configures windows by layer. Ministral's and MiMo's change queries and values."""
+    """Gemma's class sets windows per layer. Ministral's and MiMo's change queries and values."""
     for kinds, windows, said in run_ranks(sub_classes, 2):
         assert kinds == [("column", True), ("replicated", True), ("replicated", True)]
         assert windows == [[None, None], [(15, 0), None], [(15, 0), None]]
@@ -281,7 +284,7 @@ def test_sub_classes_of_transformer_engines_attention_run_burst_or_are_refused()
 
 
 def saved(rank, folder):
-    """A provider, saved as Bridge saves it and loaded; what a model of it runs."""
+    """A provider saved and loaded by Bridge; what a model of it runs."""
     import yaml
     from megatron.bridge.training.model_load_save import load_model_config
     from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
@@ -307,7 +310,7 @@ def test_a_saved_configuration_runs_burst_again(tmp_path):
 
 
 def without_burst(rank):
-    """What TransformerEngine says to such a configuration, in the first forward pass."""
+    """TransformerEngine's error for such a configuration, in the first forward pass."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     q = torch.zeros(2, 8, 4, 16)

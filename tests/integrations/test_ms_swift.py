@@ -1,9 +1,9 @@
 """ms-swift with mcore-bridge: plugin files, configuration, model and packed samples.
 
-Run by `make test-integrations FRAMEWORKS=ms-swift`. mcore-bridge imports TransformerEngine, and
-asks for its layers; these need a GPU, so here the same spec has Megatron's local ones. Catches a
-plugin file that comes too late, a wrapper of mcore-bridge's around what burst replaces, and rows or
-positions that are otherwise than burst takes them to be.
+Run by `make test-integrations FRAMEWORKS=ms-swift`. mcore-bridge imports TransformerEngine and uses
+its layers, which need a GPU, so here the same spec has Megatron's local ones. Guards against a
+plugin file that loads too late, a wrapper of mcore-bridge's around what burst replaces, and rows or
+positions that differ from what burst assumes.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ TYPED = "--external_plugins {plugin} --cp_comm_type burst --context_parallel_siz
 
 
 def arguments(typed: str):
-    """What ms-swift makes of its command line, its plugin files imported, without a run."""
+    """What ms-swift makes of its command line, with plugin files imported, without a run."""
     from swift.megatron.arguments import MegatronSftArguments
     from swift.utils import parse_args
 
@@ -68,7 +68,8 @@ def model_of(cp: int, **options):
 
 
 def packed_by_swift(rank, plugin):
-    """What cp_comm_type became, layers, errors of loss and gradients, and what is said of sinks."""
+    """What cp_comm_type became, layers, errors of loss and gradients, and the message about
+    sinks."""
     from swift.megatron.trainers.utils import prepare_batch
 
     start(Parallel())
@@ -86,7 +87,7 @@ def packed_by_swift(rank, plugin):
     batch = {name: torch.cat(rows)[None] for name, rows in given.items()}
     batch = prepare_batch(args, batch | {"seq_lens": list(LENGTHS)})
     labels = batch.pop("labels")[0]
-    if hasattr(gpt, "fused_head"):  # ms-swift hands labels to the model, and takes its losses
+    if hasattr(gpt, "fused_head"):  # ms-swift passes labels to the model and takes its losses
         loss = gpt(**batch, labels=labels[None])[0][labels != -100].sum()
         loss.backward()
         run = Run(_sum_over_cp(loss.detach()), _complete_grads(gpt))

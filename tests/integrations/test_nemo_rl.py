@@ -1,8 +1,8 @@
 """NeMo-RL with burst. It is not on the registry: functions of its files at commit 7ea279a (main, 22
-August 2026) are run, out of a clone, with the released Megatron-Bridge and Ray.
+August 2026) are run from a clone, with the released Megatron-Bridge and Ray.
 
-Catches overrides that NeMo-RL no longer takes, samples that it packs in another way, and workers
-that do not import the plugin.
+Guards against overrides that NeMo-RL no longer accepts, samples that it packs differently, and
+workers that do not import the plugin.
 """
 
 import ast
@@ -32,7 +32,7 @@ LENGTHS = 13, 24, 6
 
 
 def policy(parallel):
-    """The part of NeMo-RL's configuration that parallelism is taken from."""
+    """The part of NeMo-RL's configuration that sets parallelism."""
     sizes = dict(
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
         num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None,
@@ -42,7 +42,7 @@ def policy(parallel):
 
 
 def definitions(path, *names):
-    """Functions and classes of a file of NeMo-RL, as syntax: it imports vLLM and more."""
+    """Functions and classes of a NeMo-RL file as syntax, since it imports vLLM and more."""
     shown = subprocess.run(
         ["git", "-C", os.environ["NEMO_RL"], "show", f"{COMMIT}:nemo_rl/{path}"],
         capture_output=True, text=True, check=True,
@@ -53,7 +53,7 @@ def definitions(path, *names):
 
 
 def functions(path, *names, **others):
-    """Such functions, to be called; `others`: what they call besides."""
+    """Such functions, callable; `others`: what else they call."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     scope = vars(typing) | vars(dataclasses) | dict(torch=torch, Mapping=Mapping, PolicyConfig=dict)
@@ -82,7 +82,7 @@ def samples():
 
 
 def alone():
-    """Gradients of a weighted sum of logits, each document by itself, without burst."""
+    """Gradients of a weighted sum of logits, each document on its own, without burst."""
     bridge.start(Parallel())
     gpt = model_of(Parallel(), {})
     tokens, weights = samples()
@@ -96,7 +96,7 @@ def alone():
 
 
 def packed(rank):
-    """Errors of the same of one packed sample, by NeMo-RL's functions; what the layers run."""
+    """Errors of the same for one packed sample, by NeMo-RL's functions; what the layers run."""
     (shard,) = functions(SHARDING, "_get_tokens_on_this_cp_rank")
     (round_up,) = functions(COMMON, "_round_up_to_multiple")
     pack, pads_of = functions(
@@ -135,7 +135,7 @@ needs_clone = pytest.mark.skipif(
 
 @needs_clone
 def test_cp_comm_type_is_no_setting_of_nemo_rls_own():
-    """Those are refused as overrides of the model (setup.py:756)."""
+    """NeMo-RL refuses its own settings as model overrides (setup.py:756)."""
     (config,) = definitions(POLICY, "MegatronConfig")
     fields = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
     assert "context_parallel_size" in fields and "cp_comm_type" not in fields
@@ -149,7 +149,7 @@ def test_packed_samples_of_nemo_rl_run_burst_by_an_override_of_the_model():
 
 
 def test_ray_imports_the_plugin_in_every_worker(monkeypatch):
-    """As NeMo-RL starts it: workers have the driver's variables, and a Python of their own."""
+    """As NeMo-RL starts it: workers have the driver's variables and their own Python."""
     import ray
 
     monkeypatch.setenv("RAY_preload_python_modules", "megatron_burst.auto")
@@ -164,7 +164,7 @@ def test_ray_imports_the_plugin_in_every_worker(monkeypatch):
 
 
 class Worker:
-    """Looks at its process before it has done anything."""
+    """Inspects its process before it has done anything."""
 
     def look(self):
         loaded = "megatron_burst.auto" in sys.modules

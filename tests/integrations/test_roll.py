@@ -1,9 +1,9 @@
 """ROLL's mcore_adapter, at v0.3.0: its configuration, its model and its packed samples.
 
-Run by `ROLL=clone make test-integrations FRAMEWORKS=roll`: ROLL is in no package registry (what is
-called mcore-adapter there is something else). The model is mcore_adapter's own, without
-TransformerEngine; the functions that pack are taken out of their file, which imports vLLM and Ray.
-Catches an option that does not reach layers, and rows that lie otherwise than burst takes them to.
+Run by `ROLL=clone make test-integrations FRAMEWORKS=roll`: ROLL is in no package registry (the
+mcore-adapter there is something else). The model is mcore_adapter's own, without TransformerEngine;
+the packing functions are taken out of their file, which imports vLLM and Ray. Guards against an
+option that does not reach layers, and rows ordered differently than burst assumes.
 """
 
 import ast
@@ -31,7 +31,7 @@ PACKING = "_get_pad_factor", "_get_feature_on_this_cp_rank", "_pack_sequences"
 
 
 def model_of(cp: int, **additional):
-    """mcore_adapter's model, with what ROLL's YAML has as additional_configs."""
+    """mcore_adapter's model, with the additional_configs of ROLL's YAML."""
     from mcore_adapter.models.model_config import McaModelConfig
     from mcore_adapter.models.model_factory import McaGPTModel
     from mcore_adapter.training_args import DistributingParallelArguments
@@ -56,7 +56,7 @@ def model_of(cp: int, **additional):
 
 
 def packing_of(gpt):
-    """ROLL's strategy as far as it packs."""
+    """The packing part of ROLL's strategy."""
     from megatron.core import mpu
     from megatron.core.packed_seq_params import PackedSeqParams
 

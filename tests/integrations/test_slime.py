@@ -2,9 +2,9 @@
 hook, called by its own `init`, and its packed samples.
 
 Run by `SLIME=clone make test-integrations FRAMEWORKS=slime`: slime is in no package registry. Of
-what its `init` does before the hook nothing runs here but its check of NumPy; SGLang, which it
-imports, is left out. Catches a hook that comes too late or gets other arguments, and rows that lie
-otherwise than burst takes them to.
+what its `init` does before the hook, only its check of NumPy runs here; SGLang, which it imports,
+is left out. Guards against a hook that runs too late or gets other arguments, and rows ordered
+differently than burst assumes.
 """
 
 import os
@@ -45,7 +45,8 @@ SGLANG = {
 
 
 def slime_args(typed: str):
-    """What Megatron's parser makes of a command line with slime's flags, by slime's function."""
+    """What Megatron's parser makes of a command line with slime's flags, through slime's
+    function."""
     for name, needed in SGLANG.items():
         module = ModuleType(f"slime.backends.sglang_utils.{name}")
         vars(module).update(dict.fromkeys(needed))
@@ -69,7 +70,7 @@ def init_by_slime(args) -> None:
 
 
 def hooked(rank):
-    """What is asked of Megatron's layers after slime's `init`, and which patches are live."""
+    """cp_comm_type of Megatron's layers after slime's `init`, and which patches are live."""
     sys.path.insert(0, os.environ["SLIME"])
     from megatron_burst.errors import BurstError
     from megatron_burst.mcore import patches
@@ -91,7 +92,7 @@ def test_slimes_init_calls_the_hook_before_models_are_built():
 
 
 def packed_by_slime(rank):
-    """Layers, errors of loss and gradients, and whether slime's labels of responses are burst's."""
+    """Layers, errors of loss and gradients, and whether slime's response labels equal burst's."""
     sys.path.insert(0, os.environ["SLIME"])
     from megatron.core import parallel_state
     from slime.backends.megatron_utils import data, loss

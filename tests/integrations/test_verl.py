@@ -1,7 +1,7 @@
 """verl: its plugins, its way of passing options to Megatron, and its packed samples.
 
-Run by `make test-integrations FRAMEWORKS=verl`. Catches a plugin that verl does not load, an option
-that does not reach layers, and rows that lie otherwise than burst takes them to.
+Run by `make test-integrations FRAMEWORKS=verl`. Guards against a plugin that verl does not load, an
+option that does not reach layers, and rows ordered differently than burst assumes.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ print([patch.live for patch in patches.rows("attention")])
 
 @pytest.mark.parametrize("plugins, live", [("auto", True), ("none", False)])
 def test_importing_verl_switches_burst_on(plugins, live):
-    """Where verl's plugins are off, `model.external_lib` does."""
+    """Where verl's plugins are off, `model.external_lib` works."""
     done = subprocess.run(
         [sys.executable, "-c", IN_VERL], capture_output=True, text=True,
         env=os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": ""},
@@ -60,14 +60,14 @@ def engine_config():
 
 
 class Engine(SimpleNamespace):
-    """verl's engine as far as it configures Megatron; whatever else it can do is off."""
+    """The part of verl's engine that configures Megatron; everything else is off."""
 
     def __getattr__(self, name):
         return False
 
 
 def megatron_config(engine, **options):
-    """What verl's engine makes of that for Megatron, by its own method; in float64."""
+    """What verl's own method makes of that for Megatron; in float64."""
     from transformers import LlamaConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
@@ -88,8 +88,8 @@ def megatron_config(engine, **options):
 
 
 def packed_by_verl(rank):
-    """Of a model that verl configures, and runs over a batch that it packs: its layers; errors of
-    loss and gradients; labels, and log-probabilities of rows that have one, by verl and burst."""
+    """For a model that verl configures and runs on a batch that it packs: its layers; errors of
+    loss and gradients; labels and log-probabilities of rows that have one, by verl and burst."""
     from verl.models.mcore.model_forward import gptmodel_forward_model_engine
 
     engine = engine_config()
@@ -115,7 +115,8 @@ def packed_by_verl(rank):
 
 
 def labels_and_log_probs(tokens, gpt, hidden, label, log_probs):
-    """Of rows with a next token: whether verl's label is burst's, log-probabilities by both."""
+    """For rows with a next token: whether verl's label equals burst's, log-probabilities by
+    both."""
     from megatron.core import parallel_state
     from verl.models.mcore.util import preprocess_thd_engine
 

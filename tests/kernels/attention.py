@@ -1,6 +1,6 @@
-"""Attention of one tile against float64: shapes, inputs in any strides, errors by name.
+"""Attention of one tile against float64: shapes, strided inputs, errors by name.
 
-The same comparisons run in Triton's interpreter on CPU and, in tests/gpu, on a GPU.
+The same comparisons run in Triton's interpreter on the CPU and, in tests/gpu, on a GPU.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 
 @dataclass(frozen=True)
 class Tile:
-    """What is computed; fewer KV heads than heads are grouped."""
+    """What is computed; fewer KV heads than query heads means GQA."""
 
     rows: int
     keys: int
@@ -39,7 +39,7 @@ class Tile:
 
 
 def lay(x: Tensor, strided: bool) -> Tensor:
-    """The same values; strided, as every second row of an "sbhd" tensor, 7 in the others."""
+    """The same values; if strided, as every second row of an "sbhd" tensor with 7 in the others."""
     if not strided:
         return x.clone()
     memory = torch.full((x.shape[1], 2, *x.shape[::2], x.shape[3]), 7.0, dtype=x.dtype)
@@ -61,7 +61,7 @@ def inputs_of(tile: Tile, device: str) -> list[Tensor]:
 
 
 def truth_of(tile: Tile, inputs: list[Tensor], extra_lse: float) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv in float64; gradients as if other tiles had `extra_lse` more weight."""
+    """out, lse, dq, dk, dv in float64; gradients as if other tiles weighed `extra_lse` more."""
     q, k, v, dout = (x.double() for x in inputs)
     out, lse = Reference().forward(q, k, v, tile.scale, tile.visible)
     total = lse.masked_fill(lse == -torch.inf, 0.0) + extra_lse  # of -inf it would make NaN
@@ -93,7 +93,7 @@ def results_of(
 
 
 def errors_of(backend: Backend, tile: Tile, device: str, extra_lse: float = 0.5) -> dict:
-    """Relative errors in the norm by name; lse's largest difference."""
+    """Relative errors in norm by name; for lse the largest difference."""
     inputs = inputs_of(tile, device)
     truth = truth_of(tile, inputs, extra_lse)
     got = results_of(backend, tile, inputs, truth, extra_lse)
@@ -103,6 +103,6 @@ def errors_of(backend: Backend, tile: Tile, device: str, extra_lse: float = 0.5)
 
 
 def relative(got: Tensor, truth: Tensor) -> float:
-    """|got - truth| / |truth|, or |got| where the truth is all but 0."""
+    """|got - truth| / |truth|, or |got| where the truth is nearly 0."""
     size = float(truth.norm())
     return float((got.double() - truth).norm()) / (size if size > 1e-9 else 1.0)

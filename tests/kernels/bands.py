@@ -1,8 +1,8 @@
 """Attention of one call under bands and segments against float64: a dense mask and autograd.
 
-Other calls' share of the softmax is one more key a row, with a score and a value of its own: what
-autograd then finds is what a backend must find from lse and delta of all keys. The same comparisons
-run on CPU, in Triton's interpreter and, in tests/gpu, on a GPU.
+Other calls' share of the softmax is one extra key per row, with its own score and value: what
+autograd then finds, a backend must find from lse and delta over all keys. The same comparisons run
+on the CPU, in Triton's interpreter and, in tests/gpu, on a GPU.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Band:
-    """What is computed: queries and keys of each segment; of one alone unless `packed`."""
+    """What is computed: queries and keys of each segment; just one unless `packed`."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -51,7 +51,7 @@ class Band:
         return Visible(self.left, self.right, Segments(cu_q, cu_k, *longest))
 
     def seen(self) -> Tensor:
-        """[queries, keys]: which keys each query sees, by the definition."""
+        """[queries, keys]: which keys each query sees, by definition."""
         seen = torch.zeros(sum(self.queries), sum(self.keys), dtype=torch.bool)
         starts = (pairwise([0, *accumulate(each)]) for each in (self.queries, self.keys))
         for (row, end), (key, stop) in zip(*starts, strict=True):
@@ -75,7 +75,8 @@ class Band:
 
 
 def beside(x: Tensor, strided: bool) -> Tensor:
-    """The same values; strided, between sevens in each row, as fields of an interleaved buffer."""
+    """The same values; if strided, between sevens in each row, like fields of an interleaved
+    buffer."""
     if not strided:
         return x.clone()
     b, n, h, d = x.shape
@@ -84,7 +85,7 @@ def beside(x: Tensor, strided: bool) -> Tensor:
 
 
 def apart(stat: Tensor, strided: bool) -> Tensor:
-    """The same values [b, h, n]; strided, with a gap after each head's rows."""
+    """The same values [b, h, n]; if strided, with a gap after each head's rows."""
     if not strided:
         return stat
     memory = stat.new_full((*stat.shape[:2], stat.shape[2] + 8), 7.0)
@@ -92,9 +93,9 @@ def apart(stat: Tensor, strided: bool) -> Tensor:
 
 
 def truth_of(band: Band, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """out and lse over these keys; lse and delta over all; gradients: float64.
+    """out and lse over these keys; lse and delta over all; gradients; in float64.
 
-    Every third row has no other keys than these.
+    Every third row has no other keys.
     """
     q, k, v, dout = (x.detach().double() for x in inputs)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -130,7 +131,8 @@ def results_of(
     backend: Backend, band: Band, inputs: list[Tensor], truth: dict[str, Tensor], into: bool,
     with_delta: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The same from a backend; `into`: written to where told, in the dtypes that it would return.
+    """The same from a backend; `into`: written to given buffers, in the dtypes that it would
+    return.
 
     `with_delta`: backward gets delta and no output; else an output with that delta.
     """
@@ -157,7 +159,7 @@ def errors_of(
     backend: Backend, band: Band, device: str = "cpu", into: bool = False,
     with_delta: bool | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Relative errors in the norm by name; lse's largest difference, infinite where one is NaN."""
+    """Relative errors in norm by name; for lse the largest difference, infinite if one is NaN."""
     inputs = band.inputs(device)
     truth = truth_of(band, inputs)
     with_delta = backend.capability.takes_delta if with_delta is None else with_delta

@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures shared by kernel tests."""
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

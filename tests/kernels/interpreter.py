@@ -8,13 +8,13 @@ from tests.kernels.bands import Band
 
 
 def interpret(tile, sizes, tma):
-    """Errors of a tile in blocks of a given size, in a process that has not imported Triton."""
+    """Errors of a tile for given block sizes, in a process that has not imported Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_for_numpy(tensor, *scope):  # int(array of one element) is an error since numpy 2.5
+    def patch_for_numpy(tensor, *scope):  # int() of a one-element array fails since numpy 2.5
         patch(tensor, *scope)
         put = scope[0].set_attr if scope else setattr  # Triton 3.5 has no scope
         put(tensor, "__index__", lambda self: self.handle.data.item())

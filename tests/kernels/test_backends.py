@@ -1,4 +1,4 @@
-"""Each backend against float64; what each can do, as data; the choice among them.
+"""Each backend against float64; what each supports, as data; how one is chosen.
 
 The rule for low precision is relative: at most twice the error of torch's own attention.
 """
@@ -43,7 +43,7 @@ def truth_of(tensors, causal, scale):
 
 
 def run_backend(name, tensors, causal, scale, stand_in):
-    """(out, dq, dk, dv); with `stand_in` backward never sees the output."""
+    """(out, dq, dk, dv); with `stand_in`, backward never sees the output."""
     q, k, v, dout = tensors
     backend, visible = backends()[name], CAUSAL if causal else FULL
     out, lse = backend.forward(q, k, v, scale, visible)
@@ -133,7 +133,7 @@ def test_head_dimensions_past_those_of_kernels_are_refused_and_can_be_asked_for(
 
 
 def test_flash_attention_4_has_other_dimensions_on_blackwell():
-    """Its kernel of 256 there takes no gradient of lse, by which it is given delta."""
+    """There its kernel for 256 takes no gradient of lse, through which delta is passed."""
     capability = backends()["fa4"].capability
     for dims, has in (((128, 128), True), ((192, 128), True), ((256, 256), False),
                       ((160, 128), False)):  # fmt: skip
@@ -167,13 +167,13 @@ def test_a_backend_that_cannot_do_the_call_is_refused_with_those_that_can():
 
 
 def test_the_planner_knows_which_kernels_do_rectangular_causal_tiles():
-    """It has no torch, so it cannot look."""
+    """It does not use torch, so it cannot look."""
     able = {name for name, b in backends().items() if b.capability.rectangular_causal}
     assert {*_RECTANGULAR} == able | {"auto"}
 
 
 def test_flash_attention_4_is_not_given_pairs_whose_gradients_it_gets_wrong():
-    """On Hopper its preprocessing of 80 rows writes past them unless 16 rows are done at a time."""
+    """On Hopper, its preprocessing of 80 rows writes past the end unless done 16 rows at a time."""
     capability = backends()["fa4"].capability
     for dims, right in (((128, 64), False), ((128, 96), False), ((128, 160), False),
                         ((128, 128), True), ((64, 128), True), ((96, 64), True),

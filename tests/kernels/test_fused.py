@@ -1,7 +1,7 @@
-"""The Triton kernels, in Triton's interpreter on CPU, against plain torch and against float64.
+"""The Triton kernels in Triton's interpreter on the CPU, against plain torch and float64.
 
-The comparisons are functions of (kernels, device, shape, ...) that return numbers: tests/gpu makes
-the same ones on a GPU. Where GPUs round to bf16, the interpreter cuts off.
+The comparisons are functions of (kernels, device, shape, ...) that return numbers, so tests/gpu can
+run them on a GPU. Where GPUs round to bf16, the interpreter truncates.
 """
 
 import os
@@ -17,7 +17,7 @@ from megatron_burst.kernels import partial
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(2, 19, 3, 8), (1, 110, 2, 40), (1, 33, 2, 128), (2, 23, 1, 192)]
-MIXES = {  # of parts; the third one's is the target's too
+MIXES = {  # of parts; the third part's is also the output's
     "bf16": [BF16] * 3,
     "fp16": [FP16] * 4,
     "two to fp32": [FP32, BF16, FP32],
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 
 def cut(x, how):
-    """The same values in other memory: dense, another order, slices, nothing aligned."""
+    """The same values laid out differently: dense, permuted, sliced, unaligned."""
     if how % 4 == 0:
         return x.clone()
     if how % 4 == 1:
@@ -41,14 +41,15 @@ def cut(x, how):
 
 
 def around(view):
-    """The memory that a view was cut from, without the view."""
+    """The rest of the memory that a view was cut from."""
     memory = view._base.clone()
     memory.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
     return memory
 
 
 def excess(got, truth, eps):
-    """Largest error beyond one rounding (relative eps) of the truth, relative to its largest."""
+    """Largest error beyond one rounding (relative eps) of the truth, relative to its largest
+    value."""
     return float((((got.double() - truth).abs() - eps * truth.abs()) / truth.abs().max()).max())
 
 
@@ -63,7 +64,7 @@ def one_rounding(device, dtype):
 
 
 def parts_with_empty_rows(shape, dtypes, device):
-    """Parts for merge_parts, NaN where they have seen no key; every seventh row is so in all."""
+    """Parts for merge_parts, NaN where they saw no key; every seventh row saw none in any part."""
     batch, tokens, heads, _ = shape
     outs = random_tensors(shape, dtypes, device)
     lses = random_tensors((batch, heads, tokens), [FP32] * len(dtypes), device)
@@ -118,7 +119,7 @@ def compare_sum(kernels, device, shape, dtypes, in_place):
 
 
 def compare_delta(kernels, device, shape, dtypes, scale):
-    """Errors of row_delta and delta_stand_in, relative to |dO||O|, by name."""
+    """Errors of row_delta and delta_stand_in by name, relative to |dO||O|."""
     dout, out = random_tensors(shape, dtypes, device)
     dout.mul_(scale)
     dout[:, 3] = 0
@@ -140,7 +141,7 @@ def compare_delta(kernels, device, shape, dtypes, scale):
 
 
 def compare_corners(kernels, device):
-    """Shapes and values at the edge, by name: True if right."""
+    """Edge-case shapes and values, by name: True if right."""
     ones = torch.ones(1, device=device).expand(1, 5, 2, 40)
     small = torch.full((1, 1, 1, 8), -1e-4, dtype=FP16, device=device)
     sixteen = torch.full((1, 1, 1), 16.0, device=device)
@@ -164,7 +165,7 @@ def compare_corners(kernels, device):
 
 
 def interpret(compare, *args):
-    """Run a comparison with the kernels, in a process that has not imported Triton before."""
+    """Run a comparison with the kernels in a process that has not imported Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
     from megatron_burst.kernels import fused
 
@@ -179,7 +180,7 @@ def interpreter():
 
 
 def check_merge(errors):
-    """2e-6 is for sums in float32 and for exponentials, whose argument has 20 units."""
+    """2e-6 allows for float32 sums and for exponentials, whose argument has 20 units."""
     assert errors["out"] <= 2e-6 and errors["lse"] <= 5e-6, errors
     assert errors["out against torch"] <= 2e-6 and errors["lse against torch"] <= 5e-6, errors
     assert errors["empty rows"] == errors["elsewhere"] == 0, errors
@@ -198,7 +199,7 @@ def check_delta(errors):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 def test_merging(interpreter, dtypes, in_place):
-    """Catches wrong strides or masks, a second rounding, NaN from parts that saw nothing."""
+    """Guards against wrong strides or masks, a second rounding, NaN from parts that saw no key."""
     for shape in SHAPES:
         check_merge(interpreter(compare_merge, shape, dtypes, in_place))
 
@@ -206,7 +207,7 @@ def test_merging(interpreter, dtypes, in_place):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
 def test_sums(interpreter, dtypes, in_place):
-    """Catches wrong strides or masks, another order of summation, a second rounding."""
+    """Guards against wrong strides or masks, another summation order, a second rounding."""
     for shape in SHAPES:
         check_sum(interpreter(compare_sum, shape, dtypes, in_place))
 
@@ -214,12 +215,13 @@ def test_sums(interpreter, dtypes, in_place):
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("dtypes", DELTAS.values(), ids=DELTAS)
 def test_delta_and_its_stand_in(interpreter, dtypes, scale):
-    """Catches an entry, sign or column that is read back wrongly from the packed keys."""
+    """Guards against an entry, sign or column misread from the packed keys."""
     for shape in SHAPES:
         check_delta(interpreter(compare_delta, shape, dtypes, scale))
 
 
 def test_corners(interpreter):
-    """Catches what only expanded, empty, very narrow or wide tensors and extreme values show."""
+    """Guards against what only expanded, empty, very narrow or wide tensors and extreme values
+    show."""
     corners = interpreter(compare_corners)
     assert all(corners.values()), corners

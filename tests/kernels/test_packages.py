@@ -1,6 +1,6 @@
-"""Backends of packages that may be there: stand-ins with their signatures, right and wrong.
+"""Backends of optional packages: stand-ins with their signatures, right and wrong.
 
-A stand-in computes with the reference what it is asked for: an argument in the wrong place shows.
+A stand-in computes its result with the reference: an argument in the wrong place shows.
 """
 
 import sys
@@ -57,7 +57,7 @@ class FlashAttn2:
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal,
     ):  # fmt: skip
-        raise NotImplementedError  # tests/kernels/test_varlen.py has them
+        raise NotImplementedError  # tested in tests/kernels/test_varlen.py
 
     def _flash_attn_varlen_backward(
         self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
@@ -145,7 +145,7 @@ PACKAGES = {  # backend, module, stand-in
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("backend, module, stand_in", PACKAGES.values(), ids=PACKAGES)
 def test_what_a_package_is_asked_for(monkeypatch, backend, module, stand_in, tile, into):
-    """Catches mixed up arguments, strides that a package does not look at, targets left out."""
+    """Guards against swapped arguments, strides that a package ignores, output buffers left out."""
     monkeypatch.setitem(sys.modules, module, stand_in())
     backend = backend()
     assert backend.missing() is None
@@ -181,13 +181,13 @@ def test_determinism_is_asked_for(monkeypatch, name):
 
 
 def forward_with(*names, **defaults):
-    """A function whose signature has these names."""
+    """A function with these parameter names."""
     arguments = ", ".join([*names, *(f"{name}={value}" for name, value in defaults.items())])
     return eval(f"lambda {arguments}: None")
 
 
 KNOWN = ("q", "k", "v", "softmax_scale", "causal")
-WRONG = {  # what flash-attn's forward is, what is said about it
+WRONG = {  # flash-attn's forward, and the message about it
     "lacks": (forward_with("q", "k", "v", "causal"), "does not take softmax_scale"),
     "wants": (forward_with(*KNOWN, "sinks"), "requires sinks"),
     "vague": (lambda *args, **kwargs: None, "has no readable signature"),
@@ -212,7 +212,7 @@ def test_new_options_with_a_default_are_left_alone(monkeypatch):
 
 
 def test_signatures_are_found_in_custom_ops(monkeypatch):
-    """flash-attn registers its functions with torch, which hides what they take."""
+    """flash-attn registers its functions with torch, which hides their signatures."""
 
     def _flash_attn_forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
@@ -227,7 +227,7 @@ def test_signatures_are_found_in_custom_ops(monkeypatch):
 
 
 def test_what_cannot_be_imported_is_passed_over(monkeypatch):
-    """Catches an import that fails for another reason than that nothing is there."""
+    """Guards against an import that fails for a reason other than a missing package."""
     for _, module, _ in PACKAGES.values():
         monkeypatch.setitem(sys.modules, module, None)
     for backend in (FlashAttention2(), FlashAttention3(), TransformerEngine()):

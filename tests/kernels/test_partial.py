@@ -1,4 +1,4 @@
-"""Merging of partial results, sums, delta's stand-in in plain torch, against their definitions."""
+"""Merging of partials, sums, and delta's stand-in in plain torch, against their definitions."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from megatron_burst.kernels.partial import (
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1.0, 30.0, 2000.0]))
 def test_merging_equals_softmax_over_all_keys_in_any_order(seed, spread):
-    """Catches an overflowing or order-dependent merge; scores are up to thousands apart."""
+    """Guards against an overflowing or order-dependent merge; scores are up to thousands apart."""
     torch.manual_seed(seed)
     scores = torch.randn(1, 2, 3, 12, dtype=torch.float64) * spread
     v = torch.randn(1, 12, 2, 4, dtype=torch.float64)
@@ -38,7 +38,8 @@ def test_merging_equals_softmax_over_all_keys_in_any_order(seed, spread):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_merging_several_parts_rounds_once(dtype):
-    """Catches sums in the parts' dtype and weights that do not add up to 1 for large lse."""
+    """Guards against sums in the parts' dtype, and weights that do not add up to 1 for large
+    lse."""
     torch.manual_seed(0)
     parts = [(torch.randn(2, 50, 3, 8).to(dtype), torch.randn(2, 3, 50)) for _ in range(4)]
     for shift in (0.0, 3000.0):
@@ -53,7 +54,8 @@ def test_merging_several_parts_rounds_once(dtype):
 
 
 def test_a_part_is_not_looked_at_where_it_has_seen_nothing():
-    """Catches 0 * NaN: kernels leave anything in rows without a key. In place, as in a ring."""
+    """Guards against 0 * NaN: kernels leave garbage in rows without a key. In place, as in a
+    ring."""
     nan, inf = torch.nan, torch.inf
     out = torch.tensor([nan, 1.0, nan]).view(1, 3, 1, 1)
     lse = torch.tensor([[[-inf, 0.5, -inf]]])
@@ -65,7 +67,7 @@ def test_a_part_is_not_looked_at_where_it_has_seen_nothing():
 
 @pytest.mark.parametrize("place", [None, 0, 2])
 def test_sums_keep_their_order_and_are_rounded_once(place):
-    """Catches sums in bf16, another order, and a target that is overwritten before it is read."""
+    """Guards against sums in bf16, another order, and an output overwritten before it is read."""
     torch.manual_seed(0)
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]
     parts = [torch.randn(2, 9, 3, 8).to(dtype) for dtype in dtypes]
@@ -77,14 +79,14 @@ def test_sums_keep_their_order_and_are_rounded_once(place):
 
 
 def test_float64_is_summed_in_float64():
-    """Catches a detour through float32, which would hide errors from the tests in float64."""
+    """Guards against a detour through float32, which would hide errors from the float64 tests."""
     parts = [torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (1.0, 2.0**-40)]
     sum_parts(parts[0], parts)
     assert float(parts[0]) == 1 + 2.0**-40
 
 
 def test_on_cpu_triton_is_not_needed():
-    """Catches an import of Triton where torch came without it."""
+    """Guards against importing Triton where torch came without it."""
     code = """
 import sys
 sys.modules["triton"] = None
@@ -98,7 +100,7 @@ sum_parts(x, [x, delta_stand_in(x, row_delta(x, x))])
 
 
 def test_a_row_that_no_side_has_seen_stays_empty():
-    """Catches the NaN of -inf - -inf."""
+    """Guards against the NaN of -inf - -inf."""
     out, lse = torch.zeros(1, 2, 1, 3), torch.full((1, 1, 2), -torch.inf)
     tile_lse = torch.tensor([[[-torch.inf, 0.5]]])
     merge_partial(out, lse, torch.ones(1, 2, 1, 3), tile_lse)
@@ -113,7 +115,7 @@ def test_a_row_that_no_side_has_seen_stays_empty():
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_the_stand_in_has_the_same_delta(dtype, bound, scale):
-    """Error relative to |dO||O|; bf16's real output, rounded, has about 1e-4 (also checked)."""
+    """Error relative to |dO||O|; bf16's real, rounded output has about 1e-4 (also checked)."""
     torch.manual_seed(0)
     dout = (torch.randn(2, 500, 4, 64) * scale).to(dtype)
     exact = torch.randn(2, 500, 4, 64, dtype=torch.float64)
@@ -137,7 +139,7 @@ def test_a_row_without_gradient_has_an_empty_stand_in():
 
 
 def test_in_fp16_a_share_that_does_not_fit_is_left_to_the_next_entry():
-    """delta / dO may be past 65504 in fp16; an infinite stand-in would make NaN of dQ."""
+    """delta / dO may exceed 65504 in fp16; an infinite stand-in would make dQ NaN."""
     dout = torch.full((1, 1, 1, 8), 1e-4, dtype=torch.float16)
     delta = torch.full((1, 1, 1), 16.0)
     stand_in = delta_stand_in(dout, delta)

@@ -1,6 +1,6 @@
 """Our Triton attention: in Triton's interpreter against float64, and compiled without a GPU.
 
-The interpreter multiplies bf16 as integers, so fp16 and fp32 stand for it here; tests/gpu has bf16.
+The interpreter multiplies bf16 as integers, so fp16 and fp32 replace it here; tests/gpu has bf16.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +30,7 @@ SHAPES = {
     "two parts": Tile(35, 50, heads_kv=2, dim_qk=48, dim_v=32),
     "latent": Tile(20, 20, heads=1, dim_qk=192, dim_v=128),
 }
-HOW = {  # dtype, strided, rows and keys of a block, copy engine
+HOW = {  # dtype, strided, rows and keys per block, TMA
     "fp16": (torch.float16, True, (16, 32), False),
     "fp32": (torch.float32, False, (32, 16), True),
 }
@@ -43,25 +43,27 @@ def check(errors, dtype):
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("tile", SHAPES.values(), ids=SHAPES)
 def test_equals_float64(interpreter, tile, how):
-    """Catches wrong loop bounds, masks, strides, groups, parts of dimensions, scales."""
+    """Guards against wrong loop bounds, masks, strides, groups, parts of head dimensions,
+    scales."""
     dtype, strided, sizes, tma = how
     check(interpreter(replace(tile, dtype=dtype, strided=strided), sizes, tma), dtype)
 
 
 def test_the_copy_engine_finds_heads_and_sequences_between_rows(interpreter):
-    """Catches wrong offsets of "sbhd" in a batch, rows read past the last."""
+    """Guards against wrong offsets of "sbhd" in a batch, and rows read past the last."""
     tile = Tile(40, 50, heads=2, heads_kv=2, batch=2, strided=True)
     check(interpreter(tile, (16, 16), True), tile.dtype)
 
 
 def test_rows_without_a_key_are_empty(interpreter):
-    """Catches NaN of -inf - -inf: a causal tile with fewer keys than rows, and no keys at all."""
+    """Guards against NaN from -inf - -inf: a causal tile with fewer keys than rows, and no keys at
+    all."""
     for tile in (Tile(40, 7, dtype=torch.float32), Tile(3, 0, causal=False, dtype=torch.float32)):
         check(interpreter(tile, (16, 16), False), torch.float32)
 
 
 class Machine:
-    """What Triton asks its driver while it compiles, of a GPU that is not there."""
+    """Answers what Triton asks its driver while compiling for a GPU that is not present."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -79,7 +81,7 @@ class Machine:
 
 
 def shared_memory(arch, dims, visible):
-    """Bytes of shared memory of each of the table's kernels for bf16, compiled for a GPU."""
+    """Shared memory in bytes of each of the table's bf16 kernels, compiled for a GPU."""
     from triton.runtime import JITFunction, driver
 
     from megatron_burst.kernels import triton_backward, triton_forward
@@ -109,7 +111,7 @@ def shared_memory(arch, dims, visible):
     ids=["8.0", "8.9 256", "9.0", "9.0 192", "9.0 documents with a window"],
 )  # fmt: skip
 def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims, visible):
-    """Catches what only the compiler refuses, and blocks of the table that are too large."""
+    """Guards against what only the compiler refuses, and blocks in the table that are too large."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         used = pool.submit(shared_memory, arch, dims, visible).result(timeout=300)
     kernels = {"_forward_kernel", "_statistics_kernel", "key_grads_kernel", "query_grads_kernel"}

@@ -29,7 +29,8 @@ BANDS = {
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 def test_bands_and_segments_equal_float64(interpreter, band, how):
-    """Catches wrong edges of bands, blocks that straddle documents, rows of the next document."""
+    """Guards against wrong band edges, blocks that straddle documents, rows of the next
+    document."""
     dtype, strided, sizes, tma = how
     check(interpreter(replace(band, dtype=dtype, strided=strided), sizes, tma), dtype)
 

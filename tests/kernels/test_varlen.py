@@ -1,8 +1,8 @@
 """Windows and segments of GPU kernels that cannot run here: stand-ins with their signatures.
 
-A stand-in computes in float64 what its kernel would: what FlashAttention-2 makes of bounds, of
-segments of one query and of rows without a key (flash_api.cpp), shapes and targets of
-FlashAttention-4 (interface.py, 4.0.0b36).
+A stand-in computes in float64 what its kernel would: how FlashAttention-2 treats bounds, one-query
+segments and rows without a key (flash_api.cpp); FlashAttention-4's shapes and output buffers
+(interface.py, 4.0.0b36).
 """
 
 import sys
@@ -48,7 +48,7 @@ def segments(q, k, cu_q, cu_k, max_q, max_k):
 
 
 def of_2(q, k, cu_q, cu_k, max_q, max_k, causal, left, right):
-    """What FlashAttention-2 takes for visible."""
+    """What FlashAttention-2 treats as visible."""
     assert max_q > 1 and max_k > 0
     right = 0 if causal else right
     left, right = (-1 if bound >= max_k else bound for bound in (left, right))
@@ -61,7 +61,7 @@ def of_2(q, k, cu_q, cu_k, max_q, max_k, causal, left, right):
 
 
 class Aten:
-    """torch.ops.aten, as far as it has flash attention."""
+    """The flash attention part of torch.ops.aten."""
 
     def _flash_attention_forward(
         self, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
@@ -167,7 +167,7 @@ class FlashAttn3:
 
 
 class FlashAttn4:
-    """flash_attn.cute.interface 4.0.0b36: a bound of None is none, and any int is meant."""
+    """flash_attn.cute.interface 4.0.0b36: None means no bound, any int is taken literally."""
 
     def visible(self, q, k, causal, left, right, where):
         assert left is None or left >= 0

@@ -1,4 +1,4 @@
-"""Bands and segments: each CPU backend against a dense mask in float64; who can do what."""
+"""Bands and segments: each CPU backend against a dense mask in float64; which supports what."""
 
 import pytest
 import torch
@@ -55,7 +55,8 @@ def square(band):
 
 
 def test_the_reference_in_blocks_of_rows():
-    """Catches rows and keys counted from the wrong block: windows over more rows than one has."""
+    """Guards against rows and keys counted from the wrong block: windows over more rows than a
+    block."""
     check("reference", Band((1100, 30, 1500), (1300, 700, 1100), 90, 40, dim_qk=4), False, True)
 
 

@@ -1,4 +1,4 @@
-"""The loss by its definition, in float64 with all logits, differentiable; and random inputs."""
+"""The loss by definition, in float64 with all logits, differentiable; and random inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -27,14 +27,14 @@ class Problem:
     loss_mask: Tensor | None = None
 
     def leaves(self, dtype=None) -> "Problem":
-        """The same numbers as leaves that collect gradients."""
+        """The same numbers as leaf tensors that collect gradients."""
         dtype = dtype or self.hidden.dtype
         hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight))
         return replace(self, hidden=hidden, weight=weight)
 
 
 def random_problem(s=12, b=2, width=16, vocab=40, dtype=torch.float64, mask=True, seed=0):
-    """A problem in which some labels are ignored and some tokens masked."""
+    """A problem with some ignored labels and some masked tokens."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(s, b, width, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64) * 0.5
@@ -45,7 +45,7 @@ def random_problem(s=12, b=2, width=16, vocab=40, dtype=torch.float64, mask=True
 
 
 def oracle(problem: Problem, options=PLAIN, reduction="mean"):
-    """(loss, lse, entropy) as `linear_cross_entropy` defines them; a reduction of the loss only."""
+    """(loss, lse, entropy) as `linear_cross_entropy` defines them; only the loss is reduced."""
     z = problem.hidden.double() @ problem.weight.double().t() * options.logit_scale
     if options.softcap:
         z = options.softcap * (z / options.softcap).tanh()

@@ -1,4 +1,4 @@
-"""Packed samples and how they are sharded, by definition, in plain Python; and the loss of one."""
+"""Packed samples and their sharding, by definition, in plain Python; and the loss of one."""
 
 import random
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Packed:
 
     @property
     def boundaries(self) -> dict[str, Tensor]:
-        """As `next_tokens` is told."""
+        """The arguments that tell `next_tokens` about the documents."""
         if not self.spans:
             return {}
         lengths = torch.tensor([0] + [stop - start for start, stop, _ in self.spans])
@@ -40,7 +40,7 @@ class Packed:
         return told
 
     def labels(self) -> Tensor:
-        """By position."""
+        """Labels by position."""
         labels = torch.full_like(self.ids, IGNORED)
         for start, stop, _ in self.spans or ((0, len(self.ids), 0),):
             for place in range(start, stop - 1):
@@ -60,7 +60,7 @@ class Packed:
 
 
 def zigzag(start: int, end: int, rank: int, size: int) -> list[int]:
-    """Chunks r and 2P-1-r of 2P; all of it for one rank."""
+    """Chunks r and 2P-1-r of 2P; everything for a single rank."""
     if size == 1:
         return list(range(start, end))
     chunk = (end - start) // (2 * size)
@@ -69,7 +69,7 @@ def zigzag(start: int, end: int, rank: int, size: int) -> list[int]:
 
 
 def random_packed(seed: int, size: int, layout: str, vocab: int = 40) -> Packed:
-    """Documents of 0 tokens to a few chunks, some padded; or a batch without documents."""
+    """Documents of 0 tokens up to a few chunks, some padded; or a batch without documents."""
     draw = random.Random(seed)
     grain = 1 if size == 1 else 2 * size
     if layout != Layout.DOCUMENTS and draw.random() < 0.25:
@@ -86,7 +86,7 @@ def random_packed(seed: int, size: int, layout: str, vocab: int = 40) -> Packed:
         spans.append((begin, begin + length, begin + room))
         begin += room
     tokens = begin
-    if layout != Layout.DOCUMENTS or tokens == 0:  # a tail of no document
+    if layout != Layout.DOCUMENTS or tokens == 0:  # a tail outside all documents
         tokens = max(grain, -(-begin // grain) * grain + grain * draw.randint(0, 1))
     if layout == Layout.DOCUMENTS and tokens > begin:
         spans[-1] = (spans[-1][0], spans[-1][0] + 1, tokens)

@@ -1,7 +1,7 @@
-"""Gradients added to `main_grad` in forward, under the scale that is expected, against float64.
+"""Gradients added to `main_grad` in forward, with a predicted scale, against float64.
 
-Catches gradients of the weight that are lost, added twice or under another scale than backward
-brings, whatever happens between forward and backward; and what is added although it must not be.
+Guards against weight gradients that are lost, added twice or added with a scale other than
+backward's, whatever happens between the passes; and gradients added when they must not be.
 """
 
 from dataclasses import replace
@@ -19,9 +19,9 @@ from tests.loss.test_memory import Live, Products
 
 
 class Step:
-    """Micro-batches of one head over one training step, and the same by definition.
+    """Micro-batches of one head over a training step, and the same by definition.
 
-    What is given to `run` is what a script makes of a micro-batch's losses.
+    `run` takes what a script does with a micro-batch's losses.
     """
 
     def __init__(self, per_token=False, dtype=torch.float64, options=OPTIONS["plain"]):
@@ -34,13 +34,13 @@ class Step:
         self.open()
 
     def open(self):
-        """A new step."""
+        """Start a new step."""
         self.weight.main_grad.zero_()
         self.true_weight.grad = None
         self.forecast.open()
 
     def problem(self, mask=True):
-        """The next micro-batch."""
+        """Return the next micro-batch."""
         self.seed += 1
         drawn = random_problem(seed=self.seed, mask=mask, dtype=self.weight.dtype)
         return replace(drawn.leaves(), weight=self.weight)
@@ -53,7 +53,7 @@ class Step:
         return bool(self.weight.main_grad.any())
 
     def run(self, script, problem=None):
-        """One micro-batch; returns the error of the hidden states' gradient."""
+        """Run one micro-batch; return the error of the hidden states' gradient."""
         problem = problem or self.problem()
         script(self.losses(problem), problem.loss_mask).backward()
         return self.check(script, problem)
@@ -65,7 +65,7 @@ class Step:
         return relative_error(problem.hidden.grad, truth.hidden.grad)
 
     def error(self) -> float:
-        """Of `main_grad`."""
+        """Error of `main_grad`."""
         return relative_error(self.weight.main_grad, self.true_weight.grad)
 
     @property
@@ -74,7 +74,7 @@ class Step:
 
 
 def over_tokens(losses, mask):
-    """pretrain_gpt.py's, over its tokens and 3 micro-batches."""
+    """As in pretrain_gpt.py, over its tokens and 3 micro-batches."""
     return (losses * mask).sum() / mask.sum() / 3
 
 
@@ -83,14 +83,14 @@ def summed(losses, mask):
 
 
 def weighted(losses, mask):
-    """No common factor."""
+    """Weighted tokens: no common factor."""
     return (losses * mask * torch.arange(losses.numel()).view(losses.shape)).sum()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("script, per_token", [(over_tokens, False), (summed, True)])
 def test_the_scale_of_the_last_backward_is_used(script, per_token, options):
-    """With another number of tokens in every micro-batch, over several steps."""
+    """With a different number of tokens in each micro-batch, over several steps."""
     step = Step(per_token, options=options)
     assert step.run(script) < 1e-13 and step.counts == (0, 0, 0)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_the_scale_of_the_last_backward_is_used(script, per_token, options):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
 def test_another_scale_is_made_good(dtype, tolerance):
-    """Another number of micro-batches; none; one a token; then it is known again."""
+    """Another number of micro-batches; none; one per token; then the scale is known again."""
     step = Step(dtype=dtype)
     step.run(over_tokens)
     step.run(over_tokens)
@@ -135,7 +135,7 @@ def test_another_scale_is_made_good(dtype, tolerance):
 
 
 def test_what_is_added_is_taken_out_with_the_bits_that_it_had():
-    """In bf16: else a part in 300 would stay of what is a thousand times as large."""
+    """In bf16: otherwise 1 part in 300 would remain of a term a thousand times as large."""
     step = Step(dtype=torch.bfloat16)
     step.run(lambda losses, mask: over_tokens(losses, mask) * 1e3)
     step.open()
@@ -192,7 +192,7 @@ def test_a_loss_without_backward_is_told(kept):
     step.run(over_tokens)
     with pytest.raises(BurstError, match="one backward pass.*got 1 without.*no_grad"):
         step.forecast.close()
-    step.open()  # such a step is given up, and the next one has zeros
+    step.open()  # such a step is skipped, and the next one starts from zeros
     assert step.run(over_tokens) < 1e-13 and step.error() < 1e-13
     step.forecast.close()
 
@@ -241,7 +241,7 @@ def test_nothing_is_added_outside_of_a_step():
 
 
 def test_forward_run_again_by_reentrant_checkpointing():
-    """Megatron's: the first time without gradients."""
+    """Megatron's: the first run has no gradients."""
     step = Step()
     step.run(over_tokens)
     step.open()
@@ -259,7 +259,7 @@ def test_forward_run_again_by_reentrant_checkpointing():
 
 
 def test_forward_run_again_by_other_checkpointing_is_told():
-    """Its second run is never given a backward pass."""
+    """Its second run never gets a backward pass."""
     step = Step()
     step.run(over_tokens)
     step.open()
@@ -282,7 +282,7 @@ def test_gives_up_where_the_scale_cannot_be_foreseen(caplog):
     assert len(caplog.records) == 1
     step.forecast.hits, before = 100, step.weight.main_grad.clone()
     step.losses(step.problem())
-    assert not torch.equal(step.weight.main_grad, before)  # a miss now and then is worth it
+    assert not torch.equal(step.weight.main_grad, before)  # an occasional miss is worth it
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -311,7 +311,8 @@ def test_a_micro_batch_without_tokens_changes_nothing():
 
 
 def test_three_products_and_no_second_gradient_of_the_weight():
-    """Catches a fourth GEMM, and a buffer as large as the weight besides `main_grad`."""
+    """Guards against a fourth GEMM, and a second buffer as large as the weight besides
+    `main_grad`."""
     step, width, vocab = Step(dtype=torch.float32), 512, 1024
     problem = random_problem(64, 1, width, vocab, torch.float32, mask=False).leaves()
     problem.labels.clamp_(min=0)
@@ -326,13 +327,13 @@ def test_three_products_and_no_second_gradient_of_the_weight():
         one = 64 * width * vocab
         if turn:
             assert products.count == 3 * one, products.count / one
-            # weight and main_grad are seen as well, as results of views and of sums in place
+            # weight and main_grad show up too, as results of views and in-place sums
             assert live.most < 2.5 * problem.weight.nbytes, live.most / problem.weight.nbytes
     assert step.counts == (2, 0, 0)
 
 
 def test_fp16_waits_for_backward():
-    """Before it small gradients vanish."""
+    """Until the scale is known, small gradients underflow."""
     step = Step(dtype=torch.float16)
     step.run(over_tokens)
     losses = step.losses(step.problem())

@@ -1,7 +1,7 @@
-"""The Triton kernels, in Triton's interpreter on CPU, against plain torch and float64.
+"""The Triton kernels in Triton's interpreter on the CPU, against plain torch and float64.
 
-The comparison is a function of (kernels, device, ...) that returns numbers: it can be made on a GPU
-too. Catches a wrong mask at the end of a row, merging of tiles, a wrong factor.
+The comparison is a function of (kernels, device, ...) that returns numbers, so it also runs on a
+GPU. Guards against a wrong mask at the end of a row, merging of tiles, a wrong factor.
 """
 
 import os
@@ -22,7 +22,7 @@ TRANSFORMS = [LossOptions(), LossOptions(logit_scale=0.5), CAPPED]
 
 
 def tile(shape, dtype, device):
-    """Raw logits with rows that lie apart, targets in the tile and outside, factors."""
+    """Raw logits with gaps between rows, targets inside and outside the tile, factors."""
     rows, classes = shape
     torch.manual_seed(0)
     raw = (4 * torch.randn(rows, classes + 3, device=device)).to(dtype)[:, :classes]
@@ -33,7 +33,7 @@ def tile(shape, dtype, device):
 
 
 def compare(kernels, device, shape, dtype, transform, extras):
-    """Largest errors by name: of statistics of two tiles, and of the gradient."""
+    """Largest errors by name: of the statistics of two tiles, and of the gradient."""
     raw, targets, factors = tile(shape, dtype, device)
     exact, mine = (statistics.empty_statistics(len(raw), like) for like in (raw.double(), raw))
     for part, target in ((raw, targets), (raw.flip(1) * 0.5, targets + 1)):
@@ -45,7 +45,7 @@ def compare(kernels, device, shape, dtype, transform, extras):
     view = surroundings[:, : shape[1]]
     kernels.gradient_(view, targets, factors, transform)
     beyond = surroundings[:, shape[1] :].ne(raw._base[:, shape[1] :]).sum()
-    # where GPUs round to bf16, the interpreter cuts off
+    # where GPUs round to bf16, the interpreter truncates
     eps = torch.finfo(dtype).eps
     excess = (view.double() - truth).abs() - eps * truth.abs()
     return {
@@ -73,7 +73,7 @@ def interpreted():
 
 
 def test_kernels_compute_what_plain_torch_does():
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    """In its own process: Triton decides at import whether to interpret."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         found = pool.submit(interpreted).result(timeout=300)
     assert len(found) == 9

@@ -1,4 +1,4 @@
-"""What is done with bad and with unusual input: defined, documented, and the same on every rank."""
+"""What happens with bad and unusual input: defined, documented, and the same on every rank."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_an_empty_sequence_gives_zero(shape, grads):
 @BOTH
 @pytest.mark.parametrize("compact", [True, False])
 def test_nan_in_tokens_that_are_left_out_goes_nowhere(grads, compact, monkeypatch):
-    if not compact:  # as on a GPU, where nobody counts
+    if not compact:  # as on a GPU, where nothing is counted
         monkeypatch.setattr("megatron_burst.loss.linear.count_supervised", lambda *a, **k: None)
     truth, ours = random_problem().leaves(), random_problem().leaves()
     oracle(truth)[0].backward()
@@ -149,7 +149,7 @@ def test_refuses_in_one_sentence(inputs, settings, message):
 
 
 def test_on_a_gpu_a_label_out_of_range_makes_its_loss_and_all_gradients_nan(monkeypatch):
-    """There the CPU does not look; the check is left out here to see what then happens."""
+    """On a GPU the CPU cannot look; the check is disabled here to see what then happens."""
     monkeypatch.setattr("megatron_burst.loss.checks._check_labels", lambda *a: None)
     for grads in ("recompute", "forward"):
         ours = random_problem(mask=False).leaves()

@@ -1,7 +1,7 @@
 """`linear_cross_entropy` in one process against its definition in float64.
 
-Catches a wrong term of the loss or its gradient, rows or classes lost between tiles, gradients that
-are scaled wrongly when they were computed in forward, and sums kept in 16 bit.
+Guards against a wrong term of the loss or its gradient, rows or classes lost between tiles, wrongly
+scaled gradients computed in forward, and sums kept in 16 bits.
 """
 
 from dataclasses import asdict, replace
@@ -38,7 +38,7 @@ def call(problem, options=PLAIN, **settings):
 
 
 def errors(problem, options, reduction, **settings):
-    """Of loss and both gradients, after a gradient that is no 1."""
+    """Errors of loss and both gradients, after an incoming gradient other than 1."""
     truth, ours = problem.leaves(torch.float64), problem.leaves()
     expected = oracle(truth, options, reduction)[0]
     got = call(ours, options, reduction=reduction, **settings)
@@ -81,12 +81,12 @@ def test_any_shape_and_any_tiles(
         if reduction == "none" and grads == "forward":
             grads = "auto"
         found = errors(problem, options, reduction, grads=grads, chunk_tokens=chunk)
-    # of a single class p - [y] is 0: what z_loss leaves is a small difference of numbers near 1
+    # for a single class p - [y] is 0: z_loss leaves a small difference of numbers near 1
     assert max(found) < (1e-11 if vocab > 1 else 1e-8), found
 
 
 def test_tiles_cover_several_parts_of_the_vocabulary(monkeypatch):
-    """Otherwise the test above would show nothing about tiles of classes."""
+    """Otherwise the test above would say nothing about tiles of classes."""
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1 << 14)
     chosen = tiles.choose_tiles(tiles.Sizes(600, 1000, 8, 8), whole=False)
     assert chosen.rows < 600 and chosen.classes < 1000
@@ -154,7 +154,7 @@ def test_log_probabilities_and_entropy_with_gradients(temperature):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("grads", ["recompute", "forward"])
 def test_errors_are_at_most_those_of_the_plain_computation(dtype, grads):
-    """Plain: logits in the model's dtype, loss in float32, as Megatron's own."""
+    """Plain: logits in the model's dtype, loss in float32, as in Megatron."""
     exact = random_problem(s=64, b=2, width=48, vocab=300, mask=False)
     rounded = replace(exact, hidden=exact.hidden.to(dtype), weight=exact.weight.to(dtype))
     truth, plain, ours = rounded.leaves(torch.float64), rounded.leaves(), rounded.leaves()
@@ -174,7 +174,7 @@ def test_errors_are_at_most_those_of_the_plain_computation(dtype, grads):
 
 
 def test_error_of_the_weights_gradient_is_flat_in_the_number_of_chunks():
-    """A sum kept in bf16 would lose with every chunk."""
+    """The error of a bf16 sum would grow with each chunk."""
     exact = random_problem(s=512, b=1, width=16, vocab=24, mask=False)
     rounded = replace(exact, hidden=exact.hidden.bfloat16(), weight=exact.weight.bfloat16())
     truth = rounded.leaves(torch.float64)
@@ -236,7 +236,7 @@ def test_a_second_backward_is_refused_where_gradients_were_scaled_in_place():
 
 @pytest.mark.parametrize("grads", ["recompute", "forward"])
 def test_main_grad_is_added_to_in_backward_only(grads):
-    """Megatron's contract; autograd gets a gradient that takes no memory."""
+    """Megatron's contract; autograd gets a placeholder gradient without memory."""
     exact = random_problem(s=32)
     rounded = replace(exact, hidden=exact.hidden.bfloat16(), weight=exact.weight.bfloat16())
     truth, ours = rounded.leaves(torch.float64), rounded.leaves()

@@ -1,4 +1,4 @@
-"""Memory: no tensor grows with the tokens but inputs, their gradients and numbers per token."""
+"""Memory: only inputs, their gradients and per-token numbers grow with the tokens."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VOCAB, WIDTH = 512, 8
 
 
 class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest storage that an operation made."""
+    """Records the bytes of the largest storage that an operation made."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def test_the_largest_tensor_does_not_grow_with_the_tokens(grads, monkeypatch):
 
 
 class Live(TorchDispatchMode):
-    """Notes the most bytes of new storages that were alive at once."""
+    """Records the peak bytes of live new storages."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_tiles_fit_the_memory_that_is_promised(width, vocab, blocks, whole, proc
                 tokens // blocks * blocks, local, width, 2, blocks, blocks, processors, room
             )
             chosen = choose_tiles(sizes, whole)
-            copies = 1 + whole if blocks == 1 else 4  # of rows: on their ways between ranks
+            copies = 1 + whole if blocks == 1 else 4  # of rows: in flight between ranks
             scratch = 2 * chosen.rows * (chosen.classes + copies * width)
             scratch += 0 if whole else 4 * chosen.rows * width
             scratch += room if room <= 512 << 20 else 0
@@ -113,7 +113,7 @@ def test_tiles_fit_the_memory_that_is_promised(width, vocab, blocks, whole, proc
 
 @pytest.mark.parametrize("width, vocab", [(4096, 128 << 10), (4096, 32 << 10), (8192, 128 << 10)])
 def test_chunks_fill_the_multiprocessors(width, vocab):
-    """Catches 2816 rows of width 4096 on an H200: 352 blocks take 3 turns, as 396 would."""
+    """Guards against 2816 rows of width 4096 on an H200: 352 blocks take 3 waves, as 396 would."""
     for tokens in (8 << 10, 32 << 10, 128 << 10):
         rows = choose_tiles(Sizes(tokens, vocab, width, 2, processors=132), whole=True).rows
         turns = -(-rows // 128) * (width // 256) / 132
@@ -121,7 +121,7 @@ def test_chunks_fill_the_multiprocessors(width, vocab):
 
 
 class Products(TorchDispatchMode):
-    """Counts multiplications of products."""
+    """Counts GEMMs."""
 
     def __init__(self):
         super().__init__()
@@ -137,11 +137,11 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("tiles_of_logits", [1, 4])
 def test_the_last_tile_of_logits_is_not_computed_again(tiles_of_logits, monkeypatch):
-    """Nor is it held where the caller says so; and a second backward has the same gradients."""
+    """Nor is it kept if the caller says so; a second backward gives the same gradients."""
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1 << 19)
     tokens, vocab = 512 * tiles_of_logits, 128
     problem = random_problem(tokens, 1, WIDTH, vocab, torch.float64, mask=False).leaves()
-    problem.labels.clamp_(min=0)  # tokens that are left out are not computed
+    problem.labels.clamp_(min=0)  # ignored tokens are not computed
     one, grads = tokens * vocab * WIDTH, []
     for keep in (True, False):
         with Products() as seen:
@@ -161,7 +161,7 @@ def test_the_last_tile_of_logits_is_not_computed_again(tiles_of_logits, monkeypa
 
 
 def test_calls_that_wait_for_backward_keep_their_logits_only_if_asked_to():
-    """Of reinforcement learning: several micro-batches, and one backward pass of them all."""
+    """As in reinforcement learning: several micro-batches, then one backward for all."""
     problem, calls = random_problem(64, 1, WIDTH, VOCAB, torch.float32, mask=False).leaves(), 5
     problem.labels.clamp_(min=0)
     tile, found, grads = 64 * VOCAB * 4, {}, {}

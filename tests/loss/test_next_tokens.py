@@ -1,7 +1,7 @@
-"""Next tokens of sharded and packed samples, beside loops over positions; and what is made of them.
+"""Next tokens of sharded and packed samples, against loops over positions; and their uses.
 
-Catches a next token taken from another document, from padding, or from the wrong rank or chunk; a
-label for the last token of a document; ranks that wait for each other after one has refused.
+Guards against a next token from another document, from padding, or from the wrong rank or chunk; a
+label for a document's last token; ranks that wait for each other after one has refused.
 """
 
 import random
@@ -53,7 +53,7 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
 def log_prob_errors(
     packed: Packed, rank: int, cp, tp=None, sequence_parallel=False, device="cpu"
 ) -> float:
-    """Of log-probabilities, entropies, mask and gradients of this rank's rows."""
+    """Errors of this rank's log-probabilities, entropies, mask and gradients."""
     generator = torch.Generator().manual_seed(len(packed.ids))
     hidden = torch.randn(*packed.ids.shape, 8, generator=generator, dtype=torch.float64)
     weight = torch.randn(40, 8, generator=generator, dtype=torch.float64)
@@ -87,7 +87,7 @@ def log_prob_errors(
 
 
 def on_four_ranks(rank: int) -> dict:
-    """Errors on 4 ranks of a sample, and on 2 by 2 of the vocabulary."""
+    """Errors of a sample on 4 ranks, and on 2 x 2 with a sharded vocabulary."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     tp, cp = pairs[rank // 2], pairs[2 + rank % 2]
     found = {}
@@ -96,7 +96,7 @@ def on_four_ranks(rank: int) -> dict:
             packed = random_packed(seed, 4, layout)
             found[layout, seed, "cp4"] = log_prob_errors(packed, rank, dist.group.WORLD)
             packed = random_packed(seed, 2, layout)
-            parallel = len(packed.ids) % 4 == 0  # tp shares the rows of a shard equally
+            parallel = len(packed.ids) % 4 == 0  # tp shards a shard's rows equally
             found[layout, seed, "tp2cp2"] = log_prob_errors(packed, rank // 2, cp, tp, parallel)
     return found
 
@@ -141,7 +141,7 @@ def test_refuses_in_one_sentence(inputs, options, message):
 
 
 def refusals(rank: int) -> list[str]:
-    """What each rank is told, and that it goes on well afterwards."""
+    """What each rank is told, and whether it still works afterwards."""
     world, said = dist.group.WORLD, []
     calls = (
         dict(tokens=IDS[:4], cu_seqlens=CU if rank else torch.tensor([0, 4, 8])),
@@ -174,7 +174,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
 
 
 def differing(rank: int, device: str = "cpu") -> tuple:
-    """Boundaries that differ, where nobody may wait."""
+    """Boundaries that differ, where waiting is not allowed."""
     from megatron_burst.loss import checks
 
     if device == "cpu":
@@ -191,7 +191,7 @@ def test_on_a_gpu_boundaries_that_differ_between_ranks_make_all_losses_nan():
 
 
 def test_a_digest_tells_boundaries_apart():
-    """Also those whose sums and weighted sums are equal."""
+    """Even those whose sums and weighted sums are equal."""
     draw = random.Random(0)
     many = {tuple(sorted(draw.choices(range(12), k=4))) for _ in range(2000)}
     samples = (Sample(torch.tensor((0, *found)), None, None) for found in many)
@@ -200,13 +200,13 @@ def test_a_digest_tells_boundaries_apart():
 
 
 def refused_beside_a_gpu(rank: int) -> str:
-    """What the next passes say; rank 0 has refused a call."""
+    """What the next passes report; rank 0 has refused a call."""
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     words = {"problem": "", "layout": "zigzag"}
     state_of(dist.group.WORLD).open_log(dist.group.WORLD)  # as attention's first call does
     module._agree(dist.group.WORLD, words, on_gpu)
     refused = words | {"problem": "no" if rank == 0 else ""}
-    try:  # over gloo passes wait for each other, on GPUs the next one tells
+    try:  # over gloo passes wait for each other; on GPUs the next one reports it
         module._agree(dist.group.WORLD, refused, on_gpu)
         for _ in range(3):
             Marks.of(state_of(dist.group.WORLD).log, {}).begin(Kind.FORWARD)

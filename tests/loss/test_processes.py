@@ -1,7 +1,7 @@
 """The loss over tensor-parallel processes (gloo) against its definition on one.
 
-Catches a vocabulary or sequence that is split otherwise than the ranks hold it, maxima that are
-combined wrongly, collectives that ranks make in another order, and errors that one rank alone sees.
+Guards against a vocabulary or sequence split differently than the ranks hold it, maxima combined
+wrongly, collectives in a different order across ranks, and errors that only one rank sees.
 """
 
 from dataclasses import asdict, replace
@@ -19,14 +19,14 @@ ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7
 
 
 def shard(problem: Problem, rank: int, size: int, sequence_parallel: bool) -> Problem:
-    """What a rank holds, as leaves."""
+    """A rank's part, as leaf tensors."""
     mine = problem.hidden.chunk(size)[rank] if sequence_parallel else problem.hidden
     part = replace(problem, hidden=mine, weight=problem.weight.chunk(size)[rank].clone())
     return part.leaves()
 
 
 def errors(rank: int, size: int, sequence_parallel: bool, options, **settings) -> dict:
-    """Of loss and this rank's gradients."""
+    """Errors of the loss and this rank's gradients."""
     from megatron_burst import linear_cross_entropy
 
     problem = random_problem(s=12, vocab=40)
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_one_rank(size):
 
 
 def collectives(rank):
-    """How often each collective is called in forward, by how gradients come about."""
+    """Calls of each collective in forward, by how gradients are computed."""
     from megatron_burst import linear_cross_entropy
 
     found = {}
@@ -94,7 +94,7 @@ def test_statistics_of_all_tokens_are_combined_in_one_collective():
 
 
 def refusals(rank):
-    """What each rank is told, and that it goes on well afterwards."""
+    """What each rank is told, and whether it continues to work afterwards."""
     from megatron_burst import linear_cross_entropy
     from megatron_burst.errors import BurstError
 
@@ -113,7 +113,7 @@ def refusals(rank):
         return ours
 
     ask(spoil_labels)
-    # options that no rank has called with: who alone brings something new waits in vain
+    # options that no rank has used yet: a rank that alone adds new ones waits in vain
     bad_dtype = dict(logit_scale=0.5)
     ask(lambda ours: replace(ours, weight=ours.weight.bfloat16()) if rank else ours, **bad_dtype)
     ask(lambda ours: replace(ours, weight=ours.weight[: 20 - rank]), logit_scale=0.25)
@@ -138,7 +138,7 @@ def test_what_is_wrong_on_one_rank_alone_is_refused_on_all():
 
 
 def poison(rank):
-    """A label out of range on rank 1 alone where nobody looks, as on a GPU."""
+    """A label out of range on rank 1 only, unchecked, as on a GPU."""
     from megatron_burst import linear_cross_entropy
     from megatron_burst.loss import checks
 
@@ -186,7 +186,7 @@ def test_log_probabilities_and_entropy_over_two_ranks():
 
 
 def forecasts(rank):
-    """Errors where the scale is expected and where it is not, and how often it was, by SP."""
+    """Errors with the right and a wrong predicted scale, and how often it was right, by SP."""
     from megatron_burst import linear_cross_entropy
     from megatron_burst.loss.main_grad import Forecast
 
@@ -211,7 +211,7 @@ def forecasts(rank):
             grad = truth.hidden.grad.chunk(2)[rank] if sequence_parallel else truth.hidden.grad
             errors.append(relative_error(ours.weight.main_grad, truth.weight.grad.chunk(2)[rank]))
             errors.append(relative_error(ours.hidden.grad, grad))
-        # at last rank 1 alone is off, and what all ranks compute together must go on
+        # finally only rank 1 is off; what all ranks compute together must still work
         found[sequence_parallel] = errors[:-1], (forecast.hits, forecast.misses)
     return found
 
