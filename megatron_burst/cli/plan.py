@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from typer import Argument, Exit, Option
 
-from megatron_burst.cli.plan_notes import no_room, warnings_of
+from megatron_burst.cli.plan_notes import no_room, warnings_of, with_keep
 from megatron_burst.cli.plan_sample import Asked, numbers_in, plan_sample
 from megatron_burst.cli.plan_table import Shown, show
 from megatron_burst.cli.terminal import check_writable, in_one_sentence, writing
@@ -120,12 +120,20 @@ def plan(
             return
         tokens = _tokens(length)
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
-        packing = _packing(script, cu_seqlens, tokens)
+        packing, repeated = _packing(script, cu_seqlens, tokens)
         job = Job(described, tokens, count, on_node, batch(count), machine, packing)
-        found = search(job, fixed, _watched)
+        found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         warnings = [*script.notes, *warnings_of(job, found, fixed)]
-        show(Shown(job, found, warnings, missing, do_search, not in_file, script))
+        keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
+        more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
+        default = not (global_batch_size or "global_batch_size" in in_file)
+        show(
+            Shown(
+                job, found, warnings, missing, do_search, not in_file, script, in_file,
+                repeated, more, default,
+            )
+        )  # fmt: skip
         _write(job, found, script, json, picture)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
@@ -156,12 +164,16 @@ def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
     return tuple(sorted(given.items()))
 
 
-def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> Packing | None:
-    """How samples of so many tokens are packed: as a script says, else as THD."""
-    if cu_seqlens:
-        sample = Sample.of(numbers_in(cu_seqlens)).filling(tokens)
-        return Packing(script.layout or Layout.DOCUMENTS, sample)
-    return Packing(script.layout) if script.layout else None
+def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
+    """How samples of so many tokens are packed: as a script says, else as THD; and how often a
+    file's documents are repeated, in words."""
+    if not cu_seqlens:
+        return (Packing(script.layout) if script.layout else None), ""
+    given = Sample.of(numbers_in(cu_seqlens))
+    times, count = -(-tokens // given.tokens), len(given.lengths)
+    words = f"{given.tokens:,} tokens in {count} documents, repeated {times:,} times"
+    packing = Packing(script.layout or Layout.DOCUMENTS, given.filling(tokens))
+    return packing, words if times > 1 else ""
 
 
 def _tokens(seq: str) -> int:

@@ -1,11 +1,13 @@
 """What a user of `megatron-burst plan` should know beside the figures, as sentences."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.search import (
     Candidate,
     Fixed,
+    candidate,
     enough_gpus,
     length_step,
     loses,
@@ -102,9 +104,23 @@ def _documents(job: Job) -> str:
     if not job.packing or job.packing.sample:
         return ""
     return (
-        f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's pairs, "
-        "because their lengths are not known: --cu-seqlens FILE gives yours"
+        f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's pairs "
+        "(MagiAttention's published distribution of lengths), because yours are not known: "
+        "--cu-seqlens FILE gives them"
     )
+
+
+def with_keep(job: Job, best: Candidate) -> str:
+    """What keeping all results comes to where a script keeps none; "" if that does not fit."""
+    for offload in (False, True):
+        more = candidate(job, replace(best.strategy, keep="all", offload=offload))
+        if more.runs and more.time:
+            where = " --burst-keep-offload results" if offload else ""
+            return (
+                f"with --burst-keep all{where}: {more.time.seconds:.4g} s, "
+                f"{more.memory.peak / GIB:.2f} GiB"
+            )
+    return ""
 
 
 def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:

@@ -13,6 +13,7 @@ from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.packed import Way, way_of
 from megatron_burst.plan.packed_picture import save_sample_picture
+from megatron_burst.plan.picture import base_name
 from megatron_burst.plan.sample import Sample
 from megatron_burst.plan.search import Fixed
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, least_multiple, misfit
@@ -59,8 +60,8 @@ def plan_sample(asked: Asked) -> None:
     read = "boundaries" if sample.edges == tuple(numbers) else "lengths"
     longest, lengths = max(sample.lengths), sample.lengths
     title = (
-        f"{asked.model.name}, {asked.hardware.name}: a sample of {sample.tokens:,} tokens in "
-        f"{len(lengths)} documents, the longest {longest:,}"
+        f"{base_name(asked.model.name)}, {asked.hardware.name}: a packed sample of "
+        f"{sample.tokens:,} tokens in {len(lengths)} documents, the longest {longest:,}"
     )
     console = new_console()
     say(console, f"{title} ({asked.path.name} has {read})")
@@ -68,16 +69,16 @@ def plan_sample(asked: Asked) -> None:
     console.print(_table(found))
     for name, way in ways.items():
         if isinstance(way, Way) and way.call.mode_why.reason != "asked for":
-            say(console, f"{name}: {way.call.mode}, because {way.call.mode_why.reason}")
+            say(console, f'"{name}" runs as {way.call.mode}, because {way.call.mode_why.reason}')
         elif not isinstance(way, Way):
-            say(console, f"{name}: {way}", "refused: ", "yellow")
+            say(console, f'"{name}": {way}', "refused: ", "yellow")
     if asked.picture:
         with writing("plan", "--picture", asked.picture):
             save_sample_picture(found, title, asked.picture)
 
 
 def _ways(asked: Asked, sample: Sample) -> dict[str, Way | BurstError]:
-    """Both layouts as burst runs them; where it shards heads, also with rows that stay."""
+    """Both layouts as burst runs them; where an all-to-all runs, also with rows that stay."""
     sizes = dict(asked.fixed)
     tp = sizes.get("tp", 1)
     cp = sizes.get("cp", max(1, asked.gpus // tp))
@@ -92,7 +93,7 @@ def _ways(asked: Asked, sample: Sample) -> dict[str, Way | BurstError]:
     call = attention_call(job, strategy)
     stays = replace(call, intra="gather", inter="ring")
     every = {
-        "per-document zigzag": (call, Layout.DOCUMENTS),
+        "THD (--sft): each document zigzag": (call, Layout.DOCUMENTS),
         "documents at any token": (call, Layout.ZIGZAG),
         "any token, rows stay": (stays, Layout.ZIGZAG),
     }
@@ -143,6 +144,11 @@ def numbers_in(path: Path) -> list[int]:
     Raises:
         BurstError: if it cannot be read, or has something else.
     """
+    if not path.is_file():
+        raise BurstError(
+            "plan: --cu-seqlens must name a file, because documents are read from it; got no file "
+            f"{path}; check the path"
+        )
     try:
         if path.suffix == ".npy":
             from numpy import load

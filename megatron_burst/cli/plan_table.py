@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,7 @@ from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.units import in_units
 
+_OF_CARD = {"--swiglu": "activation", "--rotary-base": "rotary base", "--norm-epsilon": "epsilon"}
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
 _WIDTH = 160  # where no terminal says
 
@@ -40,6 +42,10 @@ class Shown:
     others: bool = False  # whether to show them; else a line on how the best was chosen
     own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
     script: Script | None = None  # what one says of the job
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # that it has
+    repeated: str = ""  # how a file's documents fill a sample
+    with_keep: str = ""  # what more kept results come to, in a line
+    usual_batch: bool = False  # whether the batch is the default
 
 
 def new_console() -> Console:
@@ -55,13 +61,15 @@ def show(shown: Shown) -> None:
     say(
         console,
         f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{job.batch} sequence{'s' * (job.batch > 1)} per step, {job.gpus} GPUs, {job.on_node} "
+        f"{job.batch} sequence{'s' * (job.batch > 1)} per step"
+        f"{' (default)' * shown.usual_batch}, {job.gpus} GPUs, {job.on_node} "
         f"per node, {job.hardware.name}",
     )
     if shown.script and (read := shown.script.in_words):
         say(console, f"read from the script: {read}")
     if job.packing and job.packing.sample:
-        say(console, f"packed documents have {job.share:.1%} of a causal sequence's pairs")
+        again = f"; {shown.repeated}" if shown.repeated else ""
+        say(console, f"packed documents have {job.share:.1%} of a causal sequence's pairs{again}")
     for note in shown.warnings:
         say(console, note, "warning: ", "yellow")
     if shown.others and len(found) > 1:
@@ -71,6 +79,8 @@ def show(shown: Shown) -> None:
     if shown.no_room:
         say(console, shown.no_room, "does not fit: ", "red")
     _show_best(console, job, best)
+    if shown.with_keep:
+        say(console, shown.with_keep)
     _show_flags(console, shown)
 
 
@@ -153,14 +163,32 @@ def _show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
     if shown.own_flags:
-        head = "Model flags (sizes; look up activation, norms, biases and router in its card):"
-        _show_words(console, head, as_words(model_flags(job.model)))
+        known = model_flags(job.model)
+        missing = [what for flag, what in _OF_CARD.items() if flag not in known]
+        missing += ["router"] if job.model.experts else []
+        more = f", else as in Llama; look up in its card: {', '.join(missing)}" if missing else ""
+        _show_words(console, f"Model flags (of its config{more}):", as_words(known))
     note = "in addition to the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
     own = shown.script.flags if shown.script else None
     flags = flag_values(job, best.strategy, best.memory.node, own)
-    _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+    if shown.own_flags:
+        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+        return
+    there = {flag for flag, value in flags.items() if _has(shown.arguments, flag, value)}
+    new = {flag: value for flag, value in flags.items() if flag not in there}
+    head = "Megatron flags to add or change, started with -m megatron_burst"
+    head += "" if best.runs else f" ({note})"
+    _show_words(console, f"{head}:", as_words(new) or ["none"])
+    old = {flag: flags[flag] for flag in flags if flag in there}
+    _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])
+
+
+def _has(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+    got = arguments.get(flag.lstrip("-").replace("-", "_"))
+    words = " ".join(value) if isinstance(value, list) else str(value)
+    return got == value or str(got) == words
 
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
@@ -236,8 +264,8 @@ def _gain_line(job: Job, best: Candidate, step: float) -> str:
         beside = ", with what is kept,"
     return (
         "predicted gain over Megatron's own ring (--cp-comm-type p2p, nothing kept): "
-        f"attention{layers} alone, recomputed alike, takes {_digits(ours, 3)} s of a step in "
-        f"place of {_digits(theirs, 3)} ({found.ratio:.2f} times as fast){kept}; "
+        f"attention{layers} with its waits, recomputed alike, takes {_digits(ours, 3)} s of a step "
+        f"in place of {_digits(theirs, 3)} ({found.ratio:.2f} times as fast){kept}; "
         f"{least:.2f} GiB beside its inputs and outputs{beside} in place of {most:.2f}; the step "
         f"takes {_digits(step, 4)} s in place of {_digits(found.step, 4)}"
     )

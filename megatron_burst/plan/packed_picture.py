@@ -36,7 +36,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
         _draw_work(axes[1][column], way, most)
     axes[0][0].set_ylabel("queries, K tokens", fontsize=11)
     axes[1][0].set_ylabel("work of a rank / mean", fontsize=11)
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(fill(title, 34 * len(ways)), fontsize=13)
     figure.savefig(path, dpi=110)
 
 
@@ -63,7 +63,7 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
     end = way.sample.tokens / 1024
     ax.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
     ax.set_xlabel("keys, K tokens", fontsize=11)
-    ax.set_title(f"{name}\n{fill(way.call.in_words, 34)}", fontsize=12)
+    ax.set_title(f"{fill(name, 34)}\n{fill(way.call.in_words, 34)}", fontsize=12)
     words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s per GPU"
     if way.call.mode == "a2a":
         words += f"\n\neach rank has all rows,\n1/{size} of the heads"

@@ -25,6 +25,14 @@ _KINDS = {  # what it is, and its colours in even and odd rounds
 }
 
 
+def base_name(model: str) -> str:
+    """A model's name without the folders of its file; a config.json with the last of them."""
+    path = Path(model)
+    if not path.suffix:
+        return model
+    return f"{path.parent.name}/{path.name}".lstrip("/") if path.stem == "config" else path.name
+
+
 def new_figure(width: float, height: float) -> Any:
     """An empty figure of so many inches.
 
@@ -55,14 +63,16 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
     figure = new_figure(12 * shape[1], height)
     axes = figure.subplots(*shape, squeeze=False).ravel()
+    packed = "packed documents, " if job.packing else ""
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
     kinds = set()
     for ax, direction in zip(axes, Direction, strict=True):
         timeline = attention_time(call, job.hardware, direction, ranks=ranks, sample=sample)
         _draw_panel(ax, timeline, ranks, call.topology)
         ax.set_title(
-            f"{job.model.name} {in_units(job.seq)}, {strategy.layout}: one layer's attention, "
-            f"{direction},\n{call.in_words}{some}, {timeline.seconds:.3g} s"
+            f"{base_name(job.model.name)} {in_units(job.seq)}, {packed}{strategy.layout}: one "
+            f"layer's attention, {direction},\n{call.in_words}{some}, "
+            f"{1e3 * timeline.seconds:.4g} ms"
         )
         kinds |= {_kind(span) for span in timeline.spans}
     shown = {name: colour for kind, (name, colour, _) in _KINDS.items() if kind in kinds}

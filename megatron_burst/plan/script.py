@@ -43,6 +43,12 @@ class Script:
     notes: tuple[str, ...]  # sentences
 
     @property
+    def named(self) -> tuple[tuple[str, str], ...]:
+        """What is given, with Megatron's flags of sizes."""
+        flags = {name: f"--{flag.replace('_', '-')}" for name, flag in _SIZES.items()}
+        return tuple((name, flags.get(name, "")) for name in (*self.sizes, *self.policy))
+
+    @property
     def in_words(self) -> str:
         """What was taken, or ""."""
         said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]

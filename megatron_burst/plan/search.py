@@ -24,6 +24,7 @@ from megatron_burst.plan.strategy import (
 from megatron_burst.units import nearest_multiples
 
 Fixed = tuple[tuple[str, Any], ...]
+Named = tuple[tuple[str, str], ...]
 Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
 _MOST_GPUS = 1 << 16  # that are tried where fewer do not do
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
@@ -90,12 +91,15 @@ def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=8)
-def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate, ...]:
+def search(
+    job: Job, fixed: Fixed = (), watch: Watch = iter, of_script: Named = ()
+) -> tuple[Candidate, ...]:
     """All candidates, the fastest first, then those that burst refuses, then what does not fit,
     the nearest to fitting first.
 
     `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
-    through the layouts, to show how far it is.
+    through the layouts, to show how far it is; `of_script` has fields among them that a script
+    gives, with the flags to change there ("" for none).
 
     Raises:
         BurstError: if nothing divides evenly.
@@ -104,7 +108,7 @@ def search(job: Job, fixed: Fixed = (), watch: Watch = iter) -> tuple[Candidate,
     for layout in watch(list(layouts(job, _given_sizes(fixed)))):
         found += [_look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
     if not found:
-        raise BurstError(_why_nothing(job, fixed))
+        raise BurstError(_why_nothing(job, fixed, of_script))
     return tuple(sorted(found, key=_rank))
 
 
@@ -159,11 +163,13 @@ def _divisors(number: int, given: int | None) -> list[int]:
     return [given] if given else [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _why_nothing(job: Job, fixed: Fixed) -> str:
+def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
     """Why nothing makes up a job; a length alone that is in the way is named."""
     sizes: dict[str, Any] = _given_sizes(fixed)
-    options = " or ".join(options_of(fixed))
-    change = f"leave out {options}, or change" if fixed else "change"
+    named = [name for name, _ in of_script]
+    options = " or ".join(options_of(tuple(pair for pair in fixed if pair[0] not in named)))
+    change = f"leave out {options}, or change" if options else "change"
+    change += "".join(f" {flag} in the script," for _, flag in of_script if flag)
     change += " --gpus, --seq-length or --global-batch-size"
     given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
     why = size_misfit(job, sizes)

@@ -19,7 +19,8 @@ ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "elemen
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
 HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
-AGAIN, UPDATE = "computing again", "gradients and optimizer"
+AGAIN, UPDATE = "computing again, the rest", "gradients and optimizer"
+ATTENTION_AGAIN = "computing again, attention kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Layer:
             kernels = self._full * (timeline.seconds - waits) + self._windows[direction]
             parts[ATTENTION] += kernels
             if direction is Direction.FORWARD:
-                parts[AGAIN] += again * kernels
+                parts[ATTENTION_AGAIN] += again * kernels
         parts[INTER] += self._full * self._reshard_seconds()
         params = self._job.model.attention_params + self._mlp
         parts[MATMUL] += 3 * self._matmul(params)

@@ -171,14 +171,15 @@ def test_a_plan_of_a_config_prints_the_models_flags(config, tmp_path):
     assert re.search(r"a step takes .*", again)[0] == re.search(r"a step takes .*", text)[0]
 
 
-def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_left_open(tmp_path):
+def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_asked_for(tmp_path):
     path = tmp_path / "run.sh"
     sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32000"
     path.write_text(
         f'{sizes} --seq-length "${{SEQ:-65536}}" --global-batch-size 24 --context-parallel-size $CP'
     )
-    assert "64K tokens, 24 sequences per step" in run(f"{path} --gpus 8")
-    assert "8 sequences per step" in run(f"{path} --gpus 8 --global-batch-size 8")
+    assert "64K tokens, 24 sequences per step" in run(f"{path} --gpus 8 --cp 4")
+    assert "8 sequences per step" in run(f"{path} --gpus 8 --cp 4 --global-batch-size 8")
+    assert "pass --cp" in " ".join(run(f"{path} --gpus 8", code=2).split())
 
 
 def test_progress_is_shown_on_terminals_only():

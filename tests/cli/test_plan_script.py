@@ -1,6 +1,7 @@
 """`megatron-burst plan` for a script: plans what the script specifies, options override it, and the
 script accepts its plan."""
 
+import re
 import shlex
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_plan_has_recomputation_in_the_words_of_its_script(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT + "--recompute-activations")
     text = run(str(path), "--gpus", "8")
-    assert "recompute core_attn" in text and "computing again" in text
+    assert "recompute core_attn" in text and "computing again, attention kernels" in text
     assert "--recompute-activations" in text and "--recompute-modules" not in text
 
 
@@ -123,3 +124,67 @@ def test_an_option_drops_what_it_makes_meaningless(plan_of, more, options, read,
 )  # fmt: skip
 def test_what_a_script_rules_out_is_said_to_come_from_it(plan_of, more, options, words):
     assert words in " ".join(plan_of(more, options, code=2).split())
+
+
+def test_sizes_that_make_up_no_job_are_named_as_the_script_has_them(plan_of):
+    text = " ".join(plan_of(FULL, "--gpus 6", code=2).split())
+    assert "; change --tensor-model-parallel-size in the script, --context-parallel-size" in text
+    assert "leave out" not in text
+    assert "leave out --tp, or change --context-parallel-size in the script" in " ".join(
+        plan_of(FULL, "--gpus 6 --tp 4", code=2).split()
+    )
+
+
+def test_what_is_new_stands_before_what_a_script_has(plan_of):
+    text = plan_of(FULL, "--cp 2 --tp 4")
+    head = "Megatron flags to add or change, started with -m megatron_burst:"
+    new, there = text.split(head)[1].split("Megatron flags that are there already:")
+    assert "--context-parallel-size 2" in new and "--context-parallel-impl burst" in new
+    assert "--seq-length" not in new and "--recompute-method uniform" in there
+
+
+def test_keeping_is_proposed_where_a_script_does_not_speak_of_it(plan_of):
+    found = re.search(r"\nwith --burst-keep all: ([\d.]+) s, ([\d.]+) GiB\n", plan_of(FULL))
+    kept = plan_of(FULL, "--keep all")
+    assert f"a step takes {found[1]} s" in kept and f" {found[2]} " in kept
+    assert "with --burst-keep all:" not in kept + plan_of(f"{FULL} --burst-keep none")
+
+
+def test_attention_adds_up(plan_of):
+    text = plan_of(FULL)
+    named = ("attention kernels", "computing again, attention kernels", "waiting for NVLink",
+             "waiting for the network")  # fmt: skip
+    rows = [re.search(rf"│ {name} +│ +([\d.]+) │", text) for name in named]
+    (said,) = re.findall(r"recomputed alike, takes ([\d.]+) s of a step", text)
+    assert sum(float(row[1]) for row in rows if row) == pytest.approx(float(said), rel=0.01)
+
+
+def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_path):
+    lengths, path = tmp_path / "lengths.txt", tmp_path / "run.sh"
+    lengths.write_text("100 200 300")
+    path.write_text(SCRIPT.replace("--global-batch-size 8", "") + FULL)
+    text = run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths))
+    assert "32 sequences per step (default), 8 GPUs" in text
+    assert "600 tokens in 3 documents, repeated 219 times" in text
+    path.write_text(SCRIPT + FULL)
+    assert "(default)" not in run(str(path), "--gpus", "8")
+    assert "got no file nope.txt" in run(str(path), "--gpus", "8", "--cu-seqlens", "nope.txt",
+                                         code=2)  # fmt: skip
+
+
+def test_pictures_name_the_file_without_folders(tmp_path):
+    path, lengths = tmp_path / "a-script-with-a-long-name.sh", tmp_path / "lengths.txt"
+    path.write_text(SCRIPT + f"{FULL}--sft")
+    lengths.write_text("30000 2000 33536")
+    job, sample = tmp_path / "job.svg", tmp_path / "sample.svg"
+    run(str(path), "--gpus", "8", "--picture", str(job))
+    title = "a-script-with-a-long-name.sh 128K, packed documents, TP 2 CP 4 PP 1 DP 1: one layer's"
+    assert title in job.read_text() and re.search(
+        r"1 node x 4 ranks, [\d.]+ ms -->", job.read_text()
+    )
+    path.write_text((SCRIPT + FULL).replace("--seq-length 131072", ""))
+    run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths), "--picture", str(sample))
+    assert (
+        "<!-- a-script-with-a-long-name.sh, h200: a packed sample of 65,536" in sample.read_text()
+    )
+    assert str(tmp_path) not in job.read_text() + sample.read_text()
