@@ -26,7 +26,7 @@ def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]
     w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
     positive number, so nothing overflows however far apart the lse are, and the weights add up to 1
     however large they are. Summed in the accumulation dtype, rounded once. A part's rows with lse
-    -inf are not read; rows that no part has seen get 0 and -inf.
+    -inf are ignored; rows that no part has seen get 0 and -inf.
 
     Args:
         out: [b, n, h, dv], any floating dtype; written.

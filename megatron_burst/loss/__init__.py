@@ -1,8 +1,7 @@
-"""The LM head and its loss in one: logits exist a tile at a time, whatever the number of tokens.
+"""The LM head fused with its loss: only one tile of logits exists at a time.
 
-`linear` has the public functions, `autograd` their autograd functions; `rows` says which tokens
-count and what travels between tensor-parallel ranks, `tiles` how much is computed at once, `passes`
-is the computation, `statistics` and `fused` its two kernels in torch and in Triton, `main_grad`
-where the weight's gradient goes, `checks` what is refused. `next_tokens` makes labels of tokens
-that are sharded.
+`linear` has the public functions, `autograd` their autograd functions; `rows` selects tokens and
+communicates between tensor-parallel ranks, `tiles` sizes the tiles, `passes` computes, with two
+kernels in torch (`statistics`) and in Triton (`fused`), `main_grad` accumulates the weight's
+gradient, `checks` refuses bad calls. `next_tokens` makes labels from sharded tokens.
 """

@@ -1,4 +1,4 @@
-"""How autograd runs the passes: logits computed again in backward, or gradients in forward."""
+"""The autograd functions: logits recomputed in backward, or gradients computed in forward."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class Recomputed(torch.autograd.Function):
-    """Statistics in forward; backward computes the logits again, but for the last tile."""
+    """Statistics in forward; backward recomputes the logits, except the last tile."""
 
     @staticmethod
     def forward(
@@ -26,7 +26,7 @@ class Recomputed(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head, ctx.expected = rows, head, expected
-        # a parameter is not what comes out of saved_tensors after offloading: keep its buffer
+        # after offloading, saved_tensors does not return the parameter itself: keep its buffer
         ctx.weight = weight
         entropy = stats[Stat.LSE] - stats[Stat.MEAN]
         outputs = passes.losses(head, stats), stats[Stat.LSE], entropy
@@ -52,7 +52,7 @@ class Recomputed(torch.autograd.Function):
         if wants_weight and main_grad is None:
             total = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
         sums = Sums(_hidden_sum(ctx, head, rows, hidden), total)
-        kept, ctx.kept = ctx.kept, None  # written to: a second backward computes it again
+        kept, ctx.kept = ctx.kept, None  # overwritten: a second backward recomputes it
         passes.gradient_pass(head, hidden, weight, rows, factors, sums, kept)
         del kept
         dhidden = sums.finish(hidden.shape)
@@ -62,7 +62,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class GradientsInForward(torch.autograd.Function):
-    """Gradients of sum(row_weight * loss) in forward; backward multiplies them by a number."""
+    """Gradients of sum(row_weight * loss) in forward; backward multiplies them by a scalar."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
@@ -101,10 +101,10 @@ class GradientsInForward(torch.autograd.Function):
 
 
 class GradientsInMainGrad(torch.autograd.Function):
-    """Gradients in forward, the weight's added to `main_grad`, under the scale that is expected.
+    """Gradients in forward with the expected scale, the weight's added to `main_grad`.
 
-    Where backward finds another gradient, what was added is taken out again by the same products,
-    and the right gradients are computed as `Recomputed` has it. So any gradient is right.
+    If backward gets a different gradient, the same products are subtracted again, and gradients are
+    computed as in `Recomputed`. So results are right for any gradient.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ class GradientsInMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad = ctx.rows.collect(grad)
-        expected, ctx.expected = ctx.expected, None  # a second backward has nothing to count on
+        expected, ctx.expected = ctx.expected, None  # a second backward expects nothing
         dhidden, ctx.dhidden = ctx.dhidden, None
         if expected is None or not expected.resolve(grad, ctx.head.tp.group):
             del dhidden
@@ -130,9 +130,9 @@ class GradientsInMainGrad(torch.autograd.Function):
 
 
 def _corrected(ctx, grad: Tensor, expected: Expected | None) -> Tensor | None:
-    """The hidden states' gradient; `main_grad` gets the weight's instead of the expected one.
+    """The hidden states' gradient; replaces the expected weight gradient in `main_grad`.
 
-    Tiles are those of forward, so that products that are taken out have the bits of those added.
+    Uses forward's tiles, so that subtracted products are bitwise those that were added.
     """
     hidden, weight, stats = ctx.saved_tensors
     head, rows, main_grad = ctx.head, ctx.rows, main_grad_of(ctx.weight)
@@ -149,7 +149,7 @@ def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor) -> HiddenGrad | Non
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, rounded once: torch would round a factor without an axis to 16 bit first.
+    """x *= factor, rounded once: torch would first round a zero-dimensional factor to 16 bits.
 
     Some rows at a time: on the CPU torch makes copies in the wider dtype.
     """

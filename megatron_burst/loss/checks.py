@@ -21,10 +21,10 @@ def check_call(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, tp: TensorParallel,
     options: LossOptions, settings: Mapping[str, object],
 ) -> None:  # fmt: skip
-    """Refuse a call that cannot be computed rightly.
+    """Refuse a call that cannot be computed correctly.
 
-    Ranks tell each other their shapes, options and refusals through the store, once for each new
-    combination. Labels are looked at on the CPU only: on a GPU that would make it wait.
+    Ranks tell each other their shapes, options and refusals through the store, once per new
+    combination. Labels are checked on the CPU only: on a GPU that would synchronize.
 
     Raises:
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
@@ -41,7 +41,7 @@ def check_call(
 
 
 def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Mapping) -> str:
-    """What is wrong with this rank's arguments, in one sentence; empty if nothing is."""
+    """One sentence on what is wrong with this rank's arguments; empty if nothing is."""
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
     first, *others = hidden.shape[:-1] or (0,)
@@ -84,7 +84,7 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
 
 
 def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dict[str, str]:
-    """What all ranks must have in common, in words; what is wrong first."""
+    """What must be the same on all ranks, in words; any problem first."""
     return {
         "problem": problem,
         "hidden": str(tuple(hidden.shape)),
@@ -100,7 +100,7 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
 
 
 def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
-    """Make sure that all ranks of a group have the same terms."""
+    """Check that all ranks of a group have the same terms."""
     text, board = json.dumps(terms), state_of(group).board
     if board.knows(text):
         return
@@ -125,7 +125,7 @@ def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
 
 
 def _check_labels(labels, loss_mask, vocab: int, options: LossOptions, tp: TensorParallel) -> None:
-    """Refuse labels out of range, even if one rank alone has them."""
+    """Refuse labels out of range, even if only one rank has them."""
     wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocab))
     if loss_mask is not None:
         wrong &= loss_mask != 0

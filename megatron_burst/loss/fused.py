@@ -1,7 +1,7 @@
 """The kernels of `statistics` in Triton: one pass over a tile each, sums in float32.
 
-Megatron's own loss makes about ten passes over logits in float32 (fused_cross_entropy.py); here a
-tile is read once for the statistics, and read and written once for the gradient.
+Megatron's own loss makes about ten passes over float32 logits (fused_cross_entropy.py); here a tile
+is read once for statistics, and read and written once for gradients.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_burst.loss.statistics import LossOptions
 
-_BLOCK = 4096  # classes that a program of the statistics looks at together
+_BLOCK = 4096  # classes that a statistics program reads at a time
 _GRADIENT_BLOCK = 2048
-_SIDE = 8  # classes side by side in a lane: 16 bytes of 16-bit logits, one load of a thread
+_SIDE = 8  # adjacent classes of a lane: 16 bytes of 16-bit logits, one load of a thread
 
 
 def merge_statistics(
@@ -24,7 +24,7 @@ def merge_statistics(
     if rows == 0:
         return
     block = _block(classes, _BLOCK)
-    with torch.cuda.device_of(raw):  # Triton launches on the current device, whatever it gets
+    with torch.cuda.device_of(raw):  # Triton launches on the current device, not on the tensors'
         _statistics_kernel[(rows,)](
             stats, raw, targets, classes, stats.stride(0), raw.stride(0),
             options.logit_scale, options.softcap or 1.0,
@@ -72,18 +72,18 @@ def _statistics_kernel(
     raw += row * raw_step
     stats += row
     columns = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-    # by lane, and put together at the end: a sum over all lanes waits for all threads
+    # per lane, combined at the end: a sum over all lanes waits for all threads
     largest = tl.full([LANES], -float("inf"), tl.float32)
     weight = tl.zeros([LANES], tl.float32)  # sum of exp(z - largest)
     weighted = tl.zeros([LANES], tl.float32)  # sum of exp(z - largest) z
     total = tl.zeros([LANES], tl.float32)
-    for block in range(BLOCKS):  # a constant: the interpreter knows no other bounds
+    for block in range(BLOCKS):  # a constant: the interpreter supports no other bounds
         at = block * LANES * SIDE + columns
         inside = at < classes
         z = _logits(tl.load(raw + at, mask=inside, other=0.0), scale, softcap, CAPPED)
         masked = tl.where(inside, z, -float("inf"))
         now = tl.maximum(largest, tl.max(masked, axis=1))
-        base = tl.where(now == -float("inf"), 0.0, now)  # nothing was inside so far
+        base = tl.where(now == -float("inf"), 0.0, now)  # no valid class so far
         shrink = tl.exp(largest - base)
         e = tl.exp(masked - base[:, None])
         weight = weight * shrink + tl.sum(e, axis=1)

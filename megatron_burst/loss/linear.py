@@ -158,8 +158,8 @@ def token_log_probs(
 
 
 def _mode(hidden, weight, reduction, return_lse: bool, forecast: Forecast | None) -> str:
-    """How gradients come about where the caller does not say."""
-    if hidden.dtype == torch.float16 or return_lse:  # before backward fp16 is not scaled yet
+    """How gradients are computed if the caller does not choose."""
+    if hidden.dtype == torch.float16 or return_lse:  # in forward fp16 is not loss-scaled yet
         return "recompute"
     if reduction != "none":
         return "forward"
@@ -196,7 +196,7 @@ def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dty
 
 
 def _shares(forecast: Forecast, rows: Rows, labels, loss_mask, dtype: torch.dtype) -> Tensor:
-    """What the losses' gradients are multiples of, [blocks, n]."""
+    """Weights per token, [blocks, n]; the losses' gradients should be a multiple of them."""
     shares = rows.collect(_row_weights(rows, labels, loss_mask, "sum", dtype))
     if forecast.per_token:
         return shares

@@ -1,18 +1,18 @@
-"""Where the weight's gradient goes: float32 sums, straight into Megatron's `main_grad` if there is
-one; and what the gradient of a head's losses will be, so that it need not wait for backward.
+"""Accumulates the weight's gradient in float32, directly in Megatron's `main_grad` if it exists,
+and forecasts the gradient of a head's losses so that forward can already do so.
 
-Megatron scales a loss after it was computed: by one number for all tokens, or by one over the
-number of tokens, the same in every micro-batch. The last backward pass tells which. Under that
-scale forward adds the weight's gradient straight to `main_grad`; backward compares, and where the
-gradient is another one takes out what was added and computes it anew.
+Megatron scales a loss after computing it: by one factor for all tokens, or by one over the number
+of tokens, the same in every micro-batch. The last backward pass shows which. With that scale,
+forward adds the weight's gradient to `main_grad`; backward compares, and if the gradient differs,
+subtracts what was added and recomputes it.
 
-`main_grad` may hold more than was asked for between a forward pass and its backward pass. So it is
-added to in forward only between `open` (it was set to zero) and `close` (it is about to be used),
-and `close` fails if a backward pass is missing.
+Between a forward pass and its backward pass, `main_grad` thus holds gradients that backward has not
+confirmed. So forward adds to it only between `open` (it was zeroed) and `close` (it is about to be
+used), and `close` fails if a backward pass is missing.
 
 Megatron's contract (core/tensor_parallel/layers.py:690, core/distributed/
-distributed_data_parallel.py:485): whoever adds to `weight.main_grad` says so in
-`grad_added_to_main_grad`; then the hook of the weight adds `weight.grad` only if `zero_out_wgrad`.
+distributed_data_parallel.py:485): code that adds to `weight.main_grad` sets
+`grad_added_to_main_grad`; then the weight's hook adds `weight.grad` only if `zero_out_wgrad`.
 """
 
 import logging
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.statistics import sum_dtype
 
-_SAME = 1e-6  # relative: a few roundings of float32 in the scale, far below those of the gradients
+_SAME = 1e-6  # relative: a few float32 roundings of the scale, far below those of the gradients
 _HITS_A_MISS = 16  # a miss costs five GEMMs, a hit saves one
 _FREE_MISSES = 2
 
@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """total += a @ b, where total is in float32 or wider and the GEMM adds up in it.
+    """total += a @ b, where total is in float32 or wider and the GEMM accumulates in it.
 
-    `first`: whatever total had is neither read nor kept.
+    `first`: total's previous content is ignored and overwritten.
     """
     beta = 0 if first else 1
     if total.dtype == a.dtype:
@@ -47,14 +47,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
 
 
 def held_bytes(weight: Tensor) -> int:
-    """What sums of its gradient take where Megatron has some already; 0 where they are alone."""
+    """Bytes of a sum of the weight's gradient if Megatron already has one; 0 if ours is the
+    only."""
     return 0 if main_grad_of(weight) is None else weight.numel() * sum_dtype(weight.dtype).itemsize
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Megatron's float32 buffer of this weight's gradient, if it may be added to directly.
+    """Megatron's float32 gradient buffer of this weight, if we may add to it directly.
 
-    Not where Megatron-FSDP makes it as it goes, nor in 16 bit, in which nothing is added up.
+    Not with Megatron-FSDP, which allocates it on the fly, nor in 16 bits, too coarse for sums.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or hasattr(weight, "__fsdp_param__"):
@@ -66,11 +67,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def announce_main_grad(weight: Tensor) -> Tensor | None:
-    """Tell Megatron that `main_grad` has this call's gradient; what autograd shall get for it.
+    """Tell Megatron that `main_grad` has this call's gradient; returns what autograd gets for it.
 
-    Megatron's hook wants to find a gradient. It gets one of a single zero, expanded; only a weight
-    that others give gradients to as well (`zero_out_wgrad`, `shared_embedding`) gets real zeros,
-    which theirs can be added to.
+    Megatron's hook requires a gradient. It gets a single zero, expanded; only a weight with other
+    gradients too (`zero_out_wgrad`, `shared_embedding`) gets real zeros, to which those can be
+    added.
     """
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False) or getattr(weight, "shared_embedding", False):
@@ -82,19 +83,19 @@ def announce_main_grad(weight: Tensor) -> Tensor | None:
 
 @dataclass(slots=True)
 class Forecast:
-    """What the gradient of one head's losses will be."""
+    """The expected gradient of one head's losses."""
 
-    per_token: bool  # whether losses are summed; else they are divided by the sum of their mask
-    # number on the device by which they are multiplied besides, as the last backward pass had it
+    per_token: bool  # whether losses are summed, not divided by the sum of their mask
+    # further factor of the losses in the last backward pass, on the device
     factor: Tensor | None = None
-    step: int = 0  # how often `main_grad` was set to zero
+    step: int = 0  # how often `main_grad` was zeroed
     is_open: bool = False  # whether `main_grad` may be added to in forward
-    pending: int = 0  # calls of this step that did so and had no backward pass yet
+    pending: int = 0  # calls of this step that did so, still without backward
     hits: int = 0  # backward passes that found what was expected
     misses: int = 0  # those that did not
 
     def open(self) -> None:
-        """`main_grad` was set to zero: what was added before is gone."""
+        """`main_grad` was zeroed: earlier additions are gone."""
         self.step += 1
         self.is_open, self.pending = True, 0
 
@@ -111,11 +112,11 @@ class Forecast:
 
     @property
     def given_up(self) -> bool:
-        """Whether it was wrong too often to be worth anything."""
+        """Whether it was wrong too often to be worthwhile."""
         return self.misses > _FREE_MISSES + self.hits // _HITS_A_MISS
 
     def ready(self, weight: Tensor) -> bool:
-        """Whether a call with this weight can count on it."""
+        """Whether a call with this weight can use it."""
         wanted = torch.is_grad_enabled() and weight.requires_grad
         known = self.is_open and self.factor is not None and not self.given_up
         return wanted and known and main_grad_of(weight) is not None
@@ -126,24 +127,24 @@ class Expected:
     """What one call expects."""
 
     forecast: Forecast
-    share: Tensor  # [blocks, n], what the losses' gradients are multiples of
-    gradient: Tensor | None = None  # [blocks, n], what was counted on in forward, if anything
-    step: int = 0  # when that was
+    share: Tensor  # [blocks, n], the losses' gradients are multiples of it
+    gradient: Tensor | None = None  # [blocks, n], what forward assumed, if anything
+    step: int = 0  # the step of that forward
 
     def count_on_it(self) -> Tensor:
-        """The gradient of the losses, [blocks, n]; from now on `main_grad` depends on it."""
+        """The losses' expected gradient, [blocks, n]; from now on `main_grad` depends on it."""
         self.step, self.forecast.pending = self.forecast.step, self.forecast.pending + 1
         self.gradient = self.share * self.forecast.factor
         return self.gradient
 
     @property
     def in_main_grad(self) -> bool:
-        """Whether `main_grad` still has what was added: it was not set to zero since."""
+        """Whether `main_grad` still has what was added: it was not zeroed since."""
         return self.step == self.forecast.step
 
     def resolve(self, grad: Tensor, group: dist.ProcessGroup | None) -> bool:
-        """In backward: was it right about the losses' grad [blocks, n]? On all ranks of the group
-        alike. The CPU waits for the GPU, to know whether to compute more.
+        """In backward: whether the losses' grad [blocks, n] is as expected, on all ranks of the
+        group. Synchronizes, because the CPU must know whether to recompute.
         """
         forecast, tolerance = self.forecast, _SAME * self.gradient.abs()
         off = (~((grad - self.gradient).abs() <= tolerance)).any().int()  # NaN is off
@@ -163,9 +164,9 @@ class Expected:
         return hit and self.in_main_grad
 
     def learn(self, grad: Tensor) -> None:
-        """Note the factor for calls to come; one that says nothing leaves it as it was.
+        """Remember the factor for later calls; an undefined one changes nothing.
 
-        It is never NaN or infinite, because what is added under it could not be taken out again.
+        It is never NaN or infinite, because such additions could not be subtracted again.
         """
         if grad.numel() == 0:
             return
@@ -175,11 +176,11 @@ class Expected:
 
 
 def common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:
-    """The number c of grad = c * row_weight, as a scalar tensor; NaN if there is none."""
+    """c such that grad = c * row_weight, as a scalar tensor; NaN if there is none."""
     if grad.numel() == 0:
         return grad.new_ones(())
     grad, row_weight = grad.flatten(), row_weight.flatten()
-    largest = row_weight.abs().argmax()  # exact where grad is a product with row_weight
+    largest = row_weight.abs().argmax()  # exact if grad is a multiple of row_weight
     weight = row_weight[largest]
     factor = torch.where(weight != 0, grad[largest] / weight, 0)
     off = (grad - factor * row_weight).abs() > 1e-3 * (factor * weight).abs()

@@ -17,7 +17,7 @@ from megatron_burst.errors import BurstError, Need, unmet
 from megatron_burst.schedule.layout import Layout, positions
 
 WHO = "next tokens"
-_NO_CLASS = torch.iinfo(torch.int64).max  # of any vocabulary
+_NO_CLASS = torch.iinfo(torch.int64).max  # not in any vocabulary
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
 
 
@@ -75,7 +75,7 @@ class _Shards:
     """How the tokens of a call are sharded."""
 
     layout: str
-    group: dist.ProcessGroup | None  # None where one rank has all
+    group: dist.ProcessGroup | None  # None if one rank has all
     whole_sample: bool
 
     @property
@@ -87,11 +87,11 @@ class _Shards:
         return 0 if self.group is None else self.group.rank()
 
     def rows(self, tokens: Tensor) -> int:
-        """Of each rank."""
+        """Rows per rank."""
         return len(tokens) // (self.size if self.whole_sample else 1)
 
     def needs(self, tokens: Tensor, sample: Sample | None) -> Iterator[Need]:
-        """What must hold besides what `Documents` asks of boundaries."""
+        """Checks beyond those that `Documents` makes on boundaries."""
         shape = f"tokens {tuple(tokens.shape)} and {self.size} ranks"
         yield (
             self.layout in tuple(Layout),
@@ -123,14 +123,14 @@ class _Shards:
         )  # fmt: skip
 
     def documents(self, tokens: Tensor, sample: Sample) -> Documents:
-        """Of the sample that the tokens are of."""
+        """The documents of the sample that contains the tokens."""
         rows = self.rows(tokens)
-        # any bound of their length does: no kernel is launched for it
+        # any upper bound on length will do: no kernel uses it
         bounded = sample._replace(longest=rows * self.size)
         return Documents(bounded, (rows, self.size), Layout(self.layout), tokens.device, WHO)
 
     def in_words(self, tokens: Tensor, documents: Documents | None, problem: str) -> dict[str, str]:
-        """What all ranks must have in common; on the CPU sizes and boundaries too."""
+        """What must be the same on all ranks; on the CPU also sizes and boundaries."""
         axes = tuple(tokens.shape) if tokens.device.type == "cpu" else tokens.dim()
         words = {"problem": problem, "tokens": f"{axes} {tokens.dtype} {tokens.device.type}"}
         words |= {"layout": self.layout, "whole_sample": str(self.whole_sample)}
@@ -148,10 +148,10 @@ class _Shards:
 
 
 def _agree(group: dist.ProcessGroup, words: dict[str, str], tokens: Tensor) -> None:
-    """Make sure that all ranks call alike; on a GPU they tell each other once a configuration.
+    """Check that all ranks make the same call; on a GPU once per configuration.
 
-    A rank that refuses a call there, after others that fitted, waits for nobody: the others hear of
-    it when their next pass begins.
+    On a GPU, a rank that refuses a later call does not wait: the others learn of it when their next
+    pass begins.
     """
     if tokens.device.type != "cpu":
         state = state_of(group)
@@ -173,7 +173,7 @@ def _labels(
     shards: _Shards, tokens: Tensor, sample: Sample | None, documents: Documents | None,
     ignored: int,
 ) -> Tensor:  # fmt: skip
-    """Labels of this rank's rows, of a call that fits."""
+    """Labels of this rank's rows, for a valid call."""
     rows, ids, same = shards.rows(tokens), tokens.long(), None
     if len(ids) == 0:
         return ids
@@ -194,7 +194,7 @@ def _labels(
 def _gather(
     ids: Tensor, digest: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(ids of all ranks, one behind the other; whether all have this digest)."""
+    """(ids of all ranks, concatenated; whether all have this digest)."""
     mine = torch.cat((digest.view(1), ids.flatten()))
     everyones = mine.new_empty(group.size(), len(mine))
     dist.all_gather_into_tensor(everyones.view(-1), mine, group)
@@ -202,7 +202,7 @@ def _gather(
 
 
 def _digest(sample: Sample | None, like: Tensor) -> Tensor:
-    """A number that ranks with other boundaries do not have, on the device."""
+    """A hash of the boundaries, on the device."""
     if sample is None:
         return like.new_zeros(())
     given = (sample.cu_seqlens, sample.padded)

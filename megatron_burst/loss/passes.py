@@ -15,14 +15,14 @@ from megatron_burst.loss.tiles import Tiles, choose_tiles
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a pass needs to know besides tensors."""
+    """A pass's parameters besides tensors."""
 
     options: LossOptions
     tp: TensorParallel
     tiles: Tiles
-    vocab: int  # number of classes of all ranks
-    entropy: bool = False  # whether it is wanted
-    keep: bool = True  # whether the last tile of logits stays for backward, if computed there
+    vocab: int  # number of classes on all ranks together
+    entropy: bool = False  # whether to compute it
+    keep: bool = True  # whether to save the last tile of logits for backward, if that recomputes
 
     @property
     def extras(self) -> bool:
@@ -31,11 +31,11 @@ class Head:
 
 @dataclass(slots=True)
 class Sums:
-    """Where gradients are added up; None where one is not wanted."""
+    """Accumulators of gradients; None for those not needed."""
 
     hidden: HiddenGrad | None  # of this rank's rows
     weight: Tensor | None  # [vocab_local, h] in float32 or wider
-    fresh: bool = False  # whether what is in `weight` so far means nothing
+    fresh: bool = False  # whether the content of `weight` is still uninitialized
 
     def finish(self, shape: torch.Size) -> Tensor | None:
         """The hidden states' gradient in their shape."""
@@ -48,7 +48,7 @@ def statistics_pass(
     """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
 
     Returns:
-        (statistics, the memory of a tile, with the last tile's logits in it).
+        (statistics, the tile buffer, which still holds the last tile's logits).
     """
     stats = statistics.empty_statistics(rows.labels.numel(), hidden)
     stats = stats.view(len(Stat), *rows.labels.shape)
@@ -62,10 +62,10 @@ def gradient_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor, sums: Sums,
     kept: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the gradients up, computing logits once more; tiles come from the last to the first.
+    """Accumulate gradients, recomputing logits; tiles go from last to first.
 
-    `factors`: [5, blocks, n]; `kept`: a statistics pass's memory of a tile, written to: its logits
-    are not computed again.
+    `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
+    are not recomputed.
     """
     buffer, computed = _tile_buffer(head, hidden) if kept is None else kept, kept is not None
     for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows, backwards=True):
@@ -84,7 +84,7 @@ def gradient_pass(
         computed = False
         if sums.hidden is not None:
             sums.hidden.put(piece, total)
-        del x, total  # before the next ones come
+        del x, total  # before the next ones are made
 
 
 def forward_gradient_pass(
@@ -93,7 +93,7 @@ def forward_gradient_pass(
     """Statistics as of `statistics_pass` and, from the same logits, gradients of
     sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
 
-    Each chunk needs the statistics of the whole vocabulary, so has a collective of its own.
+    Each chunk needs statistics of the whole vocabulary, hence one collective per chunk.
     """
     stats = hidden.new_empty(len(Stat), *rows.labels.shape, dtype=sum_dtype(hidden.dtype))
     buffer = _tile_buffer(head, hidden)
@@ -116,7 +116,7 @@ def forward_gradient_pass(
 def largest_class(
     hidden: Tensor, weight: Tensor, tp: TensorParallel, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit and its class among this rank's part of the vocabulary, without all logits.
+    """Largest logit and its class on this rank's part of the vocabulary, tile by tile.
 
     Args:
         hidden: [s, b, h], or with sequence parallelism this rank's part of s.
@@ -141,7 +141,7 @@ def largest_class(
 
 
 def losses(head: Head, stats: Tensor) -> Tensor:
-    """Loss of each row [blocks, n], before any reduction."""
+    """Loss per row [blocks, n], before any reduction."""
     lse, target, total, _ = stats
     s = head.options.smoothing(head.vocab)
     loss = lse - (1 - s) * target
@@ -177,7 +177,7 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
 
 
 def _poisoned(stats: Tensor) -> Tensor:
-    """Statistics whose LSE is NaN where the target's logit is: loss and gradient become NaN."""
+    """Statistics with LSE NaN wherever TARGET is: loss and gradient become NaN."""
     target = stats[Stat.TARGET]
     stats[Stat.LSE] = torch.where(target.isnan(), target, stats[Stat.LSE])
     return stats
@@ -187,9 +187,9 @@ def _tiles(
     head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor, computed=False,
     backwards=False,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
-    """Tiles of a chunk: (classes, raw logits, columns of the labels); all in the same memory.
+    """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer.
 
-    `computed`: the first of these tiles' logits still are in the buffer.
+    `computed`: the buffer still holds the first tile's logits.
     """
     labels = rows.labels[:, piece].flatten() - head.tp.rank * weight.shape[0]
     starts = range(0, weight.shape[0], head.tiles.classes)

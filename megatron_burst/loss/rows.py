@@ -1,5 +1,5 @@
-"""Which tokens are computed, and what travels between tensor-parallel ranks: rows, their gradients,
-statistics."""
+"""Which tokens are computed, and communication between tensor-parallel ranks: rows, their
+gradients, statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,22 +11,23 @@ from torch import Tensor
 from megatron_burst.loss.statistics import Stat
 from megatron_burst.loss.tiles import Sizes
 
-_ROWS_AT_ONCE = 1024  # that are converted
+_ROWS_AT_ONCE = 1024  # converted at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens in blocks: one of all tokens, or one a rank where ranks hold parts of the sequence."""
+    """Tokens in blocks: a single one, or one per rank if ranks hold parts of the sequence."""
 
     labels: Tensor  # [blocks, n] int64
     valid: Tensor  # [blocks, n], false where a token is left out
-    mine: int  # the block that this rank holds hidden states of
-    order: Tensor | None  # [blocks, n] int64: which token of its block; None where it is itself
-    tokens: int  # of a block, those that are not computed included
+    mine: int  # the block whose hidden states this rank holds
+    order: Tensor | None  # [blocks, n] int64: the token's index in its block; None: identity
+    tokens: int  # per block, including those that are not computed
 
     @classmethod
     def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None) -> "Rows":
-        """Those to compute of [blocks, tokens]; in no block do more than `most` count, if known."""
+        """The rows to compute of [blocks, tokens]; `most`: maximum number of valid ones per block,
+        if known."""
         tokens = labels.shape[1]
         if most is None or most >= tokens:
             return cls(labels, valid, mine, None, tokens)
@@ -35,7 +36,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows of a block."""
+        """Rows per block."""
         return self.labels.shape[1]
 
     def take(self, hidden: Tensor, piece: slice) -> Tensor:
@@ -50,7 +51,7 @@ class Rows:
             index = torch.arange(piece.start, piece.stop, device=hidden.device)
         else:
             index = self.order[self.mine, piece]
-        # by all indices at once: a view of strided tokens would be copied as a whole
+        # all indices in one call: a view of strided tokens would be copied entirely
         picked = hidden[torch.unravel_index(index, hidden.shape[:-1])]
         return picked.masked_fill_(~valid, 0)
 
@@ -79,14 +80,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedCount:
-    """The largest number of tokens that count in a block, on its way to the CPU."""
+    """The largest number of valid tokens in a block, while it is copied to the CPU."""
 
-    blocks: int  # that it was counted for
+    blocks: int  # number of blocks that were counted
     count: Tensor  # on the CPU, valid once `arrived`
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> int:
-        """The number; the CPU waits until the GPU has come to where counting was started."""
+        """The number; the CPU waits until the GPU has counted."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return int(self.count)
@@ -106,7 +107,7 @@ def count_supervised(
     valid = valid_tokens(labels, loss_mask, ignore_index).view(blocks, -1)
     most = valid.sum(1).max() if valid.numel() else valid.sum()
     if tp_group is not None and tp_group.size() > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX, tp_group)  # all ranks gather alike
+        dist.all_reduce(most, dist.ReduceOp.MAX, tp_group)  # all ranks gather equally many
     if not most.is_cuda:
         return SupervisedCount(blocks, most)
     count = torch.empty((), dtype=most.dtype, pin_memory=True)
@@ -124,8 +125,8 @@ def valid_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) ->
 class TensorParallel:
     """The ranks that hold parts of the vocabulary."""
 
-    group: dist.ProcessGroup | None = None  # None where one rank holds all of it
-    sequence_parallel: bool = False  # whether each also holds a part of the sequence only
+    group: dist.ProcessGroup | None = None  # None if one rank holds all of it
+    sequence_parallel: bool = False  # whether the sequence is sharded over them too
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> "TensorParallel":
@@ -141,13 +142,13 @@ class TensorParallel:
 
     @property
     def blocks(self) -> int:
-        """Into how many parts the sequence is split."""
+        """Number of parts of the sequence."""
         return self.size if self.sequence_parallel else 1
 
     def sizes(self, rows: int, hidden: Tensor, weight: Tensor, held: int = 0) -> Sizes:
-        """What tiles are chosen for; the same on all ranks, which compute the same chunks.
+        """The sizes that tiles are chosen for; equal on all ranks, which compute the same chunks.
 
-        `rows`: of all blocks; `held`: bytes of sums that the call holds besides.
+        `rows`: of all blocks; `held`: bytes of the call's other sums.
         """
         classes, width = weight.shape
         return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
@@ -156,9 +157,9 @@ class TensorParallel:
     def chunks(
         self, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of all blocks, some at a time: (which of a block, [blocks * some, h]).
+        """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]).
 
-        The next ones are on their way while the caller computes.
+        The next ones are sent while the caller computes.
         """
         step = size // self.blocks
         pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
@@ -184,7 +185,7 @@ class TensorParallel:
     def combine(self, stats: Tensor) -> Tensor:
         """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
 
-        Sums relative to different maxima cannot be added on the way, so ranks get all parts.
+        Sums relative to different maxima cannot be all-reduced, so ranks gather all parts.
         """
         if self.size == 1 or stats.numel() == 0:
             return stats
@@ -204,20 +205,20 @@ def _landed(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
 
 
 class HiddenGrad:
-    """The hidden states' gradient, summed over the vocabulary's parts as chunks come.
+    """The hidden states' gradient, summed over the vocabulary's parts chunk by chunk.
 
-    At most two sums are under way, so what they read takes the memory of two chunks.
+    At most two reductions are in flight, so their inputs take the memory of two chunks.
     """
 
     def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor) -> None:
         self._tp, self._rows = tp, rows
         shape = rows.tokens, like.shape[-1]
-        # [tokens, h], of this rank's tokens; 0 where one is not computed
+        # [tokens, h], of this rank's tokens; 0 for those that are not computed
         self.mine = like.new_empty(shape) if rows.order is None else like.new_zeros(shape)
         self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
 
     def put(self, piece: slice, grad: Tensor) -> None:
-        """Take a chunk [blocks * some, h] of this rank's part of the sum, of any dtype."""
+        """Add a chunk [blocks * some, h] of this rank's part of the sum, in any dtype."""
         tp = self._tp
         if tp.size == 1:
             return self._rows.put(self.mine, piece, grad)
@@ -235,14 +236,14 @@ class HiddenGrad:
             self._land()
 
     def _land(self) -> None:
-        """Wait for the oldest sum."""
+        """Wait for the oldest reduction."""
         work, piece, some, _ = self._under_way.pop(0)
         work.wait()
         if self._rows.order is not None or self._tp.blocks == 1:
             self._rows.put(self.mine, piece, some)
 
     def finish(self) -> Tensor:
-        """All of it."""
+        """The whole gradient."""
         while self._under_way:
             self._land()
         return self.mine

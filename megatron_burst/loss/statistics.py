@@ -1,5 +1,5 @@
-"""What the loss is, and its two kernels in plain torch: statistics of a tile of logits, and its
-gradient. `fused` has the same kernels in Triton.
+"""The definition of the loss, and its two kernels in plain torch: statistics of a tile of logits,
+and its gradient. `fused` has the same kernels in Triton.
 
 A tile is [rows, classes] of raw logits x = hidden @ weight.T, in the model's dtype; z = cap(scale
 x). Everything else is in float32 (float64 for float64).
@@ -61,7 +61,7 @@ class LossOptions:
 
 
 class Stat(IntEnum):
-    """Rows of the statistics [4, rows]; the last two are kept only where asked for."""
+    """Rows of the statistics [4, rows]; the last two are optional."""
 
     LSE = 0  # log sum exp z
     TARGET = 1  # z at the label
@@ -76,12 +76,12 @@ class Factor(IntEnum):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of values of a dtype are kept in."""
+    """The dtype in which values of a dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_statistics(rows: int, like: Tensor) -> Tensor:
-    """Statistics [4, rows] of no class at all."""
+    """Initial statistics [4, rows], over no classes."""
     stats = torch.zeros(len(Stat), rows, dtype=sum_dtype(like.dtype), device=like.device)
     stats[Stat.LSE] = -torch.inf
     return stats
@@ -90,14 +90,15 @@ def empty_statistics(rows: int, like: Tensor) -> Tensor:
 def merge_statistics(
     stats: Tensor, raw: Tensor, targets: Tensor, options: LossOptions, extras: bool
 ) -> None:
-    """Take a tile into the statistics of its rows.
+    """Merge a tile into the statistics of its rows.
 
     Args:
         stats: [4, rows], changed in place.
         raw: [rows, classes] raw logits, in the model's dtype.
-        targets: [rows] int64: column of the label in this tile; another number where it has none.
+        targets: [rows] int64: column of the label in this tile; any number outside it if there is
+            none.
         options: scale and cap.
-        extras: whether TOTAL and MEAN are wanted.
+        extras: whether to compute TOTAL and MEAN.
     """
     z = _logits(raw, options)
     lse = z.logsumexp(1)
@@ -114,9 +115,9 @@ def merge_statistics(
 
 
 def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
-    """Put the gradient of raw logits in their place, rounded once to their dtype.
+    """Replace raw logits by their gradient in place, rounded once to their dtype.
 
-    Args are those of `merge_statistics`, and factors [5, rows].
+    Args are those of `merge_statistics`, plus factors [5, rows].
     """
     z = _logits(raw, options)
     lse, softmax, slope, label, every = (factor.unsqueeze(1) for factor in factors)

@@ -1,20 +1,20 @@
-"""How much is computed at once: tiles of logits that fit a fixed amount of memory.
+"""Tile sizes: tiles of logits that fit a fixed amount of memory.
 
 A GEMM that adds to [classes, h] float32 sums reads and writes 8 bytes for 2 rows operations, so
 tiles have many rows; one that adds [rows, h] sums likewise wants many classes. The hidden states'
-gradient [rows, h] is the smallest product: where its blocks fill the GPU's multiprocessors 2.67
-times, they take as long as 3 times.
+gradient [rows, h] is the smallest product: if its blocks fill the GPU's multiprocessors 2.67 times,
+they take as long as 3 full waves.
 """
 
 from dataclasses import dataclass
 from math import ceil
 
-SCRATCH_BYTES = 896 << 20  # of the 1 GiB that is promised; the rest is for statistics of all rows
+SCRATCH_BYTES = 896 << 20  # of the promised 1 GiB; the rest is for statistics of all rows
 _MOST_ROWS = 8192
 _LEAST_CLASSES = 4096
-_UNIT = 128  # rows and classes come in multiples: whole blocks for the GEMMs
+_UNIT = 128  # rows and classes are multiples: whole blocks for the GEMMs
 _BLOCK = 128, 256  # rows, columns of a product that a multiprocessor computes at once (cuBLAS)
-_SUM_ROWS = 750  # a GEMM of so many rows takes as long as adding to sums: 8 bytes at 4.2 TB/s
+_SUM_ROWS = 750  # a GEMM of this many rows takes as long as adding to sums: 8 bytes at 4.2 TB/s
 #                  against 2 rows operations at 750 TFLOP/s
 
 
@@ -28,39 +28,39 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What tiles are chosen for."""
+    """The sizes that tiles are chosen for."""
 
     rows: int  # of all blocks together
     classes: int  # of the local vocabulary
     width: int  # of the hidden states
     itemsize: int  # bytes of an element of the model
     ranks: int = 1  # that share the vocabulary
-    blocks: int = 1  # in which rows come: as many as ranks with sequence parallelism, else 1
-    processors: int = 1  # multiprocessors of the GPU; 1: none are left idle
-    held: int = 0  # bytes of sums that this call holds besides
+    blocks: int = 1  # of rows: as many as ranks with sequence parallelism, else 1
+    processors: int = 1  # multiprocessors of the GPU; 1: ignore idle ones
+    held: int = 0  # bytes of this call's other sums
 
     def row_bytes(self, whole: bool) -> int:
-        """Memory of a row besides its logits: what comes in and goes out, and its sums."""
-        copies = 2 if whole else 1  # the input; its gradient, where it is no sum
+        """Memory of a row besides its logits: its inputs, outputs and sums."""
+        copies = 2 if whole else 1  # the input; its gradient, unless that is a sum
         if self.ranks > 1:
-            copies = 4  # the input, the next one, the gradient and the last one, on their ways
+            copies = 4  # the input, the next one, the gradient and the last one, in flight
         sums = 0 if whole else max(4, self.itemsize)
         return self.width * (copies * self.itemsize + sums)
 
 
 def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> Tiles:
-    """The tiles that take the least time, by the rules above, of those that fit.
+    """The fastest tiles that fit, by the rules above.
 
-    `whole`: whether a tile must have all classes, for its gradient in forward; `chunk_tokens`:
-    rows, if they are not to be chosen.
+    `whole`: whether a tile must have all classes, for gradients in forward; `chunk_tokens`: fixed
+    number of rows.
     """
-    # sums that this call holds count, unless too little would be left
+    # this call's other sums count, unless too little would be left
     left = SCRATCH_BYTES - sizes.held
     scratch = left if left >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
     blocks, a_row = sizes.blocks, sizes.row_bytes(whole)
     share = scratch if whole else scratch // 2
     most = share // (a_row + (sizes.classes * sizes.itemsize if whole else 0))
-    if not whole:  # leave room for a tile that is not too narrow
+    if not whole:  # leave room for a wide enough tile
         narrow = min(sizes.classes, _LEAST_CLASSES) * sizes.itemsize
         most = min(most, (scratch - share) // narrow)
     fitting = min(_MOST_ROWS, max(most // _UNIT, 2) * _UNIT)
@@ -75,7 +75,7 @@ def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> 
 
 
 def _rows_of_a_block(sizes: Sizes, most: int) -> int:
-    """At most `most`, so that all chunks take the least time; of equal ones the smallest."""
+    """At most `most` rows, such that all chunks take the least time; of equals the smallest."""
     total, unit = sizes.rows // sizes.blocks, max(_UNIT // sizes.blocks, 16)
     if total == 0:
         return 1
@@ -89,7 +89,7 @@ def _rows_of_a_block(sizes: Sizes, most: int) -> int:
 
 
 def _chunk_cost(sizes: Sizes, per_block: int) -> float:
-    """Time of a chunk's products with sums, as rows of a GEMM that wastes nothing."""
+    """Time of a chunk's accumulating GEMMs, in rows of a GEMM at full efficiency."""
     height, width = _BLOCK
     blocks = ceil(per_block * sizes.blocks / height) * ceil(sizes.width / width)
     waves = ceil(blocks / sizes.processors)
@@ -97,7 +97,7 @@ def _chunk_cost(sizes: Sizes, per_block: int) -> float:
 
 
 def _even(total: int, most: int) -> int:
-    """At most `most`, so that pieces of a total are about equal: no short one at the end."""
+    """At most `most`, such that pieces of a total are about equal: no short last one."""
     if total <= most:
         return max(total, 1)
     pieces = ceil(total / most)

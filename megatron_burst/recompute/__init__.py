@@ -1,6 +1,6 @@
-"""Keeps attention's results across activation recomputation, which then need not compute them.
+"""Keeps attention's results so that activation recomputation skips attention.
 
-`keeping` pairs the first pass of a checkpointed function with its recomputation and says how much
-is kept and where; `recording` is one kept call of an attention function; `keep` joins the two;
-`half` keeps the later rows only; `offload` is host memory.
+`keeping` pairs the first pass of a checkpointed function with its recomputation and decides how
+much is kept and where; `recording` is one kept call of an attention function; `keep` joins the two;
+`half` keeps only the later rows; `offload` manages host memory.
 """

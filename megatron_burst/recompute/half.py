@@ -1,4 +1,4 @@
-"""Keeps the later half of the sequence's rows; computes the early half again, evenly."""
+"""Keeps the later half of the sequence's rows; recomputes the early half, evenly over ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class LaterHalf:
-    """The policy that keeps (out, lse) of the later rows. Recomputation is collective; so is the
-    first pass where others keep a rank's rows."""
+    """The policy that keeps (out, lse) of the later rows. Recomputation is collective, and so is
+    the first pass if other ranks keep a rank's rows."""
 
-    plan: EarlyHalf  # which rows are computed again, and by whom; who keeps the others
-    call: Call  # how: a call over the early half as a sequence of its own
-    over_all: Carrier  # passes rows between any two ranks of the group
+    plan: EarlyHalf  # which ranks recompute which rows; who keeps the others
+    call: Call  # the call over the early half as a separate sequence
+    over_all: Carrier  # sends rows between any two ranks of the group
     marks: Marks = field(default_factory=Marks)  # of the whole call
 
     @property
@@ -52,7 +52,7 @@ class LaterHalf:
         return kept
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """Out and lse of all rows; the early ones computed from q, k and v."""
+        """Out and lse of all rows; the early ones recomputed from q, k and v."""
         tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
         out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
         whole = _rows_first(out, lse)
@@ -88,13 +88,13 @@ def keeping_of(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig,
     over_all: Callable[[], Communicator], marks: Marks,
 ) -> tuple[Keeping | None, list[Choice]]:  # fmt: skip
-    """How a call of burst attention is kept, None if it is not; what was chosen for it.
+    """How a call of burst attention is kept, or None; the choices made.
 
-    q, k and v are [b, n, heads, dim]; `over_all` makes a communicator in which any two ranks send,
-    all ranks together.
+    q, k and v are [b, n, heads, dim]; `over_all` makes a communicator between any two ranks,
+    collectively.
 
     Raises:
-        BurstError: if it was asked for what only Megatron's layers can have.
+        BurstError: if an option works in Megatron's layers only.
     """
     _check(config)
     if config.keep == "none":
@@ -119,8 +119,8 @@ def keeping_of(
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
-    """Pass a byte round all ranks. NCCL makes a communicator in its first transfer, which waits
-    for all of them; of an odd number one has nothing to pass on when later rows are kept."""
+    """Pass a byte around all ranks. NCCL creates a communicator at its first transfer,
+    collectively; with an odd number of ranks, one has nothing to send when later rows are kept."""
     mine = carrier.cp_rank
     sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     sends, recvs = [((mine + 1) % cp_size, sent)], [((mine - 1) % cp_size, received)]
@@ -128,7 +128,7 @@ def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
 
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
-    """Where kept tensors go."""
+    """The function that stores kept tensors."""
     if not config.offloads_results:
         return Resident
     return host_memory(device, config.tuning.keep_host_gib).pack
@@ -148,7 +148,7 @@ def _check(config: BurstConfig) -> None:
 def _pass(
     moves: Sequence[Move], carrier: Carrier, sources: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> None:
-    """Fill the rows of targets [b, n, ...] that moves bring to this rank; all ranks together."""
+    """Fill the rows of targets [b, n, ...] that are sent to this rank; collective."""
     mine = carrier.cp_rank
     sends, recvs, arrivals = [], [], []
     for move in moves:
@@ -176,7 +176,8 @@ def _dense_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, rows: int, axis: int = 1) -> Tensor:
-    """Room for so many rows of x [b, n, ...]; rows stay outermost in memory if they are."""
+    """An empty tensor like x [b, n, ...] of `rows` rows; if rows are outermost in memory they stay
+    so."""
     sizes = list(x.shape)
     sizes[axis] = rows
     if axis == 1 and x.shape[0] > 1 and x.stride(0) < x.stride(1):

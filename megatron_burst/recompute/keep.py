@@ -1,4 +1,4 @@
-"""Calls attention so that checkpoints around it do not call it again."""
+"""Calls attention so that checkpoints around it do not recompute it."""
 
 import functools
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
 
 
 def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping: Keeping) -> Any:
-    """`function(*args, **options)`, kept as `keeping` says wherever a checkpoint runs it."""
+    """`function(*args, **options)`, kept as `keeping` says if a checkpoint runs it."""
     if not running():
         return function(*args, **options)
     leaves, tree = tree_flatten((args, options))
@@ -67,7 +67,7 @@ def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping:
 
 
 def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) -> Any:
-    """Outputs of a function of tensors, from the frames that run, or computed and put there."""
+    """A function's outputs, from the running frames, or computed and kept in them."""
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
@@ -82,13 +82,13 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
 
 
 def in_frames(forward, /, ctx, run_function, *args):
-    """A reentrant checkpoint's forward: each call runs in a frame of its own, or in that which its
+    """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
     function is bound to."""
     return forward(ctx, framed(run_function), *args)
 
 
 def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **options):
-    """The generator of other checkpoints: each call runs in a frame of its own."""
+    """The generator of other checkpoints: each call runs in a new frame."""
 
     def contexts():
         frame: Frame[Any] = Frame()
@@ -98,7 +98,7 @@ def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **opt
 
 
 class _Both:
-    """Enters two contexts, again and again if need be."""
+    """Enters two contexts; reusable."""
 
     def __init__(self, outer, inner) -> None:
         self._outer, self._inner = outer, inner

@@ -1,8 +1,8 @@
-"""How calls are kept: in the frame of a checkpoint, how much of the outputs, and where they are.
+"""How calls are kept: in a checkpoint's frame, how much of the outputs, and where.
 
-What is kept lives in the checkpoint's own frame: whoever runs the function again holds the frame,
-and when the graph lets go of the one, the other goes with it. So there is nothing to go stale,
-however many micro-batches are in flight and however a step ends.
+Kept results live in the checkpoint's own frame, which is referenced by whatever can rerun its
+function: when the graph drops that, the frame is freed too. So nothing goes stale, however many
+micro-batches are in flight and however a step ends.
 """
 
 import functools
@@ -21,11 +21,11 @@ Tensors = tuple[Tensor, ...]
 
 
 class Frame[T]:
-    """One call of a checkpoint: entered for the first pass, and again for each recomputation.
+    """One call of a checkpoint: entered for the first pass and for each recomputation.
 
-    What is put while it is entered first is found, place by place, when it is entered again: the
-    same function runs, so the n-th attention call of both is the same. What has been taken is gone;
-    a further recomputation (backward with retain_graph) computes anew.
+    Results are put in the first pass and taken in recomputation by index: the same function runs,
+    so its n-th attention call is the same in both. Each is taken once; a further recomputation
+    (backward with retain_graph) computes attention.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Frame[T]:
 
     def __exit__(self, *_) -> None:
         if running()[-1].recomputes:
-            self._kept.clear()  # also where it failed or stopped early
+            self._kept.clear()  # also if it failed or stopped early
         _RUNNING.reset(self._tokens.pop())
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ class Frame[T]:
 
 
 def framed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in a frame: in its own, if it is bound to one, else in a new one."""
+    """The function bound to a frame: its own if it has one, else a new one."""
     return (
         function if isinstance(getattr(function, "frame", None), Frame) else Frame().bind(function)
     )
@@ -65,7 +65,7 @@ def framed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class Run[T]:
-    """A frame while its function runs; knows which attention call it has come to."""
+    """A frame while its function runs; counts attention calls."""
 
     frame: Frame[T]
     recomputes: bool  # whether this is not the first pass
@@ -76,12 +76,12 @@ class Run[T]:
         self.frame._kept[self.place] = kept
 
     def take(self) -> T | None:
-        """What the first pass has kept of this call, once; None if nothing."""
+        """What the first pass kept of this call, once; None if nothing."""
         return self.frame._kept.pop(self.place, None)
 
 
-# Which frames run in this thread, outermost first; like a call stack it is empty when none does.
-# None while an attention function is being recorded.
+# Frames that run in this thread, outermost first, like a call stack. None while an attention
+# function is being recorded.
 _RUNNING: ContextVar[tuple[Run, ...] | None] = ContextVar("megatron_burst_frames", default=())
 
 
@@ -91,14 +91,14 @@ def running() -> tuple[Run, ...]:
 
 
 def recording() -> bool:
-    """Whether an attention function is being recorded: of what its graph saves, all but its inputs
-    and outputs takes memory until recomputation."""
+    """Whether an attention function is being recorded: what its graph saves besides inputs and
+    outputs takes memory until recomputation."""
     return _RUNNING.get() is None
 
 
 @contextmanager
 def hidden():
-    """Within it no frame is seen to run: for the attention function that is being recorded."""
+    """Context that hides running frames from the attention function being recorded."""
     token = _RUNNING.set(None)
     try:
         yield
@@ -107,10 +107,10 @@ def hidden():
 
 
 class Watch:
-    """Tells whether tensors have been written in place since it was made, by any of their views.
+    """Detects in-place writes to tensors since it was made, through any view.
 
-    Autograd's own check sees neither what is kept nor what a checkpoint that is not reentrant
-    saves. It holds the counters of writes alone, not the tensors' memory.
+    Autograd's own check covers neither kept results nor what a non-reentrant checkpoint saves. It
+    holds only version counters, not the tensors' memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -134,10 +134,10 @@ class Watch:
 
 
 def _counter(x: Tensor) -> Tensor:
-    """A tensor without data that counts the writes to x: one whose data are set keeps sharing the
-    counter of what it was detached from."""
+    """A tensor without data that shares x's version counter: setting `.data` of a detached tensor
+    keeps the counter."""
     counter = x.detach()
-    if type(counter) is Tensor:  # what others hold is their own affair
+    if type(counter) is Tensor:  # subclasses manage their own data
         counter.data = x.new_empty(0)
     return counter
 
@@ -170,5 +170,5 @@ class Keeping:
     """How calls are kept."""
 
     policy: Any = None  # `half.LaterHalf`; None: all of the outputs are kept
-    pack: Callable[[Tensors], Parcel] = Resident  # puts kept tensors away until recomputation
+    pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit

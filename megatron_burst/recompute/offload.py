@@ -1,4 +1,4 @@
-"""Host memory that kept tensors wait in: copied behind the compute, fetched one layer ahead."""
+"""Offloads kept tensors to host memory: copied during compute, fetched one layer ahead."""
 
 import weakref
 from contextlib import nullcontext
@@ -18,14 +18,14 @@ _GIB = 1 << 30
 
 
 def host_limit_bytes(limit_gib: float | None) -> int:
-    """Most host memory of a rank: as asked, in GiB, or half of what is available now."""
+    """A rank's limit of host memory: the given GiB, or half of what is available now."""
     return available_host_bytes() // 2 if limit_gib is None else int(limit_gib * _GIB)
 
 
 @cache
 def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
-    """The host memory of a device: one for each limit (None: half of what is available now), kept
-    as long as the process; its bound is told when it is made."""
+    """The host memory of a device: one per limit (None: half of what is available now), for the
+    life of the process; logs its limit when created."""
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if not dist.is_initialized() or dist.get_rank() == 0:
         how = "half of what is available" if limit_gib is None else "as asked"
@@ -46,9 +46,9 @@ class HostMemory:
         self._has_warned = False
 
     def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
-        """Begin to copy tensors of the frame that runs to the host; where it is full they stay.
+        """Start copying tensors of the running frame to the host; if it is full they stay.
 
-        `input_of`: whose recomputation needs them before all that it has packed itself.
+        `input_of`: the frame that needs them first in its recomputation, as its input.
         """
         num_bytes = _offsets(tensors)[-1]
         buffer = self._take(num_bytes)
@@ -77,7 +77,7 @@ class HostMemory:
         return _pinned(num_bytes, self.stream)
 
     def _release(self) -> None:
-        """Give free buffers of all sizes back to the host."""
+        """Free unused buffers of all sizes."""
         for buffers in self._free.values():
             while buffers:
                 self.taken_bytes -= buffers.pop().numel()
@@ -94,7 +94,7 @@ class HostMemory:
         parcel.line = weakref.ref(line)
 
     def look_ahead(self, parcel: "HostParcel") -> None:
-        """Begin to fetch what backward needs after a parcel; drop what was fetched in vain."""
+        """Start fetching what backward needs after a parcel; drop what was fetched in vain."""
         line = parcel.line()
         coming = [each() for each in line.after(parcel)] if line else []
         coming = [each for each in coming if each is not None]
@@ -112,10 +112,10 @@ class _Line:
     def __init__(self, before: "weakref.ref[_Line] | None") -> None:
         self.parcels: list[weakref.ref[HostParcel]] = []
         self.has_input = False  # whether the first is the frame's own input
-        self.before = before  # the line that was made before this one: backward needs it next
+        self.before = before  # the line made before this one: backward needs it next
 
     def after(self, parcel: "HostParcel") -> list["weakref.ref[HostParcel]"]:
-        """What is needed next: the next of the line, or the beginning of the line before."""
+        """What is needed next: the line's next parcel, or the first ones of the line before."""
         place = next(i for i, each in enumerate(self.parcels) if each() is parcel)
         if place + 1 < len(self.parcels):
             return self.parcels[place + 1 : place + 2]
@@ -124,9 +124,9 @@ class _Line:
 
 
 class HostParcel:
-    """Tensors that are offloaded. Its buffer is free again when nobody holds it."""
+    """Offloaded tensors. The buffer is reused once the parcel is gone."""
 
-    line: "weakref.ref[_Line]"  # that it stands in
+    line: "weakref.ref[_Line]"  # that contains it
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
@@ -151,7 +151,7 @@ class HostParcel:
         ]  # fmt: skip
 
     def prefetch(self) -> None:
-        """Begin to copy the tensors back to the device."""
+        """Start copying the tensors back to the device."""
         if self.fetched is not None:
             return
         stream = self._memory.stream
@@ -161,7 +161,7 @@ class HostParcel:
             for x in self._likes
         )
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))  # whoever had that memory before
+            stream.wait_stream(torch.cuda.current_stream(device))  # that memory's last users
         with _on(stream):
             for target, source in zip(self.fetched, self._views(), strict=True):
                 target.copy_(source, non_blocking=True)
@@ -170,7 +170,7 @@ class HostParcel:
             tensor.record_stream(stream)
 
     def get(self) -> Tensors:
-        """The tensors on the device; begins to fetch those of the next layer."""
+        """The tensors on the device; starts fetching those of the next layer."""
         self._watch.check()
         self.prefetch()
         if self._event is not None:
@@ -181,7 +181,7 @@ class HostParcel:
 
 
 def _dense_like(x: Tensor) -> Tensor:
-    """A tensor without data of the same dtype, shape, and strides if these leave no gaps."""
+    """A tensor without data with x's dtype and shape, and its strides if they leave no gaps."""
     return torch.empty_like(x, device="meta")
 
 
@@ -190,7 +190,7 @@ def _num_bytes(x: Tensor) -> int:
 
 
 def _offsets(tensors) -> list[int]:
-    """Where each begins in a buffer, and the buffer's size."""
+    """Each tensor's offset in a buffer, then the buffer's size."""
     offsets = [0]
     for x in tensors:
         offsets.append(offsets[-1] + -(-_num_bytes(x) // _ALIGNMENT) * _ALIGNMENT)
@@ -202,16 +202,16 @@ def _on(stream: torch.cuda.Stream | None):
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
-    """A byte buffer, page-locked by hand as long as somebody holds it: torch's own allocator rounds
-    up to powers of two. Without a stream it is not locked."""
+    """A byte buffer, page-locked by hand while it is referenced, because torch's own allocator
+    rounds up to powers of two. Without a stream it is not locked."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     if stream is not None and num_bytes:
         address = buffer.data_ptr()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-        weakref.finalize(buffer, _unpin, address, stream).atexit = False  # CUDA ends before
+        weakref.finalize(buffer, _unpin, address, stream).atexit = False  # CUDA shuts down earlier
     return buffer
 
 
 def _unpin(address: int, stream: torch.cuda.Stream) -> None:
-    stream.synchronize()  # copies may be under way
+    stream.synchronize()  # copies may be in flight
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -1,9 +1,8 @@
 """One call of an attention function, kept so that recomputation needs its inputs only.
 
-The first pass runs the function with its autograd graph, but of the tensors that the graph saves
-only those are kept that recomputation will not have again: references stand for its inputs, which
-are recomputed, and for its outputs, which are kept once. With burst attention, or any flash
-attention, that leaves (out, lse).
+The first pass runs the function with its autograd graph. Of the tensors that the graph saves,
+references replace the inputs, which are recomputed, and the outputs, which are kept once; only the
+rest is kept besides. With burst attention, or any flash attention, that leaves (out, lse).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +21,18 @@ from megatron_burst.transforms import refuse_transforms
 
 
 class Saved:
-    """What stands for a tensor that the graph saves: where its data will be, and its geometry."""
+    """Placeholder of a tensor that the graph saves: where its data will be, and its geometry."""
 
     __slots__ = ("_view", "index", "needs", "role", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # the data, until it refers to something
+        self.tensor: Tensor | None = tensor.detach()  # the data, until `refer`
 
     def refer(self, role: str, index: int, base: Tensor) -> None:
-        """Stand for a view of `base`, one of the "inputs", "outs" or "extras".
+        """Refer to a view of `base`, one of the "inputs", "outs" or "extras".
 
-        `needs` tells how much of its geometry it relies on: 1 its shape, 2 also its strides, 3 also
-        its place in memory, as it reaches beyond it (q, k and v in one buffer).
+        `needs` tells how much of base's geometry it relies on: 1 shape, 2 also strides, 3 also its
+        place in memory, because the view extends beyond it (q, k and v in one buffer).
         """
         self.role, self.index = role, index
         shape, stride, offset = geometry(self.tensor)
@@ -45,7 +44,7 @@ class Saved:
         self.tensor = None
 
     def find(self, bound: dict[str, Tensors]) -> Tensor:
-        """The tensor, from what the backward pass has at hand."""
+        """The tensor, from those that the backward pass has."""
         base = bound[self.role][self.index].detach()
         if self._view is None:
             return base
@@ -54,7 +53,7 @@ class Saved:
 
 
 def checksum(x: Tensor) -> bytes:
-    """A digest that other bits anywhere, or another order, change."""
+    """A digest of all bits and their order."""
     flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
     return blake2b(flat.cpu().numpy(), digest_size=16).digest()
 
@@ -65,7 +64,7 @@ def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def extent(x: Tensor) -> int:
-    """Elements of memory from the first to the last of a tensor."""
+    """Number of elements of memory from a tensor's first to its last."""
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
@@ -80,7 +79,7 @@ def num_bytes(tensors: Tensors) -> int:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity that hands the gradients to `ends`, so that no leaf of the graph holds an input."""
+    """Identity that passes gradients to `ends`, so that no leaf of the graph holds an input."""
 
     @staticmethod
     def forward(ctx, ends: list, _token, *inputs):
@@ -95,7 +94,7 @@ class _Enter(torch.autograd.Function):
 
 
 class Recording:
-    """A kept call. Made by the first pass; `play` gives its outputs in recomputation.
+    """A kept call, made by the first pass; `play` returns its outputs in recomputation.
 
     Args:
         function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers,
@@ -110,7 +109,7 @@ class Recording:
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
         self._policy, self._bound = keeping.policy, {}
-        self._ends: list[Tensor | None] = []  # gradients of the inputs, where the graph begins
+        self._ends: list[Tensor | None] = []  # gradients of the inputs
         self._saved: list[Saved] = []
         outs = self._run(function, inputs)
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outs]
@@ -150,7 +149,7 @@ class Recording:
         return outs
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
-        """Let references stand for inputs and outputs; returns what else the graph saves."""
+        """Replace inputs and outputs by references; returns what else the graph saves."""
         homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
@@ -172,15 +171,15 @@ class Recording:
     def play(self, inputs: Tensors, last: bool = False) -> Tensor | Tensors:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
-        `last`: whether nobody will ask again; what is kept is then let go.
+        `last`: whether this is the last call; then what is kept is freed.
 
         Raises:
-            BurstError: if the inputs are shaped otherwise than in the first pass, or lie otherwise
-                in memory where that matters; in debug mode if any bit of them differs; if what is
-                kept was written in place after the first pass.
+            BurstError: if the inputs' shapes differ from the first pass, or their memory layout
+                where that matters; in debug mode if any bit differs; if kept tensors were written
+                in place since.
         """
         self._check(inputs)
-        if self._fresh is not None:  # the first pass has all of it at hand
+        if self._fresh is not None:  # in the first pass all of it still exists
             (outs, extras), self._fresh = self._fresh, None
         else:
             kept = self._parcel.get()
@@ -197,10 +196,10 @@ class Recording:
         return outs if self._is_tuple else outs[0]
 
     def _read(self, inputs: Tensors) -> list[Tensor | None]:
-        """What backward reads of the inputs, holding on to as little memory as it can."""
+        """What backward reads of the inputs, with as little memory as possible."""
         read = [x if needs else None for x, needs in zip(inputs, self._needs, strict=True)]
         for index, needs in enumerate(self._needs):
-            if needs == 1:  # a copy may lie otherwise in memory
+            if needs == 1:  # a copy may have other strides
                 read[index] = lean(inputs[index], *inputs[:index], *inputs[index + 1 :])
         return read
 
@@ -213,7 +212,7 @@ class Recording:
         what else the graph saved.
         """
         self._handed.check()
-        self._parcel = None  # its tensors are the caller's now
+        self._parcel = None  # its tensors now belong to the caller
         self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
         pairs = zip(self._edges, grads, strict=True)
         roots = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
@@ -227,11 +226,11 @@ class Recording:
         return [next(found, None) if floats else None for floats in self._floats]
 
     def constants(self, outs: Tensors) -> list[Tensor]:
-        """Those of the outputs that carry no gradient."""
+        """The outputs that carry no gradient."""
         return [x for x, edge in zip(outs, self._edges, strict=True) if edge is None]
 
     def _draw_again(self) -> None:
-        """Leave the generators as the function left them: what follows may draw from them."""
+        """Leave the generators as the function left them: later code may draw from them."""
         if self._random is None:
             return
         devices, (cpu, *states) = self._random
@@ -240,7 +239,7 @@ class Recording:
 
     def _check(self, inputs: Tensors) -> None:
         found = [geometry(x) for x in inputs]
-        depths = [max(needs, 1) for needs in self._needs]  # shapes count of all
+        depths = [max(needs, 1) for needs in self._needs]  # shapes matter for all
         matches = len(found) == len(self._inputs) and all(
             got[:depth] == first[:depth]
             for got, first, depth in zip(found, self._inputs, depths, strict=True)
@@ -265,7 +264,7 @@ class Recording:
 
 
 class _Played(torch.autograd.Function):
-    """The outputs of a recording as if its function had been run on these inputs."""
+    """The outputs of a recording, as if its function had run on these inputs."""
 
     @staticmethod
     def forward(ctx, recording, saved, outs, *inputs):
