@@ -188,7 +188,7 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: of its tuning, `nodes` simulates nodes (otherwise ranks exchange their node's name);
+        config: of its tuning, `nodes` pretends nodes (otherwise ranks exchange their node's name);
             `transfer`, `nccl_ctas` and `overlap` set how data moves.
         hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
         flat: whether to treat all ranks as one row, whatever their nodes.

@@ -47,7 +47,7 @@ def find_topology(
     group: dist.ProcessGroup, config: BurstConfig, board: Board,
     hcp_groups: Sequence[dist.ProcessGroup] | None,
 ) -> Topology:  # fmt: skip
-    """The nodes of a group's ranks: simulated, from given sub-groups, or as the ranks report.
+    """The nodes of a group's ranks: pretended, from given sub-groups, or as the ranks report.
 
     Raises:
         BurstError: if the nodes do not fit, or the sub-groups do not tile the group.

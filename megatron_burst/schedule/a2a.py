@@ -1,18 +1,18 @@
 """All-to-all: each rank of a node computes all rows of the node for some heads.
 
-A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their
-queries, keys and values travel to the rank that computes them, and results travel back. While a
-round is computed, the next one's tensors come and the last one's results leave. Every pair of
-ranks exchanges 1/L of a shard, so fewer bytes travel than with gathered keys unless heads are
-grouped; kernels have the longest calls that there are, and no gradient is a sum over ranks.
+A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their Q,
+K and V go to the rank that computes them, and results come back. While a round is computed, the
+next one's tensors arrive and the last one's results leave. Every pair of ranks trades 1/L of a
+shard, so fewer bytes are sent than with gathered keys unless heads are grouped; kernel calls are as
+long as possible, and no gradient is a sum over ranks.
 
-Where the ranks do not divide the KV heads, fewer of them than ranks for one, each KV head goes to
-several ranks, which share its query heads; their gradients of it are summed by the rank that holds
-the rows. Heads of rounds are counted with these copies.
+If the ranks do not divide the KV heads, for example if there are fewer heads than ranks, each KV
+head goes to several ranks, which share its query heads; the rank that holds the rows sums their
+gradients of it. Rounds count heads with these copies.
 
-On several nodes what has come goes on from node to node (`inter_node`): the keys and values of a
-rank's heads, or in backward its queries. Over a flat topology all ranks exchange with each other
-and nothing circulates.
+On several nodes, what was received circulates between nodes (`inter_node`): K and V of a rank's
+heads, or in backward its queries. In a flat topology all ranks take part in one all-to-all and
+nothing circulates.
 
 Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
@@ -80,7 +80,7 @@ def _check_heads(heads_q: int, ranks: int) -> None:
 
 
 def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
-    """Tiles of a node's rows and those that have come from another, or its own."""
+    """Tiles between a node's rows and those of another node, or its own."""
     queries, keys = sides(here, visit, spec.circulate)
     places = tuple(at for at, _ in runs(keys))
     if visit is here and (len(places) == 1 or not spec.mask.windowed):
@@ -91,7 +91,7 @@ def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
 
 
 def _meeting(spec: Spec, row: int, away: int) -> Meeting:
-    """How chunks of documents that a node has meet those that have come so far."""
+    """How a node's chunks of documents meet those from `away` nodes away."""
     topology = spec.topology
     nodes = (topology.grid[(row - n) % topology.inter_size] for n in (0, away))
     here, there = (in_order(ranks, topology.cp_size) for ranks in nodes)
@@ -111,7 +111,7 @@ class _AllToAll(Emitter):
         self.rounds = heads_in_rounds(heads_kv, spec.heads_per_round * len(self.ranks))
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
         placed = spec.mask.windowed or spec.mask.documents
-        # documents that are sharded each for itself come rank by rank, and are put in order here
+        # documents sharded individually arrive rank by rank, and are put in order here
         self.reorders = spec.layout is Layout.DOCUMENTS
         lies = Layout.CONTIGUOUS if self.reorders else spec.layout
         visits = node_visits(topology, row, lies, tokens, placed)
@@ -126,7 +126,7 @@ class _AllToAll(Emitter):
 
     @property
     def orders(self) -> tuple[tuple[Numbers, ...], Numbers]:
-        """In which chunks of documents come from the ranks of the node, and are computed with."""
+        """Chunk orders: as received from the ranks of the node, and as computed with."""
         ranks, size = sorted(self.ranks), self.spec.topology.cp_size
         return by_rank(ranks, size), in_order(ranks, size)
 
@@ -145,7 +145,7 @@ class _AllToAll(Emitter):
         return part * self.spec.group // self.copies, part
 
     def refs(self, round_: int, names: Sequence[str]) -> tuple[Ref, ...]:
-        """A round's heads of buffers of the call."""
+        """A round's heads in buffers of the call."""
         every = self.rounds[round_]
         keys = Span(every.start // self.copies, every.stop // self.copies)
         return tuple(
@@ -180,7 +180,7 @@ class _AllToAll(Emitter):
         back.collect()
 
     def lse(self, round_: int) -> Ref:
-        """Dense, as kernels want it; of the heads of a round."""
+        """lse of a round's heads, dense, as kernels need it."""
         home = Home.LEFT if self.spec.left else Home.PART
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
         return self.buffer(f"lse {round_}", home, self.rows, fields)
@@ -229,7 +229,7 @@ class _AllToAll(Emitter):
             both = self.compute(index, side, kv)
             travelling, local = (of_keys, of_queries) if keys else (of_queries, of_keys)
             of_both = reversed(both) if keys else both
-            # what came home goes back before the next round's results take a place there
+            # gradients returned to this node go to their owners before the next round's results
             first, second = of_both
             travelling.add(index, first)
             self.send_home(travelling.come_home(index), back)
@@ -249,7 +249,7 @@ class _AllToAll(Emitter):
         )  # fmt: skip
 
     def compute_alone(self, index: int, there: "Wholes", back: "Results", sides: "Sides") -> None:
-        """A round of one node: one tile, whose results go back at once."""
+        """A round on one node: one tile, whose results are sent back at once."""
         round_ = self.order[index].round
         into = back.of(round_)
         side, kv = sides.of(round_), there.keys(round_)
@@ -259,7 +259,7 @@ class _AllToAll(Emitter):
         back.post(round_)
 
     def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
-        """A step's tiles: what is to be added of queries' and of keys' gradients."""
+        """Compute a step's tiles; returns gradients to sum: of queries, and of keys."""
         tiles, heads = self.tiles[index], self.heads_of(self.order[index].round)
         grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
         if self.reorders:
@@ -282,7 +282,7 @@ class Wholes:
     """Tensors of this rank's heads over all rows of the node, a round at a time.
 
     A slot holds this rank's rows once for each rank, with that rank's heads. In backward, what
-    forward has left does not come again.
+    forward saved is not sent again.
     """
 
     def __init__(self, emitter: _AllToAll) -> None:
@@ -299,7 +299,7 @@ class Wholes:
         self.post(0)
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
-        """What a row that travels has."""
+        """Fields of a row that is sent."""
         shape, (heads_q, heads_kv) = self._emitter.spec.shape, self._emitter.heads_of(round_)
         qkv = (*q_fields(heads_q, shape), *kv_fields(heads_kv, shape))
         if not self._emitter.spec.backward:
@@ -309,7 +309,7 @@ class Wholes:
         return (dout, delta) if self._recalls else (*qkv, dout, lse, delta)
 
     def post(self, round_: int) -> None:
-        """Start to exchange a round's heads, if there is such a round."""
+        """Start the all-to-all of a round's heads, if there is such a round."""
         emitter = self._emitter
         ranks, cp_rank, tokens = emitter.ranks, emitter.spec.cp_rank, emitter.spec.shape.tokens
         if round_ >= len(emitter.rounds):
@@ -337,13 +337,13 @@ class Wholes:
         emitter.exchange(Cargo.READ, slot, [give for _, give in gives], takes)
 
     def _came(self, round_: int, fields: tuple[Field, ...]) -> Ref:
-        """Where a round comes, rank by rank."""
+        """Where a round is received, rank by rank."""
         number = round_, min(2, len(self._emitter.rounds))
         name = f"came {round_}"
         return self._emitter.buffer(name, Home.STAGING, self._emitter.rows, fields, "came", *number)
 
     def arrive(self, round_: int) -> None:
-        """Put what has come for a round in order, once; for other nodes, beside kernels."""
+        """Put a round's received rows in order, once; for other nodes, in parallel with kernels."""
         emitter = self._emitter
         if emitter.reorders and round_ not in self._arrived:
             self._arrived.add(round_)
@@ -352,7 +352,7 @@ class Wholes:
             emitter.emit(Arrange(Ref(f"came {round_}"), whole, *emitter.orders, stream))
 
     def _declare(self, round_: int, fields: tuple[Field, ...]) -> Ref:
-        """Where a round comes together."""
+        """Where a round is assembled."""
         emitter, rounds = self._emitter, len(self._emitter.rounds)
         if emitter.spec.left and not emitter.spec.backward:
             return self.left(round_)
@@ -361,17 +361,17 @@ class Wholes:
         return emitter.buffer(name, Home.STAGING, emitter.rows, fields, "heads", *number)
 
     def of(self, round_: int) -> Ref:
-        """What has come; q, k and v too, but in a backward for which forward has left them."""
+        """What was received; includes q, k and v unless backward has them from forward."""
         self.arrive(round_)
         leaves = self._emitter.spec.left and not self._emitter.spec.backward
         return self.left(round_) if leaves else Ref(f"whole {round_}")
 
     def keys(self, round_: int) -> Ref:
-        """What has k and v."""
+        """The buffer with k and v."""
         return self.left(round_) if self._recalls else self.of(round_)
 
     def left(self, round_: int) -> Ref:
-        """q, k and v that forward has left."""
+        """q, k and v that forward saved."""
         emitter, shape = self._emitter, self._emitter.spec.shape
         heads_q, heads_kv = emitter.heads_of(round_)
         fields = (*q_fields(heads_q, shape), *kv_fields(heads_kv, shape))
@@ -379,10 +379,10 @@ class Wholes:
 
 
 class Sides:
-    """The query side of this rank's heads of its node's rows, round by round.
+    """The query side of this rank's heads for its node's rows, round by round.
 
-    Delta travels, whatever the kernel wants: it is 4 bytes where a bf16 output is 2 dv, and the
-    stand-in made of it is nearer to the true delta than a rounded output.
+    Delta is sent, whatever the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the
+    stand-in made from it is closer to the true delta than a rounded output.
     """
 
     def __init__(self, emitter: _AllToAll, there: Wholes) -> None:
@@ -396,7 +396,7 @@ class Sides:
         lse, delta = (Field(field, heads, 0, Dtype.SUM) for field in ("lse", "delta"))
         left = (emitter.lse(round_),) if spec.left else ()
         if name not in emitter.buffers:
-            # with other nodes it may have to set out while kernels run
+            # with other nodes it may have to be sent while kernels run
             home, stream = (Home.PART, Stream.COMPUTE) if emitter.alone else (Home.HOP, Stream.SIDE)
             fields = (delta,) if left else (lse, delta)
             made = emitter.buffer(name, home, emitter.rows, fields, "statistics")
@@ -405,14 +405,14 @@ class Sides:
         return Ref(name), *rest, self._there.of(round_)
 
     def of(self, round_: int) -> tuple[Ref, ...]:
-        """A round's side for kernels; made once, whoever's keys it meets."""
+        """A round's query side for kernels; made once, whichever keys it meets."""
         if round_ not in self._made:
             self._made = {round_: self._emitter.side_for_kernel(*self.bare(round_))}
         return self._made[round_]
 
 
 class Results:
-    """Results of a round's heads on their way back to the ranks that hold the rows.
+    """Return transfer of a round's results to the ranks that hold the rows.
 
     A slot holds this rank's heads of all rows; a rank gets its own rows of them.
     """
@@ -433,7 +433,7 @@ class Results:
         return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
 
     def of(self, round_: int) -> Ref:
-        """Where a round's results are to be put."""
+        """Where a round's results are written."""
         if not self._emitter.reorders:
             return self._slot(round_)
         fields = self._fields(round_)
@@ -448,7 +448,7 @@ class Results:
         )  # fmt: skip
 
     def post(self, round_: int) -> None:
-        """Start to bring a round's results home; those of the round before must be collected."""
+        """Start a round's return transfer; the previous round's must be collected."""
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
             emitter.emit(Restore(Ref(f"made {round_}"), slot, *emitter.orders))
@@ -473,7 +473,7 @@ class Results:
         self._under_way = round_
 
     def collect(self) -> None:
-        """Put the results under way, if any, where they belong."""
+        """Put the results of the return transfer in flight, if any, where they belong."""
         if self._under_way is None:
             return
         round_, self._under_way = self._under_way, None

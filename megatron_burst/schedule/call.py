@@ -1,4 +1,4 @@
-"""What a pass of attention is made for: its sizes, which pass it is, what circulates."""
+"""Parameters of a pass of attention: sizes, direction, what circulates."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -6,21 +6,21 @@ from math import gcd
 
 
 class Cargo(StrEnum):
-    """What a hop carries; each has communicators of its own, so that none waits for the other."""
+    """What a hop carries; each has its own communicators, so that neither waits for the other."""
 
     READ = "read"
     GRAD = "grad"
 
 
 class Circulate(StrEnum):
-    """Which operand travels round the rings."""
+    """Which operand circulates in the rings."""
 
     KV = "kv"  # K, V; in backward dK, dV follow
     Q = "q"  # backward only: Q, dO, lse, delta; dQ follows
 
 
 class Direction(StrEnum):
-    """Which half of training a schedule is for."""
+    """The pass that a schedule is for."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -63,6 +63,6 @@ class AttentionShape:
         return self.batch * self.tokens * self.heads_kv
 
     def replicated(self, ranks: int) -> "AttentionShape":
-        """The shape in an all-to-all of so many ranks: each KV head is there so often that all of
-        them compute equally many, with an equal part of its query heads each."""
+        """The shape in an all-to-all over this many ranks: KV heads are copied so that all ranks
+        compute equally many, each with an equal part of the query heads."""
         return replace(self, heads_kv=self.heads_kv * (ranks // gcd(self.heads_kv, ranks)))

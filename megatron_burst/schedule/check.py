@@ -1,12 +1,14 @@
 """Proves the programs of all ranks of a group, before any of them runs.
 
-What `order` derives is a claim here. A rank's operations are gone through with what each stream
-knows to be over (a bit an operation): no two uses of the same memory, at least one of them a write,
-may be unordered. How ranks meet is in `check_links`, and what they compute in `check_values`.
+What `order` derives is a claim to be verified. The check goes through a rank's operations with what
+each stream knows to be finished (one bit per operation): no two uses of the same memory, at least
+one a write, may be unordered. `check_links` checks how ranks meet, `check_values` what they
+compute.
 
-Ranks touch each other's memory only where they pull. The flow control of `comm.carrier.PulledSlots`
-is in here: who has passed the barrier of an exchange knows that all copies of the exchange before
-are over, since each rank copies in order; and a rank's slot is read from its own arrival on.
+Ranks touch each other's memory only when they pull. The flow control of `comm.carrier.PulledSlots`
+is modelled here: a rank past the barrier of one exchange knows that all copies of the previous
+exchange are finished, since each rank copies in order; and a rank's slot is read from its own
+arrival on.
 """
 
 from collections import defaultdict
@@ -23,23 +25,23 @@ from megatron_burst.schedule.program import Home, Op, Program, Ref, Stream, Tran
 
 Passes = Sequence[Sequence[Program]]
 _OWN = (Home.CALL, Home.PART)  # memory of one pass
-_CARRIED = (Home.HOP, Home.SLOT, Home.STAGING, Home.SUM, Home.LEFT)  # what can travel
+_CARRIED = (Home.HOP, Home.SLOT, Home.STAGING, Home.SUM, Home.LEFT)  # what can be sent
 
 
 def check(
     passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None,
     boundaries: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
-    """What is wrong with the programs of a group: nothing, if they are proven.
+    """Faults in the programs of a group; empty if they are proven.
 
     Args:
-        passes: for each pass the programs of all ranks, by cp rank. Passes follow each other on the
-            same memory, and then again from the first: a forward and the backward that reads what
-            it has left.
+        passes: for each pass, the programs of all ranks, by cp rank. Passes run one after the other
+            on the same memory, then again from the first: a forward, and the backward that reads
+            what it saved.
         layout: of the tokens.
         mask: of the sequence.
-        orders: who waits for whom, instead of what `order` says.
-        boundaries: positions where documents begin, but for the first.
+        orders: waits to use instead of those from `order`.
+        boundaries: positions where documents begin, except the first.
     """
     orders = orders or [[order(program) for program in programs] for programs in passes]
     links = [meet(programs) for programs in passes]
@@ -59,8 +61,8 @@ def check(
 
 
 def _held_up(programs: Sequence[Program], links: Links, waits: Sequence) -> list[str]:
-    """What hangs where more is held up than streams do; most is if overlap is off, so what runs
-    then runs in all ways."""
+    """Operations that hang where more blocks than streams alone. Most blocks with overlap off, so
+    what runs then always runs."""
     if not (stuck := run(programs, links, waits, How.SERIAL)):
         return []
     return [*run(programs, links, waits, How.ONE_QUEUE),
@@ -68,7 +70,7 @@ def _held_up(programs: Sequence[Program], links: Links, waits: Sequence) -> list
 
 
 def _slots(passes: Passes) -> dict[str, int]:
-    """How many slots of each use the group has."""
+    """How many slots the group has for each use."""
     every = (b for programs in passes for program in programs for b in program.buffers.values())
     counts: dict[str, int] = {}
     for buffer in every:
@@ -78,7 +80,7 @@ def _slots(passes: Passes) -> dict[str, int]:
 
 
 def name_of(program: Program, index: int) -> str:
-    """An operation, as messages name it."""
+    """An operation's name in messages."""
     op = program.ops[index]
     names = dict.fromkeys(ref.buffer for ref in (*op.writes, *op.reads))
     kind = f"{op.link} {op.cargo} Transfer" if isinstance(op, Transfer) else type(op).__name__
@@ -90,7 +92,7 @@ class _Access:
     """A use of memory.
 
     Attributes:
-        bit: what must be known before the memory is used otherwise.
+        bit: must be known before the memory is reused.
         at: the operation: a program, and its number there.
     """
 
@@ -109,7 +111,7 @@ class _Access:
         return all(not (a and b) or max(a.start, b.start) < min(a.stop, b.stop) for a, b in spans)
 
     def covers(self, other: "_Access") -> bool:
-        """Whether whoever meets the other meets this write."""
+        """Whether anything that conflicts with the other access conflicts with this write."""
         one, two = self.ref, other.ref
         whole = one.rows is None and one.heads is None
         inside = one.buffer == two.buffer and (
@@ -121,13 +123,13 @@ class _Access:
 
 @dataclass
 class _Pull:
-    """The exchanges of one kind that a rank pulls: they are in order on a stream of their own."""
+    """The pulled exchanges of one kind on a rank: in order on their own stream."""
 
     known: int = 0  # on that stream
-    rounds: int = 0  # since ever
-    first: int = 0  # when the pass began
-    drained: int = 0  # of the last one: all ranks' copies out of this rank's slot are over
-    passed: list[int] = field(default_factory=list)  # what each barrier's event tells
+    rounds: int = 0  # in total
+    first: int = 0  # at the start of the pass
+    drained: int = 0  # of the last one: all ranks' copies out of this rank's slot are done
+    passed: list[int] = field(default_factory=list)  # what each barrier's event implies
 
 
 class _Rank:
@@ -145,7 +147,7 @@ class _Rank:
         return self.next_bit
 
     def go(self, program: Program, claim: Order) -> list[tuple[int, ...]]:
-        """One pass; returns who waits for whom, slots' barriers included."""
+        """Run one pass; returns the waits, including slots' barriers."""
         self.program, self.turn = program, self.turn + 1
         self.after: list[int] = []
         self.pulled = {op.cargo for op in program.ops if isinstance(op, Transfer) and op.pulled}
@@ -201,7 +203,7 @@ class _Rank:
             pull.drained = given
             pull.rounds += 1
             self.exchanges[op.cargo].append(index)
-        tells = op.pulled or op.gives or op.takes  # a transfer of nothing is waited for in vain
+        tells = op.pulled or op.gives or op.takes  # waiting for an empty transfer proves nothing
         self.after.append(past | bit if tells else 0)
         for give in op.gives:
             self._touch(_Access(give.rows, False, given, (self.program, index)), past)
@@ -209,7 +211,7 @@ class _Rank:
             self._touch(_Access(take.rows, True, bit, (self.program, index)), past)
 
     def _views(self, op: Op) -> tuple[int, list[int]]:
-        """What is known, and waited for, since the operation is the first to use a pulled slot."""
+        """What is known, and waited for, if the operation is the first to use a pulled slot."""
         past, waits = 0, []
         for name in [ref.buffer for ref in (*op.reads, *op.writes)] if self.pulled else ():
             buffer = self.program.buffers[name]
@@ -245,7 +247,7 @@ class _Rank:
         self.history[storage] = [*kept, access]
 
     def _parts(self, op: Op, index: int) -> None:
-        """Parts are the compute stream's: made and written there, and never on their way."""
+        """Parts belong to the compute stream: allocated and written there, and never sent."""
         for refs, writes in ((op.reads, False), (op.writes, True)):
             for ref in refs:
                 home = self.program.buffers[ref.buffer].home

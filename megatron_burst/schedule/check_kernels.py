@@ -1,8 +1,7 @@
-"""What each operation computes, with symbols for numbers.
+"""What each operation computes, symbolically.
 
-A cell is one row and one head of a field. It holds what it is of (a position and a head) and what
-went into it, as a bit set: keys for results and gradients of queries, pairs of query and head for
-gradients of keys.
+A cell is one row and one head of a field. It records its position and head, and what was summed
+into it, as a bit set: keys for results and query gradients, (query, head) pairs for key gradients.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ class Cell(NamedTuple):
     field: str
     position: int  # in the sequence; -1: of an empty sum
     head: int
-    of: int = 0  # bit set of what went into it
+    of: int = 0  # bit set of what was summed into it
 
 
 Rows = list[list[Cell | None]]  # cells by row and head
@@ -27,7 +26,7 @@ Fields = Mapping[str, Rows]
 
 
 class WrongError(Exception):
-    """An operation that cannot be right."""
+    """An operation that is wrong."""
 
 
 def written(name: str, cells: Rows, where: object) -> Rows:
@@ -56,7 +55,7 @@ def _copy(values, program: Program, op: p.Copy) -> None:
 
 
 def _arranged(values, program: Program, op: p.Arrange | p.Restore) -> tuple[list[int], list[int]]:
-    """Positions of rows as they lie, and of those that are arranged."""
+    """Positions of the rows before, and after arranging."""
     size = program.topology.cp_size
     lies = [place for block in op.lies for place in values.places(block, size)]
     return lies, values.places(op.numbers, size)
@@ -93,7 +92,7 @@ def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
 
 
 def _heads_of(op: p.ToRanks | p.FromRanks, rank: int, heads: int) -> list[int]:
-    """Those of a rank among all heads: its KV heads, or its share of the query heads of each."""
+    """A rank's heads among all: its KV heads, or its share of the query heads of each."""
     first, share = rank // op.copies * op.heads_kv, rank % op.copies
     group = heads * op.copies // (op.ranks * op.heads_kv)
     own = group // op.copies or 1
@@ -125,11 +124,11 @@ def _fill(values, program: Program, op: p.Fill) -> None:
 
 
 def _seen(values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k: Rows) -> list[int]:
-    """The key rows of a tile that each query row sees, as bit sets, as `op.mask` says: inside its
-    document, the last query row and the last key row stand at one position.
+    """The key rows of a tile that each query row sees, as bit sets, by `op.mask`: within its
+    document, the last query row and the last key row are at the same position.
 
     Raises:
-        WrongError: if a query row is left without a key, or rows are not where `op.places` says.
+        WrongError: if a query row has no key, or rows are not at the positions in `op.places`.
     """
     documents = [(range(len(q)), range(len(k)))]
     if isinstance(op.places, Runs):
@@ -185,7 +184,7 @@ def _documents(values, rows: Rows, places: Iterable[range]) -> dict[int, range]:
 
 
 def _keys(values, kv: Fields, refs: Sequence[Ref], name: str = "k") -> Rows:
-    """k, if v belongs to it."""
+    """k, if v is of the same rows and heads."""
     k, v = _taken(kv, "k", refs), _taken(kv, "v", refs)
     for row, other in zip(k, v, strict=True):
         if [cell[1:] for cell in row] != [cell[1:] for cell in other]:
@@ -207,7 +206,7 @@ def _tile(
 ) -> list[list[int]]:
     """The keys that meet each query row, by row and query head."""
     columns = list(zip(*k, strict=True))
-    group = len(q[0]) // len(columns)  # of one rank; all of a KV head's may be on several
+    group = len(q[0]) // len(columns)  # of one rank; a KV head's query heads may be on several
     if len(q[0]) != len(columns) * group or not group:
         raise WrongError(f"{len(q[0])} query heads meet {len(columns)} KV heads")
     for column in columns:
@@ -235,7 +234,7 @@ def _attend(values, program: Program, op: p.Attend) -> None:
 
 
 def _target(values, program: Program, into: Sequence[Ref], name: str) -> Ref:
-    """The first that has a field."""
+    """The first buffer that has a field."""
     for ref in into:
         if name in values.names(program, ref):
             return ref
@@ -258,7 +257,7 @@ def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
 
 
 def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
-    """q, if all of the query side belongs to it and is complete."""
+    """q, if the whole query side is of the same rows and heads, and complete."""
     q = _taken(side, "q", refs)
     others = ("dout", "lse", *(name for name in ("delta", "out") if name in side))
     if len(others) < 3:
@@ -275,8 +274,8 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
 
 
 def _queries(values, q: Rows, seen: Sequence[int], key: int, head: int, heads: int) -> int:
-    """The pairs of query and head that met a key row of one of so many heads: what its gradient is
-    summed over."""
+    """The (query, head) pairs that saw a key row, whose gradient is the sum over them; `heads`:
+    number of KV heads."""
     group, own = values.group, len(q[0]) // heads
     columns = range(head * own, (head + 1) * own)
     pairs = [

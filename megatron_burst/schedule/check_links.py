@@ -1,9 +1,9 @@
-"""How ranks meet: every transfer has its partner, and nobody waits for ever.
+"""How ranks meet: every transfer has its partner, and no rank waits forever.
 
-Two ranks' messages of one communicator (a link and a cargo) are matched in the order in which each
-of them issues them, as NCCL and gloo do. A run is then simulated with queues that are served in
-order: a transfer is over when all whom it has to do with have launched theirs, behind the last one
-of the same communicator. What is held up by what is a question of the machine (`How`).
+Messages between two ranks on one communicator (a link and a cargo) are matched in the order of
+issue, as NCCL and gloo do. A run is then simulated with in-order queues: a transfer completes when
+all its partners have launched theirs, after the last one of the same communicator. What blocks what
+depends on the machine (`How`).
 """
 
 from collections import defaultdict, deque
@@ -20,22 +20,22 @@ At = tuple[int, int]  # rank, and number of the operation
 
 
 class How(StrEnum):
-    """What is held up by what waits."""
+    """What a waiting operation blocks."""
 
     STREAMS = "with a queue for each stream"
-    ONE_QUEUE = "with one hardware queue"  # a stream's operations wait for it as well
+    ONE_QUEUE = "with one hardware queue"  # all streams' later operations
     THREAD = "with waits that block the thread"  # gloo
     SERIAL = "with every transfer waited for at once"  # overlap is off
 
 
 @dataclass
 class Links:
-    """Who meets whom in a pass.
+    """Which transfers match in a pass.
 
     Attributes:
-        partners: all that a transfer is over with, itself too.
-        sources: the other end of each message, by the transfer that takes it.
-        faults: what does not fit.
+        partners: all transfers that complete together with one, itself included.
+        sources: the sending end of each message, by the transfer that receives it.
+        faults: mismatches.
     """
 
     partners: dict[At, set[At]] = field(default_factory=lambda: defaultdict(set))
@@ -78,7 +78,7 @@ def _of(key: Sequence) -> str:
 
 
 def _slot_faults(program: Program, index: int, count: int) -> list[str]:
-    """The barrier of a pulled exchange is that of its slot."""
+    """Faults of slots: the barrier of a pulled exchange is that of its slot."""
     slot = program.ops[index].slot
     number = program.buffers[slot.buffer].number if slot else None
     if number == count:
@@ -87,7 +87,7 @@ def _slot_faults(program: Program, index: int, count: int) -> list[str]:
 
 
 def _match(programs: Sequence[Program], links: Links, sent: Mapping, taken: Mapping) -> None:
-    """Pair what goes from one rank to another with what comes there, in order."""
+    """Pair sends from one rank to another with the receives there, in order."""
     for key in dict.fromkeys((*sent, *taken)):
         *kind, source, target = key
         gives, takes = sent.get(key, []), taken.get(key, [])
@@ -106,13 +106,13 @@ def _match(programs: Sequence[Program], links: Links, sent: Mapping, taken: Mapp
 
 
 def _joined(program: Program, link: Link, one: int, other: int) -> bool:
-    """Whether ranks are of one row, or of one column."""
+    """Whether ranks are in the same row, or column."""
     which = 0 if link is Link.INTRA else 1
     return program.topology.coord(one)[which] == program.topology.coord(other)[which]
 
 
 def _difference(source: Program, give: Give, target: Program, take: Take) -> str:
-    """What a message and what is expected differ in."""
+    """How a message differs from what is expected."""
     mine, theirs = _region(source, give.rows), _region(source, take.theirs)
     if mine != theirs:
         return f"gives {mine} where {theirs} is expected"
@@ -129,7 +129,7 @@ def _difference(source: Program, give: Give, target: Program, take: Take) -> str
 
 
 def _region(program: Program, ref: Ref) -> tuple[str, tuple[int, int], Span | None]:
-    """Buffer, rows and heads; with all rows written out."""
+    """Buffer, rows and heads, with explicit rows."""
     if ref.buffer not in program.buffers:
         return ref.buffer, (-1, -1), None
     rows = ref.rows or Span(0, program.buffers[ref.buffer].rows)
@@ -139,14 +139,14 @@ def _region(program: Program, ref: Ref) -> tuple[str, tuple[int, int], Span | No
 def run(
     programs: Sequence[Program], links: Links, waits: Sequence, how: How, values=None
 ) -> list[str]:
-    """Run a pass; says which operations wait for ever.
+    """Run a pass; returns the operations that wait forever.
 
     Args:
         programs: of all ranks.
-        links: who meets whom.
+        links: which transfers match.
         waits: by rank and operation, what it waits for.
         how: the machine.
-        values: is told what runs.
+        values: notified of what runs.
     """
     return _Run(programs, links, waits, how, values).stuck()
 
@@ -158,7 +158,7 @@ class _Run:
         self.programs, self.partners, self.waits, self.how = programs, links.partners, waits, how
         self.values, self.launched, self.moved = values, set(), True
         self.done: list[set[int]] = [set() for _ in programs]
-        self.last: dict[tuple, int] = {}  # by rank and communicator, the last that was launched
+        self.last: dict[tuple, int] = {}  # by rank and communicator, the last one launched
         self.queues = [queue for program in programs for queue in self._queues(program)]
         if values:
             values.begin(programs, links)
@@ -185,7 +185,7 @@ class _Run:
         return [f"{self.how} nothing goes on: {'; '.join(heads)}"] if heads else []
 
     def _passes(self, rank: int, index: int) -> bool:
-        """Whether the operation at the head of a queue lets go of it."""
+        """Whether the operation at the head of a queue unblocks it."""
         op, done = self.programs[rank].ops[index], self.done[rank]
         if not done.issuperset(self.waits[rank][index]):
             return False

@@ -1,8 +1,6 @@
-"""What programs compute, with symbols for numbers: every query meets each of its keys once.
+"""What programs compute, symbolically: every query meets each of its keys once.
 
-A cell is one row and one head of a field. It holds what it is of (a position and a head) and what
-went into it, as a bit set: keys for results and gradients of queries, pairs of query and head for
-gradients of keys. Rows are followed one by one, so few of them a rank say all.
+Cells are those of `check_kernels`. Rows are tracked one by one, so a few per rank prove everything.
 """
 
 from bisect import bisect_right
@@ -28,7 +26,7 @@ class Values:
     """The memory of all ranks.
 
     Attributes:
-        faults: of what was run.
+        faults: found in what ran.
     """
 
     def __init__(self, layout: Layout, mask: Mask, boundaries: Sequence[int] = ()) -> None:
@@ -40,7 +38,7 @@ class Values:
     # --- a pass ---
 
     def begin(self, programs: Sequence[Program], links: Links) -> None:
-        """Lay in the inputs of a pass."""
+        """Set the inputs of a pass."""
         self.programs, self.sources, self.turn = programs, links.sources, self.turn + 1
         self.given: dict[tuple, tuple] = {}
         if programs[0].direction is Direction.FORWARD:
@@ -70,12 +68,12 @@ class Values:
         return pairwise((0, *self.boundaries, self.size))
 
     def places(self, numbers: Numbers, size: int, edges: Sequence[int] = ()) -> list[int]:
-        """Positions of some chunks of every document, or of the one between `edges`."""
+        """Positions of some chunks of every document, or of the document between `edges`."""
         spans = places_of_chunks(edges or (0, *self.boundaries, self.size), numbers, size)
         return [place for span in spans for place in span]
 
     def _lay_in(self, program: Program, name: str) -> None:
-        """What the caller gives; q and lse are given with k and v, or left by forward with them."""
+        """Set what the caller passes; q and lse come with k and v, or forward saved all of them."""
         recalled = {"q", "lse"} if name == "side" and "kv" not in program.buffers else set()
         self.memory[program.cp_rank, *self.storage(program, name)] = (name, self.turn), {
             field.name: [
@@ -87,7 +85,7 @@ class Values:
         }  # fmt: skip
 
     def whole(self, field: str, position: int, head: int) -> Cell:
-        """A cell with all that belongs in it."""
+        """A complete cell."""
         if field in ("out", "lse", "dq"):
             return Cell(field, position, head, self.visible(position))
         if field in ("dk", "dv"):
@@ -105,7 +103,7 @@ class Values:
         return (1 << stop) - (1 << start)
 
     def of_query(self, position: int) -> int:
-        """All query heads of a position, as they are counted in gradients of keys."""
+        """All query heads of a position, as counted in key gradients."""
         return ((1 << self.group) - 1) << position * self.group
 
     def document(self, position: int) -> tuple[int, int]:
@@ -115,7 +113,7 @@ class Values:
         return edges[index], edges[index + 1]
 
     def _end(self) -> None:
-        """Compare what the pass was to compute."""
+        """Compare with what the pass should compute."""
         for program in self.programs:
             names = ("dq", "dkv") if program.direction is Direction.BACKWARD else ("out",)
             for name in names:
@@ -142,7 +140,7 @@ class Values:
         return (name, self.turn) if passing else buffer.storage
 
     def fields(self, program: Program, name: str, writes: bool) -> dict[str, Rows]:
-        """A buffer's cells; none of what was there before another one was written there."""
+        """A buffer's cells; empty after another buffer was written to its memory."""
         key, buffer = (program.cp_rank, *self.storage(program, name)), program.buffers[name]
         owner, found = self.memory.get(key, (None, {}))
         mine = name, 0 if buffer.home is Home.LEFT else self.turn
@@ -175,7 +173,7 @@ class Values:
         return tuple(field.name for field in program.buffers[ref.buffer].fields)
 
     def first_of(self, program: Program, refs: Sequence[Ref]) -> dict[str, Rows]:
-        """Fields by name; of several with one name the first."""
+        """Fields by name; the first of each name."""
         found: dict[str, Rows] = {}
         for ref in refs:
             found = self.read(program, ref) | found
@@ -184,14 +182,14 @@ class Values:
     # --- what runs ---
 
     def compute(self, rank: int, index: int) -> None:
-        """A local operation."""
+        """Run a local operation."""
         program = self.programs[rank]
         op = program.ops[index]
         self._guarded(rank, index, lambda: APPLY[type(op)](self, program, op))
         self._one_less()
 
     def give(self, rank: int, index: int) -> None:
-        """A transfer is launched: what is sent is read from now on."""
+        """Launch a transfer: from now on it reads what it sends."""
         program = self.programs[rank]
         op = program.ops[index]
         for number, give in enumerate(op.gives):
@@ -204,7 +202,7 @@ class Values:
             written(name, cells, f"{give.rows}, given to rank {give.peer},")
 
     def take(self, rank: int, index: int) -> None:
-        """A transfer is over."""
+        """Complete a transfer."""
         if (rank, index) in self.taken:
             return
         self.taken.add((rank, index))
@@ -219,7 +217,7 @@ class Values:
             self.write(program, rows, name, cells)
 
     def _sent(self, peer: int, other: int, rank: int, take: p.Take) -> dict[str, Rows]:
-        """What the peer gave, as it was when the transfer began."""
+        """What the peer sent, as of the start of the transfer."""
         gives = self.programs[peer].ops[other].gives
         for number, give in enumerate(gives):
             if give.peer == rank and give.rows == take.theirs:

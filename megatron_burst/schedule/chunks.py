@@ -1,12 +1,12 @@
-"""Which chunks of documents meet, where each rank has two of every document (the layout
+"""Which chunks of documents meet if each rank has two of every document (layout
 "zigzag-documents").
 
-All documents are cut alike, so what holds of one holds of all: which of its 2P chunks a rank has,
-which a query sees, how many rows that is. Chunks that come before a query's own are seen whole. So
-one kernel call does all rows of two sides, with a segment for those queries of a document that see
-the same keys; a chunk of keys that several segments see is repeated. Against the keys of another
-rank that is half of the pairs for each rank: all queries see the first chunk of a rank before
-theirs, their second chunk sees both of a rank behind it.
+All documents are split the same way, so all have the same answer to which of the 2P chunks a rank
+has and which a query sees. Chunks before a query's own are seen whole. So one kernel call computes
+all rows of two shards, with one segment for the queries of a document that see the same keys; key
+chunks that several segments see are repeated. Against another rank's keys, every rank computes half
+of the pairs: all queries see the first chunk of a lower rank; only the second chunk sees a higher
+rank's, both of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +24,8 @@ class Meeting:
     """Queries and keys of every document that meet in one kernel call.
 
     Attributes:
-        lies: the chunks of keys that are there, by block.
-        tile: all queries, and keys as these see them.
+        lies: the key chunks present, by block.
+        tile: all queries, and keys in the order that the queries need.
     """
 
     lies: tuple[Numbers, ...]
@@ -33,13 +33,13 @@ class Meeting:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """The chunks of keys as the queries see them."""
+        """The key chunks in the order that the queries need."""
         assert isinstance(self.tile.places, Runs)
         return tuple(number for _, keys in self.tile.places.pairs for number in keys)
 
     @property
     def as_they_lie(self) -> bool:
-        """Whether the keys that are there are seen in their order, each once."""
+        """Whether the keys present are seen in their order, each once."""
         return self.lies == (self.numbers,)
 
 
@@ -48,10 +48,10 @@ def meeting(queries: Numbers, lies: tuple[Numbers, ...], mask: Mask, size: int) 
     """How queries and keys meet.
 
     Args:
-        queries: chunks of them, ascending.
-        lies: chunks of keys, by block; ascending in each. Those of the queries are among them, or
-            none is.
-        mask: of the sequence: causal, full, or a window if keys of all ranks are there.
+        queries: their chunks, ascending.
+        lies: key chunks, by block; ascending in each. They include all chunks of the queries or
+            none.
+        mask: of the sequence: causal, full, or a window if keys of all ranks are present.
         size: rows of one chunk of all documents together.
     """
     keys = tuple(sorted(number for block in lies for number in block))
@@ -63,7 +63,7 @@ def meeting(queries: Numbers, lies: tuple[Numbers, ...], mask: Mask, size: int) 
 
 
 def _pairs(queries: Numbers, keys: Numbers) -> list[tuple[Numbers, Numbers]]:
-    """Segments under a causal mask: queries that see the same keys, none of them their own."""
+    """Segments under a causal mask: queries that see the same keys, excluding their own."""
     found: list[tuple[Numbers, Numbers]] = []
     for number in queries:
         seen = tuple(key for key in keys if key <= number)
@@ -75,17 +75,17 @@ def _pairs(queries: Numbers, keys: Numbers) -> list[tuple[Numbers, Numbers]]:
 
 
 def in_order(ranks: Iterable[int], cp_size: int) -> Numbers:
-    """Chunks of every document that ranks have together, ascending."""
+    """Chunks of every document that these ranks hold together, ascending."""
     return tuple(sorted(number for rank in ranks for number in chunks_of(rank, cp_size)))
 
 
 def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Numbers, ...]:
-    """The same rank by rank."""
+    """The same, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
 
 
 def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
-    """Keys as the queries see them, of so many heads; in a part, unless they lie so."""
+    """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
     if met.as_they_lie:
         return keys
     fields = kv_fields(heads, emitter.spec.shape)
@@ -95,7 +95,7 @@ def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Re
 
 
 def restored(emitter: Emitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
-    """Gradients of keys as these lay before `seen`."""
+    """Gradients of keys, in the order before `seen`."""
     if met.as_they_lie:
         return dkv
     size = len(met.tile.kv) // len(met.numbers)

@@ -1,4 +1,4 @@
-"""What all modes share: the call's own buffers, names for new ones, the ends of a program."""
+"""What all modes share: buffers of the call, naming of new ones, common parts of programs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,8 @@ from megatron_burst.schedule.topology import Link, Topology
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a program depends on of the attention kernel (`kernels.backends.Capability`)."""
+    """Properties of the attention kernel that programs depend on
+    (`kernels.backends.Capability`)."""
 
     rectangular_causal: bool = True
     takes_delta: bool = True
@@ -41,21 +42,22 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a program is made for; equal specs have equal programs.
+    """Everything that determines a program; equal specs have equal programs.
 
     Attributes:
         topology: of the group; as the mode sees it.
-        cp_rank: whose program.
+        cp_rank: the rank that runs the program.
         direction: of the pass.
         shape: sizes on one rank.
         layout: of the tokens.
         mask: of the sequence.
-        circulate: what goes round, or from node to node, in backward.
+        circulate: what circulates, in the ring or between nodes, in backward.
         kernel: that computes the tiles.
-        heads_per_round: KV heads of a round; of no meaning for rings.
-        pulled: whether ranks of a node copy out of each other's slots.
-        left: whether forward leaves for backward what came from elsewhere, and backward reads it.
-        times: how many rows each stands for at least, a power of two; slots depend on it.
+        heads_per_round: KV heads of a round; unused by rings.
+        pulled: whether ranks of a node read each other's slots by copy engine.
+        left: whether forward saves for backward what it received, and backward reads it.
+        times: how many rows one row stands for at least, a power of two; the slot count depends on
+            it.
     """
 
     topology: Topology
@@ -72,8 +74,9 @@ class Spec:
     times: int = 1
 
     def in_units(self) -> tuple["Spec", int]:
-        """The same with rows counted in halves of a shard, and how many rows one is: so programs
-        serve all lengths. Windows and stripes know no halves: there it is as it was, and 1."""
+        """The same with rows counted in halves of a shard, so that programs serve all lengths, and
+        the rows per half. Windows and stripes cannot be counted in halves: there the spec is
+        unchanged, with 1."""
         tokens = self.shape.tokens
         in_chunks = not self.mask.windowed and self.layout is not Layout.STRIPED
         unit = tokens // 2 if in_chunks and tokens % 2 == 0 else 1
@@ -86,24 +89,24 @@ class Spec:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.shape.heads_q // self.shape.heads_kv
 
     @property
     def share_dtype(self) -> Dtype:
-        """Of gradients as they leave for another rank of the node: as wide as the kernel's, and
-        no wider than the wire."""
+        """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
+        wire's."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
 
     @property
     def grad_dtype(self) -> Dtype:
-        """Of gradients as the kernel makes them."""
+        """Dtype of the gradients that the kernel returns."""
         return Dtype.SUM if self.kernel.wide_grads else Dtype.INPUT
 
 
 @dataclass
 class Emitter:
-    """Collects a program; thrown away when it is complete."""
+    """Builds one program, then is discarded."""
 
     spec: Spec
     ops: list[Op] = field(default_factory=list)
@@ -122,14 +125,14 @@ class Emitter:
 
     @property
     def result_dtype(self) -> Dtype:
-        """Of out and gradients: they are summed where they are, or written once."""
+        """Dtype of out and gradients: they are summed in place, or written once."""
         return Dtype.INPUT
 
     def buffer(
         self, name: str, home: Home, rows: int, fields: Sequence[Field], use: str = "",
         number: int = 0, count: int = 1, interleaved: bool = False,
     ) -> Ref:  # fmt: skip
-        """Declare a buffer; all of it."""
+        """Declare a buffer; returns a ref to all of it."""
         interleaved |= home in (Home.SLOT, Home.STAGING)
         self.buffers[name] = Buffer(
             name, home, rows, tuple(fields), use, number, count, interleaved
@@ -151,27 +154,28 @@ class Emitter:
         return placed(made)
 
     def slot_count(self, cargo: Cargo, exchanges: int, rows: int, fields: Sequence[Field]) -> int:
-        """Slots that are filled in turn."""
+        """How many slots are cycled through."""
         if not self.spec.pulled:
             return sent_count(exchanges)
         shape, widths = self.spec.shape, widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
-        # as of the largest power of two of tokens, so that lengths up to the next one are alike
+        # for the largest power of two of tokens, so that lengths up to the next one have equal
+        # programs
         rounded = rows * _power_below(shape.tokens) / shape.tokens * self.spec.times
         return pulled_count(cargo, exchanges, rounded * shape.batch * width)
 
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
     ) -> None:
-        """What the ranks of a node give each other; they pull all together."""
+        """A transfer between the ranks of a node; all of them pull together."""
         if self.spec.topology.intra_size > 1 and (gives or takes or self.spec.pulled):
             self.emit(
                 Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, self.spec.pulled)
             )
 
     def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
-        """One hop to the next rank of a row, or of a column; from the one before comes what that
-        has under the same name. What has no rows stays."""
+        """One hop to the next rank of a row, or column; the previous rank sends its buffer of the
+        same name. Buffers without rows are not sent."""
         down, right = (1, 0) if link is Link.INTER else (0, 1)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
@@ -183,7 +187,7 @@ class Emitter:
             self.emit(Transfer(link, cargo, gives, takes))
 
     def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
-        """What a kernel makes."""
+        """Declare an output of a kernel."""
         return self.buffer(name, Home.PART, rows, fields)
 
     def queries(self, heads: Span) -> Span:
@@ -191,7 +195,7 @@ class Emitter:
         return Span(heads.start * self.spec.group, heads.stop * self.spec.group)
 
     def delta(self) -> Ref:
-        """delta of the rank's own query side."""
+        """Delta of the rank's own query side."""
         shape = self.spec.shape
         fields = (Field("delta", shape.heads_q, 0, Dtype.SUM),)
         delta = self.buffer("delta", Home.PART, shape.tokens, fields)
@@ -199,8 +203,8 @@ class Emitter:
         return delta
 
     def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
-        """A query side that has delta, as the kernel wants it: if need be with an output that has
-        the same delta."""
+        """A query side with delta, as the kernel needs it: if necessary with a stand-in output that
+        has the same delta."""
         if self.spec.kernel.takes_delta:
             return sides
         name, rows = f"stand-in for {sides[0].buffer}", self.buffers[sides[0].buffer].rows
@@ -212,7 +216,7 @@ class Emitter:
 
 
 class Outputs:
-    """Results of the tiles of a round: written where they belong, or merged there at its end."""
+    """Results of a round's tiles: written in place, or merged at the end of the round."""
 
     def __init__(
         self, emitter: Emitter, name: str, tiles: Sequence[Tile], q: Ref, *out: Ref
@@ -226,7 +230,7 @@ class Outputs:
         self._fields = out_fields(heads, emitter.spec.shape, Dtype.INPUT)
 
     def compute(self, tile: Tile, kv: Ref) -> None:
-        """A tile over some keys and values."""
+        """Compute a tile over some keys and values."""
         if is_alone(tile, self._tiles):
             into = self._at(tile.q)
         else:
@@ -239,25 +243,25 @@ class Outputs:
         return tuple(out.at(rows) for out in self._out)
 
     def merge(self) -> None:
-        """Merge what rows have of several tiles."""
+        """Merge the results of rows with several tiles."""
         spans = cut((tile.q for tile in self._tiles), self._rows)
         for span, parts in sums_of(self._parts, spans):
             if parts:
                 self._emitter.emit(Merge(parts, self._at(span)))
 
 
-Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the parts to be added there
+Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the parts to add there
 
 
 class Gradients:
-    """Gradients of the tiles of a step; dq of rows that have one tile only is written in place.
+    """Gradients of a step's tiles; dq of rows with only one tile is written in place.
 
     Args:
         emitter: of the program.
         name: of the step.
         tiles: of the step.
         sides: the query side, in one or two buffers.
-        dq: where dq goes if nothing else is added to it; None: it is.
+        dq: where dq goes if nothing else is added to it; None if something is.
         heads: query heads, and KV heads, of the tiles.
         rows: of the query side.
     """
@@ -275,7 +279,7 @@ class Gradients:
         self._dkv_fields = dkv_fields(heads[1], shape, dtype)
 
     def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
-        """dk and dv of a tile, which are a part of their own if not written `into` another."""
+        """Compute a tile; returns dk and dv, in a new part unless written `into` a buffer."""
         emitter, name = self._emitter, f"{self._name} {self._count}"
         self._count += 1
         if self._dq is not None and is_alone(tile, self._tiles):
@@ -291,15 +295,14 @@ class Gradients:
         return dkv
 
     def sums(self) -> list[Sum]:
-        """What is to be summed, for all query rows that are not complete."""
+        """The sums still to do, for all query rows that are not complete."""
         spans = cut((tile.q for tile in self._tiles), self._rows)
         left = [span for span in spans if not any(done.holds(span) for done in self._written)]
         return sums_of(self._parts, left)
 
 
 def sums_of(parts: Sequence[tuple[Span, Ref]], spans: Iterable[Span]) -> list[Sum]:
-    """What the rows of each span have of parts over some rows each; a part holds or does not touch
-    each span."""
+    """For each span, the parts to sum there; each part contains the span or does not overlap it."""
     return [
         (span, tuple(part.at(span.moved(-rows.start)) for rows, part in parts if rows.holds(span)))
         for span in spans
@@ -309,7 +312,7 @@ def sums_of(parts: Sequence[tuple[Span, Ref]], spans: Iterable[Span]) -> list[Su
 def add_up(
     emitter: Emitter, total: Ref, sums: Sequence[Sum], fresh: bool, stream: Stream = Stream.COMPUTE
 ) -> None:
-    """total <- sum of parts, added to what is there unless it is fresh."""
+    """total += sum of parts; total = sum of parts if it is fresh."""
     for span, parts in sums:
         rows = total.at(span)
         if parts or fresh:
@@ -317,12 +320,12 @@ def add_up(
 
 
 def _power_below(number: int) -> int:
-    """The largest power of two that is no more."""
+    """The largest power of two up to `number`."""
     return 1 << number.bit_length() - 1
 
 
 def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
-    """Bytes of an element."""
+    """Bytes of an element, by dtype."""
     sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
     return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
 
@@ -340,14 +343,14 @@ def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, 
 
 
 def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Of a rank's own query side."""
+    """Fields of a rank's own query side."""
     out = Field("out", heads, shape.dim_v)
     return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
             Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
 
 
 def travelling_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Of a query side that goes to other ranks: delta stands for the output."""
+    """Fields of a query side sent to other ranks: delta replaces the output."""
     lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
     return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
 

@@ -1,4 +1,4 @@
-"""The topology of given nodes, and what a flat ring over them costs beside nested rings."""
+"""The topology of given nodes, and the cost of a flat ring over them compared with nested rings."""
 
 import warnings
 from collections.abc import Hashable, Sequence
@@ -12,7 +12,7 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
 from megatron_burst.schedule.topology import Link, Topology
 
-# Bytes are in proportion to tokens and KV heads; these stand for any.
+# Bytes are proportional to tokens and KV heads, so any will do.
 _SHAPE = AttentionShape(
     batch=1, tokens=1024, heads_q=1, heads_kv=1, dim_qk=128, dim_v=128, itemsize=2, stat_bytes=4,
     grad_bytes=4,
@@ -47,7 +47,7 @@ def flat_cost(topology: Topology) -> FlatCost:
         topology: one row of ranks, node by node.
     """
     ring, nodes = topology.grid[0], len(set(topology.node_of))
-    # all ranks send to the next one, equally often: any of those at the end of a node will do
+    # all ranks send to the next one equally often: any rank at the end of a node will do
     end = next(
         a
         for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
@@ -69,17 +69,17 @@ def topology_of(nodes: Sequence[Hashable], places: Sequence | None = None) -> To
     """The topology of a group whose cp rank i lives on `nodes[i]`.
 
     Ranks of a node need not be contiguous: rows are ordered by their first rank, and within a row
-    by place, so that a ring between nodes joins GPUs of the same place, which share a rail of the
-    network. Nodes with unequal numbers of ranks cannot form nested rings: they get one flat ring
+    by place, so that a ring between nodes joins GPUs of the same place, which share a network rail.
+    Nodes with unequal numbers of ranks cannot form nested rings: they get one flat ring
     and a warning with its cost.
 
     Args:
-        nodes: of each cp rank; any values that compare.
-        places: of each cp rank on its node, such as its GPU's index; any values that sort; None:
-            the order of cp ranks.
+        nodes: of each cp rank; any hashable values.
+        places: of each cp rank on its node, such as its GPU's index; any sortable values; None: the
+            order of cp ranks.
 
     Raises:
-        BurstError: if there is no rank at all.
+        BurstError: if there are no ranks.
     """
     if not nodes:
         raise BurstError(

@@ -1,15 +1,15 @@
-"""Gathering: the keys of the ranks of a node come together, a few heads at a time.
+"""Gathering: every rank of a node gets the keys of all, a few heads at a time.
 
-A round is a group of KV heads. Its keys and values lie in the order of the sequence, so whatever
-a rank's queries may see of them is one range of rows. While a step is computed, the next one's
-keys arrive; the gradients of its keys leave for the ranks that hold them while the next one is
-computed. The first step has none before it and, in backward, the last has none after it: there the
-rank's own diagonal tiles, which need nobody, are computed meanwhile. Where gradients go on to other
-nodes, half of the last step's diagonal tiles come first: behind them the last such sum sets out.
+A round is a group of KV heads. Its keys and values are in sequence order, so whatever a rank's
+queries may see is one range of rows. While a step is computed, the next step's keys arrive, and the
+previous step's key gradients go to the ranks that hold the keys. The first step has none before it
+and, in backward, the last has none after it: there the rank's own diagonal tiles, which need no
+other rank, hide the transfer. If gradients go on to other nodes, half of the last step's diagonal
+tiles come first: they hide the last such sum.
 
-On one node a round is one step. On several, the shards of the others come by (`inter_node`): keys
-and values, gathered inside the node in each step; or in backward queries, which meet keys that are
-gathered once a round.
+On one node a round is one step. On several, the other nodes' shards circulate (`inter_node`): K and
+V, gathered inside the node in each step; or in backward queries, which meet keys gathered once per
+round.
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
@@ -62,7 +62,7 @@ class _Gather(InRounds):
         self.keys = Keys(self)
 
     def _halos(self) -> tuple[Halo, ...]:
-        """Rows of the keys that circulate, by how many nodes they have come."""
+        """Rows of the circulating keys, by how many nodes away they are from."""
         spec, topology = self.spec, self.spec.topology
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
@@ -106,7 +106,7 @@ class _Gather(InRounds):
             of_keys.before(index - 1)
             for tile in step.before:
                 shares.add_own(index, tile, tiles.compute(tile, own))
-            if step.before:  # these tiles hide what the sums wait for inside the node
+            if step.before:  # these tiles hide the transfer inside the node that the sums wait for
                 of_keys.add(index - 1)
             keys.prepare(index + 1, late=False)
             for tile, share in zip(step.tiles, shares.of(index), strict=True):
@@ -126,9 +126,9 @@ class _Gather(InRounds):
 
 
 class Keys:
-    """Keys and values of all ranks of a node, a gather at a time, in the order of the sequence.
+    """Keys and values of all ranks of a node, one gather at a time, in sequence order.
 
-    Rows that no tile of this rank reads are not fetched and hold anything.
+    Rows that no tile of this rank reads are not fetched; their contents are undefined.
     """
 
     def __init__(self, emitter: _Gather) -> None:
@@ -154,8 +154,8 @@ class Keys:
         return index == 0 or steps[index].gather != steps[index - 1].gather
 
     def prepare(self, index: int, late: bool) -> None:
-        """Let the keys of a step come: before the kernels that hide it (a gather of what is here,
-        if slots allow it), and behind them what waits for other nodes."""
+        """Start fetching a step's keys: before the kernels that hide it (a gather of what is here,
+        if slots allow), and after them (`late`) what waits for other nodes."""
         if index >= len(self._plan.steps):
             return
         comes = bool(self._circulating and self._emitter.order[index].distance)
@@ -219,11 +219,10 @@ class Keys:
 
 
 class Shares:
-    """Gradients of gathered keys on their way to the ranks that hold these keys.
+    """Gradients of gathered keys, sent to the ranks that hold these keys.
 
-    A share is in the dtype in which the kernel returns it (or in the wire's), is rounded once, and
-    all shares of a row are summed in the accumulation dtype in one pass: no error grows with the
-    number of ranks.
+    A share is in the kernel's dtype (or the wire's) and rounded once; all shares of a row are
+    summed in the accumulation dtype in one pass, so errors do not grow with the number of ranks.
     """
 
     def __init__(self, emitter: _Gather) -> None:
@@ -239,7 +238,7 @@ class Shares:
         return dkv_fields(heads, emitter.spec.shape, dtype)
 
     def of(self, index: int) -> list[Ref]:
-        """Where the tiles of a step put their shares, one behind the other."""
+        """Where the tiles of a step write their shares, one after the other."""
         lengths = [len(tile.kv) for tile in self._plan.steps[index].tiles]
         fields = self._fields(self._emitter.order[index].round)
         slot = self._emitter.buffer(
@@ -256,11 +255,11 @@ class Shares:
         return [slot.at(Span(start, start + length)) for start, length in pairs]
 
     def add_own(self, index: int, tile: Tile, share: Ref) -> None:
-        """Remember the share of a tile over the rank's own shard until its step is summed."""
+        """Save the share of a tile over the rank's own shard until its step is summed."""
         self._own.setdefault(index, []).append((tile, share))
 
     def leave(self, index: int) -> None:
-        """Start to bring a step's shares to their holders."""
+        """Start sending a step's shares to the ranks that hold the keys."""
         mine, slot = self._plan.cp_rank, Ref(f"shares {index}")
         leaves = self._plan.steps[index].leaves
         gives = [Give(leaf.piece.holder, slot.at(leaf.rows)) for leaf in leaves[mine]]
@@ -269,7 +268,7 @@ class Shares:
         self._emitter.exchange(Cargo.GRAD, slot, gives, takes)
 
     def _arrivals(self, index: int) -> list[tuple]:
-        """(rank, what comes from it, where it lands)."""
+        """(rank, what it sends, where that is received)."""
         leaves, found, start = self._plan.steps[index].leaves, [], 0
         total = self._plan.steps[index].arriving_rows
         fields = self._fields(self._emitter.order[index].round)
@@ -282,7 +281,7 @@ class Shares:
         return found
 
     def sums(self, index: int) -> list[Sum]:
-        """What is to be summed of a step, for all rows held here."""
+        """The sums of a step, for all rows held here."""
         step, mine = self._plan.steps[index], self._plan.cp_rank
         parts = [(tile.kv, share) for tile, share in self._own.pop(index, [])]
         for tile, share in zip(step.tiles, self.of(index), strict=True):
@@ -295,10 +294,10 @@ class Shares:
 
 
 class KeySums:
-    """Sums of the keys' gradients of each step, formed while the next one is computed.
+    """Sums of each step's key gradients, computed during the next step.
 
-    Those that travel on are formed beside its kernels, so that they set out at once. In a single
-    slot they have to be formed before it is filled again.
+    Those that go on to other nodes are summed in parallel with its kernels, so that they are sent
+    at once. With a single slot, they must be summed before it is filled again.
     """
 
     def __init__(self, emitter: _Gather, shares: Shares) -> None:
@@ -321,7 +320,7 @@ class KeySums:
             self._form(index, Stream.COMPUTE)
 
     def add(self, index: int) -> None:
-        """Behind its first tiles."""
+        """After its first tiles."""
         if index < 0 or self._one_slot:
             return
         if self._stream is Stream.COMPUTE:
@@ -330,7 +329,7 @@ class KeySums:
             self._sums.add(index, self._shares.sums(index), self._stream)
 
     def come_home(self, index: int) -> None:
-        """Behind all of them."""
+        """After all of them."""
         if index >= 0 and self._stream is Stream.SIDE:
             self._sums.come_home(index, self._stream)
 
@@ -339,6 +338,6 @@ class KeySums:
         self._sums.come_home(index, stream)
 
     def finish(self) -> None:
-        """The last sums, and the last to come home."""
+        """The last sums, and the last return transfer."""
         self._form(len(self._emitter.order) - 1, Stream.COMPUTE)
         self._sums.come_home(len(self._emitter.order))

@@ -1,12 +1,12 @@
-"""Gathering for documents of which each rank has two chunks (the layout "zigzag-documents").
+"""Gathering for documents of which each rank has two chunks (layout "zigzag-documents").
 
-Keys come from all ranks of the node, a few heads at a time, rank by rank, and are arranged as this
-rank's queries see them (`chunks`). So one kernel call does a step of a round, each rank has equal
-work, and queries, results and their gradients stay where they are. Gradients of keys are put back
-into the order of ranks, go to those that hold the keys, and are summed there while the next step is
-computed. A node of one rank gathers nothing; its keys often lie as they are seen.
+Keys are received from all ranks of the node, a few heads at a time, rank by rank, and rearranged as
+this rank's queries need them (`chunks`). So one kernel call computes a step of a round, all ranks
+have equal work, and queries, results and their gradients stay in place. Gradients of keys are put
+back into rank order, sent to the ranks that hold the keys, and summed there during the next step. A
+node of one rank gathers nothing; its keys are often in order already.
 
-On several nodes the shards of the others come by (`inter_node`), as in `gather`.
+On several nodes the other nodes' shards circulate (`inter_node`), as in `gather`.
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
@@ -58,7 +58,7 @@ class Documents(InRounds):
         self.keys = Keys(self)
 
     def meeting(self, away: int) -> Meeting:
-        """How chunks of this rank meet those of a node that have come so far."""
+        """How this rank's chunks meet those of the node `away` nodes away."""
         topology, spec = self.spec.topology, self.spec
         rank, ranks = topology.rank_at(self.row - away, self.column), self.ranks
         if spec.circulate is Circulate.KV:
@@ -108,18 +108,18 @@ class Documents(InRounds):
         shares.finish()
 
     def block(self, slot: Ref, rank: int) -> Ref:
-        """A rank's rows of a slot that has those of all."""
+        """A rank's rows in a slot that has those of all."""
         first = self.ranks.index(rank) * self.tokens
         return slot.at(Span(first, first + self.tokens))
 
     @staticmethod
     def beside(index: int) -> Stream:
-        """Nothing hides the first step's copies; those of others run beside kernels."""
+        """Nothing hides the first step's copies; later ones run in parallel with kernels."""
         return Stream.SIDE if index else Stream.COMPUTE
 
 
 class Keys:
-    """Keys and values of each step as this rank's queries see them."""
+    """Keys and values of each step, in the order that this rank's queries need."""
 
     def __init__(self, emitter: Documents) -> None:
         self._emitter, spec = emitter, emitter.spec
@@ -135,15 +135,15 @@ class Keys:
         self._slots = emitter.slot_count(
             Cargo.READ, gathers, len(emitter.ranks) * emitter.tokens, self._fields(0)
         )
-        self._there: dict[int, Ref] = {}  # by step, before and after they are arranged
+        self._there: dict[int, Ref] = {}  # by step, before and after rearranging
         self._seen: dict[int, Ref] = {}
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         return kv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape)
 
     def prepare(self, index: int, late: bool) -> None:
-        """Let the keys of a step come: before the kernels that hide it what is here, and behind
-        them what comes from other nodes, and copies."""
+        """Start fetching a step's keys: what is here before the kernels that hide it; after them
+        (`late`) what comes from other nodes, and copies."""
         if index >= len(self._emitter.order):
             return
         comes = bool(self._circulating and self._emitter.order[index].distance)
@@ -157,7 +157,7 @@ class Keys:
                 self._circulating.pass_on(index)
 
     def _source(self, index: int) -> Ref:
-        """This rank's part: its own, or what has come for it."""
+        """The shard that this rank contributes: its own, or the one it received."""
         emitter, step = self._emitter, self._emitter.order[index]
         source = Ref("kv", heads=emitter.rounds[step.round])
         if not (step.distance and self._travel):
@@ -209,7 +209,7 @@ class Keys:
 
 
 class Shares:
-    """Gradients of a step's keys on their way to the ranks that hold these, and their sums."""
+    """Gradients of a step's keys, sent to the ranks that hold the keys, and their sums."""
 
     def __init__(self, emitter: Documents) -> None:
         self._emitter = emitter
@@ -217,7 +217,7 @@ class Shares:
         self._slots = emitter.slot_count(
             Cargo.GRAD, len(emitter.order), self._rows, self._fields(0, emitter.spec.share_dtype)
         )
-        self._parts: dict[int, tuple[Ref, ...]] = {}  # by step, of the rows that are held here
+        self._parts: dict[int, tuple[Ref, ...]] = {}  # by step, of the rows held here
 
         def fields(round_: int, dtype: Dtype) -> tuple[Field, ...]:
             return self._fields(round_, dtype)
@@ -231,14 +231,14 @@ class Shares:
         return dkv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape, dtype)
 
     def made(self, index: int) -> Ref:
-        """Where the kernel of a step writes them, as its queries see the keys."""
+        """Where the kernel of a step writes them, in the order of its keys."""
         emitter = self._emitter
         fields = self._fields(emitter.order[index].round, emitter.spec.grad_dtype)
         rows, count = len(emitter.met[index].tile.kv), min(2, len(emitter.order))
         return emitter.buffer(f"made {index}", Home.STAGING, rows, fields, "made", index, count)
 
     def leave(self, index: int) -> None:
-        """Let them go to the ranks that hold the keys."""
+        """Send them to the ranks that hold the keys."""
         emitter, met, made = self._emitter, self._emitter.met[index], Ref(f"made {index}")
         fields = self._fields(emitter.order[index].round, emitter.spec.share_dtype)
         if met.as_they_lie:
@@ -264,7 +264,7 @@ class Shares:
         self._parts[index] = (emitter.block(slot, mine), *here)
 
     def sum_up(self, index: int) -> None:
-        """Sum what has come of a step; what travels on sets out."""
+        """Sum what was received of a step; send on what goes to other nodes."""
         if index < 0:
             return
         parts = [(Span(0, self._emitter.tokens), self._parts.pop(index))]
@@ -272,7 +272,7 @@ class Shares:
         self._sums.come_home(index, Stream.SIDE)
 
     def finish(self) -> None:
-        """The last sums, and the last to come home."""
+        """The last sums, and the last return transfer."""
         last = len(self._emitter.order)
         self.sum_up(last - 1)
         self._sums.come_home(last, Stream.SIDE)
