@@ -24,13 +24,14 @@ RUNS = {str(run): run for run in runs("burst-plain")}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A data set of 200 of the examples' documents, 20 to 1,015 bytes each: enough that no part of
+    """A data set of 200 documents of 20 to 1,015 bytes: enough that no part of
     Megatron's split is empty, which would hang it."""
     prefix = tmp_path_factory.mktemp("text") / "text"
     sys.path.insert(0, str(EXAMPLES))
     import data
 
-    source = "".join(path.read_text() for path in sorted(EXAMPLES.glob("*.py")))
+    # every batch is as hard as the others, so that losses fall if the model learns
+    source = "Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump! " * 300
     starts = [n * 977 % 20_000 for n in range(200)]
     texts = [source[start : start + 20 + 5 * n] for n, start in enumerate(starts)]
     documents = data.token_documents(texts, 4)
