@@ -174,7 +174,7 @@ class _Shell:
 
     def _expand(self, text: str) -> str:
         """With what variables stand for; the rest as it is, each a single word."""
-        done, at = "", 0
+        text, done, at = re.sub(r"`([^`]*)`", r"$(\1)", text), "", 0
         while (start := text.find("$", at)) >= 0:
             done += text[at:start]
             at = closed(text, start, name=True)

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+_HERE = re.compile(
+    r"(?<!<)<<-?[ \t]*([\"']?)(\w+)\1([^\n]*)\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
+)
 _CLOSE = {"(": ")", "{": "}"}
 _BINARY: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -19,6 +22,7 @@ _COMPARE: dict[type, Any] = {
 
 def statements(text: str) -> Iterator[str]:
     """Commands without comments and continued lines; arrays and strings may have several lines."""
+    text = _HERE.sub(_as_commands, text)
     now, quote, depth, at = "", "", 0, 0
     while at < len(text):
         char, more = text[at], 1
@@ -41,6 +45,12 @@ def statements(text: str) -> Iterator[str]:
         at += more
     if now.strip():
         yield now.strip()
+
+
+def _as_commands(here: re.Match[str]) -> str:
+    """A here document as commands that do nothing, because it is text in which any quote may be."""
+    lines = (f": {one_line}" for one_line in re.sub("[\"'()]", "", here[4]).splitlines())
+    return "\n".join((here[3], *lines))
 
 
 def closed(text: str, at: int, name: bool = False) -> int:

@@ -33,6 +33,8 @@ UNKNOWN = "A=1\n{}\nrun --tensor-model-parallel-size $A"
         ("TP=2\n[[ -z $PLAN ]] && TP=4\nrun --tp $TP", "4"),
         ("TP=2\nTP=8 other\nrun --tp $TP", "2"),
         ("T=3\nF=(${T:+--tp $T})\nrun \"${F[@]}\"", "3"),
+        ("cat > x <<'END' # to x\nit's\nfor one in (\nEND\nTP=4\nrun --tp $TP", "4"),
+        ("case x in\n a|b) F=\"--tp 4\";;\n *) echo don\\'t ;;\nesac\nrun $F", "4"),
         ("F=(--pp 1)\nF+=(--tp 4)\nrun ${F[@]}", "4"),
     ],
 )  # fmt: skip
@@ -66,6 +68,12 @@ def test_what_only_a_run_knows_stays_open(text, monkeypatch):
 def test_what_is_the_same_in_every_branch_is_known():
     found = megatron_arguments(UNKNOWN.format("if some; then A=1; fi"))
     assert found["tensor_model_parallel_size"] == "1"
+
+
+def test_output_of_other_programs_is_one_word():
+    assert megatron_arguments("run --seq-length `cat my file` --swiglu") == {
+        "seq_length": "$(catmyfile)", "swiglu": True,
+    }  # fmt: skip
 
 
 def test_switches_before_other_words_are_switches():
