@@ -95,8 +95,8 @@ class _Shell:
             yield from self._rest(rest)
 
     def _command(self, text: str) -> Iterator[str]:
-        if found := re.match(r"(?:source|\.)\s+(\S+)", text):
-            yield from self._source(found[1])
+        if found := re.match(r"(?:source|\.)\s+", text):
+            yield from self._source(text[found.end() : closed(text, found.end())])
             return
         bare = _DECLARE.sub("", text, count=1) if _DECLARE.match(text) else text
         if pairs := self._assignments(bare):

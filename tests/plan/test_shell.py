@@ -126,3 +126,13 @@ def test_our_own_scripts_are_read(script, variables, sizes, monkeypatch):
 def test_our_script_of_packed_samples_needs_its_gpus():
     with pytest.raises(BurstError, match=r'context-parallel-size .*got "\$cp".*pass --cp'):
         arguments_in(str(EXAMPLES / "torchrun" / "packed.sh"))
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["common.sh", '"$(dirname "$0")/common.sh"', "$(dirname $X)/common.sh", "${DIR}/common.sh"],
+)
+def test_sourced_files_are_read(tmp_path, word):
+    (tmp_path / "common.sh").write_text("F='--bf16'\nTP=$((2 * PP))\n. common.sh\n")
+    found = megatron_arguments(f"PP=2\nsource {word}\nrun $F --tp $TP", tmp_path)
+    assert found == {"bf16": True, "tp": "4"}
