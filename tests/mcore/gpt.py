@@ -1,7 +1,7 @@
 """A two-layer GPT of Megatron's own modules in float64, and its loss and gradients.
 
-Import it where a test module is imported, for its processes to start with Megatron loaded. They
-call `start` first: nothing here changes the process that runs pytest.
+Import it at the top of a test module, so that its processes start with Megatron loaded. They call
+`start` first: nothing here changes the process that runs pytest.
 """
 
 import inspect
@@ -26,7 +26,7 @@ SELECTIVE_RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is made of; the same for a run and the run that it is compared with.
+    """What a model is made of; the same for a run and its reference.
 
     Attributes:
         groups: of query heads, that is KV heads.
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How it is spread over four ranks, as arguments of `initialize_model_parallel`."""
+    """How it is sharded over four ranks, as arguments of `initialize_model_parallel`."""
 
     cp: int = 1
     tp: int = 1
@@ -52,7 +52,7 @@ class Parallel:
 
 @dataclass
 class Run:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         loss: summed over all tokens.
@@ -66,7 +66,7 @@ class Run:
 
 
 def start(parallel: Parallel) -> None:
-    """Make Megatron's groups afresh, on the CPU."""
+    """Make Megatron's groups anew, on the CPU."""
     from megatron.core import parallel_state, tensor_parallel
 
     from megatron_burst.mcore import cpu_mode
@@ -106,7 +106,8 @@ def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrid
 
 
 def build(config, spec, tied: bool = False):
-    """A GPTModel from a spec; equal weights for equal configurations and tensor-parallel sizes."""
+    """Build a GPTModel from a spec; equal weights for equal configurations and tensor-parallel
+    sizes."""
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(1234)
@@ -118,7 +119,7 @@ def build(config, spec, tied: bool = False):
 
 
 def whole_batch() -> dict:
-    """One fixed batch, of all ranks of a context-parallel group."""
+    """One fixed batch for all ranks of a context-parallel group."""
     generator = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
     positions = torch.arange(SEQ).expand_as(tokens)
@@ -149,7 +150,8 @@ def loss_and_grads(gpt, logits_of=logits_of) -> Run:
 
 
 def sharded(batch: dict, group, **options) -> dict:
-    """A rank's part of a batch, by Megatron; from 0.18 on it has to be told that groups stay."""
+    """A rank's part of a batch, by Megatron; since 0.18 it must be told that the groups are
+    fixed."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
@@ -177,7 +179,7 @@ def _complete_grads(gpt) -> dict[str, torch.Tensor]:
 
 
 def megatrons_own(model: Model, parallel: Parallel) -> Run:
-    """A model without context parallelism, by Megatron alone."""
+    """Run a model without context parallelism, with Megatron alone."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -190,7 +192,7 @@ def megatrons_own(model: Model, parallel: Parallel) -> Run:
 
 
 def core_for_latent() -> type:
-    """Megatron's own, which computes MLA rightly but does not know its two extra arguments."""
+    """Megatron's own, which is right for MLA but does not accept its two extra arguments."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class ForLatent(DotProductAttention):

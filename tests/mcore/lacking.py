@@ -1,4 +1,4 @@
-"""What tests need and not every release of Megatron-Core has: one table, and marks by it."""
+"""What tests need that some releases of Megatron-Core lack: one table, and pytest marks from it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from megatron_burst.installed import find_megatron, minor
 
-LACKING = {  # what a test needs: releases without, and why in words that the tables of docs show
+LACKING = {  # need: releases without it, and why, as the tables in docs show it
     "model classes": ("0.16 0.17 0.18", "not tested: its model classes are in other modules"),
     "--spec": ("0.16 0.17 0.18", "--spec takes a function from 0.19 on"),
     "MLA": ("0.16", "its own MLA fails without TransformerEngine"),
@@ -54,7 +54,7 @@ def needs(need: str) -> pytest.MarkDecorator:
 
 
 def no_option(options: Iterable[str]) -> str:
-    """Why a model cannot be built with options of `TransformerConfig`; "" if it can."""
+    """Why a model cannot be built with these `TransformerConfig` options; "" if it can."""
     from megatron.core.transformer import TransformerConfig
 
     unknown = sorted(set(options) - TransformerConfig.__dataclass_fields__.keys())
@@ -62,7 +62,7 @@ def no_option(options: Iterable[str]) -> str:
 
 
 def parameters(cases: Mapping[str, Any], why: Callable[[Any], str]) -> list:
-    """Names of cases for `parametrize`; `why`: why this Megatron cannot run one, or ""."""
+    """Case names for `parametrize`; `why`: why this Megatron cannot run one, or ""."""
     return [
         pytest.param(name, marks=pytest.mark.skip(reason=why(case)) if why(case) else ())
         for name, case in cases.items()
@@ -70,5 +70,5 @@ def parameters(cases: Mapping[str, Any], why: Callable[[Any], str]) -> list:
 
 
 def present(cases: Mapping[str, Any], why: Callable[[Any], str]) -> dict[str, Any]:
-    """Those that this Megatron can run."""
+    """The cases that this Megatron can run."""
     return {name: case for name, case in cases.items() if not why(case)}

@@ -1,4 +1,4 @@
-"""A GPT of Megatron's own modules for its loss: cases, their groups, models and batches.
+"""A GPT of Megatron's own modules for testing its loss: cases, groups, models and batches.
 
 Import it where a test module is imported, as tests.mcore.gpt.
 """
@@ -34,7 +34,7 @@ FORWARD = FusedLossConfig(grads="forward")
 
 
 def begin(case: Case) -> None:
-    """Groups of a case, on four ranks."""
+    """Make a case's groups, on four ranks."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -52,11 +52,11 @@ def begin(case: Case) -> None:
         )  # fmt: skip
         begin.layout = layout
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    MTPLossLoggingHelper.tracker.clear()  # is as long as the first model's heads
+    MTPLossLoggingHelper.tracker.clear()  # it is as long as the first model's heads
 
 
 def model_of(case: Case):
-    """This rank's stage."""
+    """This rank's pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -97,7 +97,7 @@ def batch_of(case: Case) -> dict:
     if case.masked:
         mask = (torch.rand(2, SEQ, generator=generator) < 0.4).float()
         mask[:, : SEQ // 4] = 0
-        labels[mask == 0] = -1  # padding of some tokenizers: out of range where nobody looks
+        labels[mask == 0] = -1  # some tokenizers' padding: out of range, unchecked
     positions = torch.arange(SEQ).expand_as(tokens).contiguous()
     return sharded(
         {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask},

@@ -1,4 +1,4 @@
-"""Megatron's models past GPT, of its own local modules, which run on a CPU.
+"""Megatron's models other than GPT, built from its local modules, which run on a CPU.
 
 Import it where a test module is imported, as tests.mcore.gpt.
 """
@@ -15,10 +15,10 @@ from tests.ranks import preload
 
 preload("megatron.core.models.hybrid.hybrid_model", "megatron.core.models.mimo")
 preload("megatron.core.models.multimodal.llava_model")
-IMAGE = VOCAB - 1  # the token whose place a patch of an image takes
-SIDE, PATCH = 16, 4  # pixels of an image and of a patch
+IMAGE = VOCAB - 1  # the token that an image patch replaces
+SIDE, PATCH = 16, 4  # in pixels, of an image and of a patch
 PATCHES = (SIDE // PATCH) ** 2
-BLOCKS = [  # of a heterogeneous model; a key that is left out is null
+BLOCKS = [  # of a heterogeneous model; omitted keys are null
     {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}},
     {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
     {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
@@ -27,7 +27,7 @@ BLOCKS = [  # of a heterogeneous model; a key that is left out is null
 
 
 def hybrid_stack():
-    """Megatron's stack of layers of several kinds, without TransformerEngine's modules."""
+    """Megatron's stack of mixed layers, without TransformerEngine's modules."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -76,13 +76,13 @@ def hybrid_stack():
 
 
 def hybrid(config, stack, pattern: str):
-    """A HybridModel; equal weights for equal configurations and tensor-parallel sizes."""
+    """Build a HybridModel; equal weights for equal configurations and tensor-parallel sizes."""
     from megatron.core import tensor_parallel
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    tensor_parallel.model_parallel_cuda_manual_seed(1)  # Mamba and GDN draw from this one too
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # Mamba and GDN use this generator too
     torch.manual_seed(1234)
     with mock.patch.object(hybrid_block, "TENorm", WrappedTorchNorm):  # of the last norm
         return HybridModel(
@@ -92,10 +92,11 @@ def hybrid(config, stack, pattern: str):
 
 
 def stand_ins():
-    """Patches: in PyTorch what Mamba, GDN and towers take from libraries that need GPUs.
+    """Patches: PyTorch versions of what Mamba, GDN and towers take from libraries that need GPUs.
 
     The delta rule itself is Megatron's own, in float32, with deterministic_mode. LLaVAModel with
-    context parallelism asserts that its spec has TransformerEngine's attention, and a new one.
+    context parallelism asserts that its spec has TransformerEngine's attention, in a recent
+    version.
     """
     from megatron.core.models.multimodal import llava_model
     from megatron.core.models.vision import clip_vit_model
@@ -116,17 +117,17 @@ def stand_ins():
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
-    """As `l2norm` of flash-linear-attention."""
+    """Like `l2norm` of flash-linear-attention."""
     return x * (x * x).sum(-1, True).add(1e-6).rsqrt()
 
 
 def build_norm(norm, config, hidden_size: int, eps: float):
-    """torch's, which takes no configuration."""
+    """torch's norm, which takes no configuration."""
     return norm(hidden_size, eps)
 
 
 def scan(zxbcdt, weight, bias, dt_bias, a, ngroups, headdim, **options) -> torch.Tensor:
-    """Mamba-2's recurrence, a token at a time: as `mamba_split_conv1d_scan_combined` of mamba_ssm.
+    """Mamba-2's recurrence, token by token, like mamba_ssm's `mamba_split_conv1d_scan_combined`.
 
     [batch, tokens, z x B C dt] to [batch, tokens, heads * headdim].
     """
@@ -149,7 +150,8 @@ def scan(zxbcdt, weight, bias, dt_bias, a, ngroups, headdim, **options) -> torch
 
 
 def heterogeneous_config(parallel: Parallel):
-    """Of layers with 2 and 1 KV heads, without attention, and with linear layers instead."""
+    """Configuration with layers of 2 and 1 KV heads, without attention, and with linear layers
+    instead."""
     from dataclasses import fields
 
     from megatron.core.transformer.heterogeneous.heterogeneous_config import (
@@ -166,7 +168,7 @@ def heterogeneous_config(parallel: Parallel):
 
 
 def tower_and_projection(config):
-    """Specs of a CLIP tower, which attends to whole images, and of what follows it."""
+    """Specs of a CLIP tower, which attends to whole images, and of the projection after it."""
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -180,7 +182,7 @@ def tower_and_projection(config):
 
 
 def mimo(config, spec):
-    """A MimoModel: images through a CLIP tower into a GPT."""
+    """Build a MimoModel: images through a CLIP tower into a GPT."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.mimo import MimoModel, MimoModelConfig
     from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
@@ -218,11 +220,11 @@ def mimo(config, spec):
 
 
 def llava(config, spec):
-    """A LLaVAModel: the same in Megatron's older class."""
+    """Build a LLaVAModel: the same in Megatron's older class."""
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
     vision, tower, linears = tower_and_projection(config)
-    vision.vision_model_type = "siglip"  # of whose two norms none needs TransformerEngine
+    vision.vision_model_type = "siglip"  # neither of its two norms needs TransformerEngine
     torch.manual_seed(1234)
     return LLaVAModel(
         config, spec, VOCAB, SEQ, vision, tower, drop_vision_class_token=False,
@@ -233,7 +235,7 @@ def llava(config, spec):
 
 
 def llava_logits(model, batch: dict) -> torch.Tensor:
-    """Of samples in which one token stands for a whole image."""
+    """Logits of samples in which one token stands for a whole image."""
     images, tokens = image_and_text()
     tokens = torch.cat([tokens[:, :9], tokens[:, 8 + PATCHES :]], 1)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -241,7 +243,7 @@ def llava_logits(model, batch: dict) -> torch.Tensor:
 
 
 def image_and_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [2, 3, SIDE, SIDE], and tokens [2, SEQ] in which each has its place."""
+    """Images [2, 3, SIDE, SIDE], and tokens [2, SEQ] with a place for each."""
     tokens = whole_batch()["tokens"] % IMAGE
     tokens[:, 8 : 8 + PATCHES] = IMAGE  # in the chunks of two ranks of four
     generator = torch.Generator().manual_seed(11)
@@ -249,7 +251,7 @@ def image_and_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mimo_logits(model, batch: dict) -> torch.Tensor:
-    """Of whole samples: MimoModel shards them itself."""
+    """Logits of whole samples: MimoModel shards them itself."""
     images, tokens = image_and_text()
     positions = whole_batch()["position_ids"]
     inputs = {"images": {"clip": {"x": images}}}
@@ -257,7 +259,7 @@ def mimo_logits(model, batch: dict) -> torch.Tensor:
 
 
 def t5(config, **parts):
-    """A T5Model; `parts`: which of its halves it has."""
+    """Build a T5Model; `parts`: which of its halves it has."""
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
 
@@ -267,7 +269,7 @@ def t5(config, **parts):
 
 
 def bert(config):
-    """A BertModel, whose constructor wants Megatron's own attention in its spec."""
+    """Build a BertModel, whose constructor requires Megatron's own attention in its spec."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 

@@ -1,7 +1,7 @@
-"""examples/pretrain_gpt.py, which is in the form of Megatron 0.19, with releases before.
+"""examples/pretrain_gpt.py, written for Megatron 0.19, on older releases.
 
-A script itself, and `provide` for processes that import the example. What the example asks of
-Megatron is made of what those releases' own pretrain_gpt.py calls.
+A script itself, and `provide` for processes that import the example. What the example imports from
+Megatron is built from what those releases' own pretrain_gpt.py calls.
 """
 
 import importlib
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__) if IS_OLDER else EXAMPLES / "pretrain_gpt.py"
 
 
 def provide() -> None:
-    """Add to an older Megatron what the example imports; to others nothing."""
+    """Add to an older Megatron what the example imports; leave others unchanged."""
     if not IS_OLDER:
         return
     from megatron import training
@@ -39,7 +39,7 @@ def provide() -> None:
 
 
 def _move_tokenizers() -> None:
-    """To where the example looks for what makes one."""
+    """Move the tokenizer builder to where the example looks for it."""
     package = "megatron.core.tokenizers"
     own = importlib.import_module(f"{package}.text.utils.build_tokenizer")
     sys.modules[f"{package}.utils"] = sys.modules[f"{package}.utils.build_tokenizer"] = own
@@ -65,7 +65,7 @@ def _shard(shard, batch, is_hybrid_cp, cp_group):
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, **given):
-    """This rank's stage of a GPT, as `gpt_builder` of those releases makes it."""
+    """This rank's stage of a GPT, as those releases' `gpt_builder` makes it."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
@@ -88,7 +88,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, **given):
 
 
 def main() -> None:
-    """Train, in a process that this script was started in."""
+    """Train, in the process that runs this script."""
     import torch
 
     if not torch.cuda.is_available():

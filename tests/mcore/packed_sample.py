@@ -1,4 +1,4 @@
-"""A packed sample, its documents one by one as the truth, and Megatron's model on both.
+"""A packed sample, its documents one by one as the reference, and Megatron's model on both.
 
 Import it where a test module is imported, as tests.mcore.gpt.
 """
@@ -29,7 +29,7 @@ preload("megatron_burst.mcore.packed")
 
 @dataclass(frozen=True)
 class Sample:
-    """Documents that lie one behind the other: tokens of each, without and with padding."""
+    """Concatenated documents: tokens of each, without and with padding."""
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
@@ -43,12 +43,12 @@ class Sample:
         return torch.tensor(lengths).cumsum(0).int()
 
     def documents(self) -> list[slice]:
-        """Where the tokens of each lie, padding and empty ones left out."""
+        """Where each document's tokens lie, without padding and empty documents."""
         ends = zip(pairwise(self.boundaries(True).tolist()), self.lengths, strict=True)
         return [slice(start, start + length) for (start, _), length in ends if length]
 
     def batch(self) -> dict:
-        """The whole sample, as Megatron's data loader has it: [1, tokens]."""
+        """The whole sample, as Megatron's data loader returns it: [1, tokens]."""
         generator = torch.Generator().manual_seed(7)
         tokens, labels = torch.randint(0, VOCAB, (2, 1, self.tokens), generator=generator)
         mask, positions = torch.zeros(1, self.tokens, dtype=torch.float64), torch.zeros_like(tokens)
@@ -71,8 +71,7 @@ ANYWHERE = Sample(lengths=(5, 17, 1, 30, 11), padded=(5, 17, 1, 30, 11))
 
 
 def params_of(batch: dict, **others):
-    """What Megatron's pretrain_gpt.py makes of a batch, but that it knows lengths without
-    padding."""
+    """What Megatron's pretrain_gpt.py makes of a batch, plus the lengths without padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     starts, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0]
@@ -84,10 +83,10 @@ def params_of(batch: dict, **others):
 
 
 def shard(batch: dict, group=None, **options) -> dict:
-    """What this context-parallel rank has of it, by Megatron's own function, as launched runs have
-    it without TransformerEngine.
+    """This context-parallel rank's part, by Megatron's own function, as launched runs shard it
+    without TransformerEngine.
 
-    Up to 0.17 that is one that asks for TransformerEngine: it gets a stand-in.
+    Up to 0.17 that function requires TransformerEngine: it gets a stand-in.
     """
     from megatron.core import parallel_state, utils
 
@@ -118,7 +117,7 @@ def spec_of(model: Model, mask: str = "causal"):
 def one_by_one(
     sample: Sample, parallel: Parallel, model: Model, mask: str = "causal", **options
 ) -> Run:
-    """The truth: each document a sequence of its own, by Megatron alone."""
+    """The reference: each document as its own sequence, with Megatron alone."""
     from tests.mcore.gpt import core_for_latent
 
     spec = spec_of(model, mask)
@@ -141,8 +140,7 @@ def one_by_one(
 
 
 def with_sequence_parallel(parallel: Parallel, *rows: torch.Tensor) -> list[torch.Tensor]:
-    """With a token more where TP ranks could not have equally many; causal attention is blind to
-    it."""
+    """Add a token where TP ranks could not share the rows equally; causal attention ignores it."""
     pad = -rows[0].shape[1] % parallel.tp
     return [F.pad(x, (0, pad)) for x in rows]
 

@@ -1,4 +1,4 @@
-"""Megatron with the diff of patches/ for its release, beside the installed one."""
+"""Megatron with its release's diff from patches/, next to the installed one."""
 
 import os
 import shutil
@@ -18,11 +18,11 @@ DIFF = Path(__file__).parents[2] / "patches" / f"{_FOR[minor(find_megatron().ver
 
 
 def patch_megatron(folder: Path) -> Path:
-    """A folder for the front of PYTHONPATH: `megatron.training` as the diff makes it, and the
-    installed `megatron.core` beside it."""
+    """A folder to put first on PYTHONPATH: `megatron.training` with the diff applied, next to the
+    installed `megatron.core`."""
     tree = folder / "patched"
     training = find_megatron().training / "training"
-    shutil.copytree(training, tree / "megatron" / "training")  # bytecode too
+    shutil.copytree(training, tree / "megatron" / "training")  # including bytecode
     (tree / "megatron" / "core").symlink_to(find_megatron().folder / "core")
     done = git_apply(tree, "--verbose")
     assert done.returncode == 0, done.stderr
@@ -30,9 +30,9 @@ def patch_megatron(folder: Path) -> Path:
 
 
 def git_apply(tree: Path, *options: str) -> subprocess.CompletedProcess:
-    """Run `git apply` of the diff in a folder, which may lie in a checkout without being its own.
+    """Run `git apply` with the diff in a folder, which may lie inside an unrelated checkout.
 
-    git leaves files outside of its part of a checkout alone, without a word.
+    git silently ignores files outside its part of a checkout.
     """
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
     command = ["git", "apply", *options, str(DIFF)]

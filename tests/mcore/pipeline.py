@@ -1,4 +1,4 @@
-"""A GPT of Megatron's own modules under its own pipeline schedules, and what its attention does."""
+"""A GPT of Megatron's own modules under its own pipeline schedules, with attention counted."""
 
 import gc
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step runs, recomputation apart.
+    """How a step runs, except for recomputation.
 
     Attributes:
         pp: pipeline stages.
@@ -50,7 +50,7 @@ class Step:
 
 
 def start(setting: Setting) -> None:
-    """Make Megatron's groups afresh, on the CPU, with what schedules need."""
+    """Make Megatron's groups anew, on the CPU, with what schedules need."""
     from megatron.core import parallel_state, tensor_parallel
 
     from megatron_burst.mcore import cpu_mode
@@ -66,7 +66,7 @@ def start(setting: Setting) -> None:
 
 
 def config_for(setting: Setting, burst=None, **overrides):
-    """Megatron's configuration; `burst` goes with it where there is context parallelism."""
+    """Megatron's configuration; `burst` is added where there is context parallelism."""
     from tests.mcore.gpt import Parallel
 
     options = dict(
@@ -82,7 +82,8 @@ def config_for(setting: Setting, burst=None, **overrides):
 
 
 def build(setting: Setting, config, burst: bool = False) -> list:
-    """This rank's model chunks; equal weights for equal settings. `burst`: also on one rank."""
+    """Build this rank's model chunks; equal weights for equal settings. `burst`: on one rank
+    too."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -110,7 +111,7 @@ def build(setting: Setting, config, burst: bool = False) -> list:
 
 
 def batches(setting: Setting, seed: int = 7):
-    """The micro-batches of a step, as this rank holds them."""
+    """The micro-batches of a step, as sharded to this rank."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +140,7 @@ def forward_step(iterator, model):
 
 
 def run_step(setting: Setting, chunks: list, forward_only: bool = False, step=forward_step) -> Step:
-    """One step under Megatron's schedule, with what attention does counted."""
+    """Run one step under Megatron's schedule and count what attention does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     iterators = [batches(setting) for _ in chunks]
@@ -163,7 +164,7 @@ def run_step(setting: Setting, chunks: list, forward_only: bool = False, step=fo
 
 
 class counted:
-    """Counts what attention does while it is entered: "kernels" forward and "hops"."""
+    """Counts attention's "kernels" (forward) and "hops" while it is entered."""
 
     def __enter__(self) -> dict[str, int]:
         from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
@@ -197,7 +198,7 @@ class counted:
 
 
 def relative_error(got: Step, truth: Step) -> float:
-    """Largest difference of any gradient over its largest true value."""
+    """Largest difference of any gradient, relative to its largest true value."""
     assert got.grads.keys() == truth.grads.keys()
     return max(
         float((got.grads[name] - true).abs().max() / true.abs().max())

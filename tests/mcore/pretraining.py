@@ -1,4 +1,4 @@
-"""Megatron's pretrain() in processes that are forked with Megatron loaded: seconds less a run."""
+"""Megatron's pretrain() in processes forked with Megatron loaded, which saves seconds per run."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ preload("megatron.core.datasets.gpt_dataset", "megatron.core.tokenizers.text")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         steps: of each training step what examples/step_log.py writes.
@@ -47,9 +47,9 @@ class Pretrained:
 
 
 def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pretrained:
-    """Run examples/pretrain_gpt.py in a folder, on some ranks, with FLAGS and more flags.
+    """Run examples/pretrain_gpt.py in a folder on some ranks, with FLAGS and extra flags.
 
-    Mock data has so many documents: shuffling Megatron's 100,000 takes half of a short run's time.
+    `documents`: of mock data; shuffling Megatron's 100,000 takes half of a short run's time.
     """
     folder.mkdir(exist_ok=True)
     log = folder / "steps.jsonl"
@@ -66,7 +66,7 @@ def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pre
 
 
 def assert_same(got: Pretrained, truth: Pretrained) -> None:
-    """Equal to the rounding of float32, in which losses near 5 are stored to 5e-7."""
+    """Equal to float32 rounding, in which losses near 5 are stored to 5e-7."""
     for step, true in zip(got.steps, truth.steps, strict=True):
         assert step["iteration"] == true["iteration"]
         assert step["lm loss"] == pytest.approx(true["lm loss"], abs=2e-6)
@@ -78,7 +78,7 @@ def _main(rank: int, folder: str, flags: str, documents: int) -> tuple[list[floa
     from megatron.core.datasets import gpt_dataset
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # checkpoints are written by processes that this one starts, which a daemon must not
+    # checkpoints are written by child processes, which a daemon must not have
     multiprocessing.current_process()._config["daemon"] = False
     gpt_dataset.MockGPTLowLevelDataset.size = documents
     if "--save" in flags:  # Megatron's own process for this queue would import everything again
@@ -97,7 +97,7 @@ def _main(rank: int, folder: str, flags: str, documents: int) -> tuple[list[floa
 
     def noted(*args, **options):
         result = evaluate(*args, **options)
-        if result[0]:  # of the last stage of a pipeline
+        if result[0]:  # from a pipeline's last stage
             evaluated.append(float(result[0]["lm loss"]))
         return result
 

@@ -1,9 +1,9 @@
-"""What Megatron takes from Apex, beside burst attention and the fused loss: losses and gradients.
+"""What Megatron takes from Apex, together with burst attention and the fused loss.
 
-Apex's kernels are CUDA extensions that cannot be built here. In their place are functions with
-their signatures (csrc/megatron/fused_weight_gradient_dense.cpp, normalization/fused_layer_norm.py)
-that compute the same in torch, where Megatron looks for them. Catches gradients that the fused loss
-and a fused accumulation lose or count twice in one `main_grad`, and norms that specs lose.
+Apex's kernels are CUDA extensions that cannot be built here. Functions with their signatures
+(csrc/megatron/fused_weight_gradient_dense.cpp, normalization/fused_layer_norm.py) that compute the
+same in torch replace them where Megatron looks. Guards against gradients that the fused loss and a
+fused accumulation lose or count twice in one `main_grad`, and norms that specs lose.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -53,7 +53,7 @@ calls = {"wgrad": 0, "norm": 0}
 
 @contextmanager
 def apex():
-    """Megatron as if it had found Apex when it was imported."""
+    """Megatron as if it had found Apex when imported."""
     from megatron.core.fusions import fused_layer_norm
     from megatron.core.models import backends
     from megatron.core.tensor_parallel import layers
@@ -105,7 +105,8 @@ def compared(rank):
 
 
 def test_fused_accumulation_and_norms_change_nothing():
-    """Four linear layers of two in two micro-batches; two norms a layer and the last one."""
+    """Four linear layers in each of two layers, two micro-batches; two norms per layer and the
+    final one."""
     for found in run_ranks(compared, 2):
         for case, (errors, called) in zip(CASES, found, strict=True):
             assert max(errors.values()) < 2e-5, (case, errors)

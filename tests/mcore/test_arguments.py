@@ -1,7 +1,7 @@
-"""Burst's flags in Megatron's own parser: what they mean, what is refused, what is forced.
+"""Burst's flags in Megatron's own parser: meaning, refusals, implied settings.
 
-Each test parses with Megatron's parser in a process of its own, where patches cannot leak. Catches
-flags of Megatron under which burst would be wrong or off, and any change to runs without burst.
+Each test runs Megatron's parser in a separate process, so that patches cannot leak. Guards against
+Megatron flags under which burst would be wrong or off, and any change to runs without burst.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ BURST = f"{CP4} --context-parallel-impl burst --attention-dropout 0"
 
 
 def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
-    """Megatron's arguments, and what was printed or said meanwhile."""
+    """Megatron's arguments, and what was printed or logged meanwhile."""
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *shlex.split(flags)]
@@ -45,7 +45,7 @@ def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
 
 
 def start(rank: str = "0", patched: bool = True) -> None:
-    """Be rank `rank` of four, on the CPU, with or without burst's patches."""
+    """Act as rank `rank` of four, on the CPU, with or without burst's patches."""
     from megatron_burst.mcore import cpu_mode, launch
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": rank}
@@ -147,13 +147,13 @@ GIVEN = f"{BURST} --cp-comm-type burst --no-create-attention-mask-in-dataloader"
     ],
 )
 def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
-    """Left alone, layers would run Megatron's ring, and the loader would make an s x s mask."""
+    """Otherwise layers would run Megatron's ring, and the loader would make an s x s mask."""
     ((values, said, attention),) = run_ranks(forced, 1, flags, as_rank)
     assert values == [["burst"], False] and attention == [True] * 3
     assert said == [f"burst attention: adds {flags}" for flags in lines]
 
 
-REFUSED = {  # and what was got
+REFUSED = {  # with the value shown in the message
     "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
     "--burst-tune nodes=3": "--burst-tune nodes=3 and --context-parallel-size 4",
     "--cp-comm-type a2a": "--cp-comm-type a2a",
@@ -180,7 +180,7 @@ REFUSED = {  # and what was got
 
 
 def has_flag(flags: str) -> bool:
-    """Whether this Megatron has the first of some flags."""
+    """Whether this Megatron has the first of these flags."""
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
@@ -188,8 +188,8 @@ def has_flag(flags: str) -> bool:
 
 
 def refuse_all(rank):
-    """Those that this Megatron has, each refused on validation, before Megatron's own checks; the
-    last of equal flags counts."""
+    """Refuse each flag that this Megatron has on validation, before Megatron's own checks; of
+    repeated flags the last counts."""
     start()
     there = [flags for flags in REFUSED if has_flag(flags)]
     for flags, got in ((flags, REFUSED[flags]) for flags in there):
@@ -215,7 +215,7 @@ def test_refuses_flags_under_which_burst_would_be_wrong_or_off(refused, flags):
 
 
 def test_every_flag_that_is_refused_has_a_case():
-    """Two are of layers alone: no flag sets them; one came after 0.19."""
+    """Two belong to layers only: no flag sets them; one came after 0.19."""
     of_layers = {"attention_type", "attn_mask_type", "attention_cp_layout"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
     names = {r.argument for r in TABLE if {"run", "attention"} & {*r.features.split()}} - of_layers
@@ -226,7 +226,8 @@ def test_every_flag_that_is_refused_has_a_case():
 
 
 def one_rank(rank):
-    """What is left of the arguments of a script whose context parallel size is 1, and printed."""
+    """What remains of a script's arguments when its context parallel size is 1, and what is
+    printed."""
     start()
     given = f"{BURST} --context-parallel-size 1 --seq-length 63 --burst-intra gather"
     values, printed = parse(f"{given} --attention-backend flash")
@@ -246,7 +247,7 @@ def test_a_script_may_pass_a_context_parallel_size_of_one_and_a_kernel():
 
 
 def yaml_of(rank):
-    """Megatron's --yaml-cfg replaces the parsed flags, burst's with them."""
+    """Megatron's --yaml-cfg replaces the parsed flags, including burst's."""
     from megatron.training import yaml_arguments
 
     start()

@@ -1,4 +1,4 @@
-"""Megatron's --attention-backend as kernels of burst."""
+"""Megatron's --attention-backend selects burst's kernels."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_it_stands_for_a_family_of_kernels(asked):
     names = with_attention_backend(BurstConfig(), asked).backend.split(",")
     assert names == MEANT[asked]
     order = [*backends()]
-    assert sorted(names, key=order.index) == names  # the fastest first, as auto has them
+    assert sorted(names, key=order.index) == names  # fastest first, as in auto
     narrower = BurstConfig(backend=names[-1])
     assert with_attention_backend(narrower, asked) == narrower
 
@@ -45,7 +45,7 @@ def test_a_kernel_of_another_family_contradicts_it(asked):
 
 
 def test_layers_take_it_from_megatrons_configuration():
-    """Through every entry point: it is there whether or not there is a command line."""
+    """Through every entry point: it is set with or without a command line."""
     config = config_of(attention_backend=AttnBackend.unfused)
     assert burst_config_of(config) == BurstConfig(backend="reference")
     config.burst = BurstConfig.of(backend="reference", circulate="q")
@@ -61,7 +61,7 @@ def test_on_cpu_there_is_one_of_the_family(asked):
 
 
 def test_a_family_that_cannot_do_a_call_is_refused_in_a_sentence():
-    """Neither another family nor another dtype is taken in its place."""
+    """Neither another family nor another dtype is used instead."""
     problem = Problem(device="cpu", dtype=torch.float32, dim_qk=64, dim_v=64)
     message = (
         r"backend cudnn,te must.*float32 on cpu with head dimensions 64/64, and not cudnn, te: it "

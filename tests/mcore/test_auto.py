@@ -1,7 +1,7 @@
-"""`import megatron_burst.auto`: models whose configuration asks for burst run it, others as before.
+"""`import megatron_burst.auto`: models configured for burst run it, others run as before.
 
-Catches an entry point that changes models that never asked, options that are dropped, and a plugin
-that loads Megatron, or fails, where a framework imports it in every process.
+Guards against an entry point that changes models that never asked for burst, options that are
+dropped, and a plugin that loads Megatron, or fails, where a framework imports it in every process.
 """
 
 import importlib
@@ -69,7 +69,7 @@ def test_words_of_the_environment_are_those_of_the_flags():
     ],
 )
 def test_what_the_environment_cannot_mean_is_refused_and_said(text, got):
-    """verl tells nobody of a plugin that fails."""
+    """verl does not report a plugin that fails."""
     from megatron_burst.mcore.launch import switch_on_automatically
 
     with under(text), hearing() as said, pytest.raises(BurstError, match=got) as refused:
@@ -85,7 +85,7 @@ def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
 
 
 def flags_count(rank):
-    """Options under a command line of Megatron's with burst's flags, and without."""
+    """Options on a Megatron command line with burst's flags, and without."""
     from megatron.training import global_vars
 
     from megatron_burst.mcore.launch import prepare
@@ -123,7 +123,7 @@ def test_nothing_is_imported_until_the_framework_imports_megatron():
 
 
 def by_configuration(rank):
-    """Errors of a model of Megatron's own spec with burst; what others are made of."""
+    """Errors of a model of Megatron's own spec with burst; which attention others use."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     start(Parallel())
@@ -154,7 +154,8 @@ def by_configuration(rank):
 
 
 def test_models_that_ask_for_burst_run_it_and_others_are_megatrons_own():
-    """Without TransformerEngine Megatron asserts that the last one's layers hold whole samples."""
+    """Without TransformerEngine, Megatron asserts that the last model's layers hold whole
+    samples."""
     options = {"MEGATRON_BURST": "keep=all,fused_loss=true"}
     for errors, cores, fused, keep, megatrons, said in run_ranks(
         by_configuration, 2, environment=options
@@ -166,7 +167,7 @@ def test_models_that_ask_for_burst_run_it_and_others_are_megatrons_own():
 
 
 def seam_that_changed(rank):
-    """What is said where Megatron's attention takes one argument more, when it is imported."""
+    """The message where Megatron's attention takes one more argument, on import."""
     from megatron.core.transformer.attention import Attention
 
     Attention.__init__ = lambda self, config, sequence_ids: None
@@ -181,13 +182,13 @@ def test_a_megatron_that_does_not_fit_stays_as_it_is_and_the_seam_is_named():
 
 
 def test_verl_finds_the_plugin():
-    """verl/__init__.py of 0.9.1 loads what is in this group."""
+    """verl/__init__.py of 0.9.1 loads this entry-point group."""
     (plugin,) = entry_points(group="verl.plugins", name="megatron_burst")
     assert plugin.value == "megatron_burst.auto"
 
 
 def test_slime_hands_over_its_arguments(monkeypatch):
-    """--custom-megatron-init-path megatron_burst.auto.init, before models are built."""
+    """Called as --custom-megatron-init-path megatron_burst.auto.init, before models are built."""
     from megatron_burst.mcore.launch import take_args
 
     given = dict(

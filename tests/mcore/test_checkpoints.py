@@ -1,8 +1,8 @@
-"""Checkpoints on disk: saved with burst and loaded without, and the reverse, at other sizes.
+"""Checkpoints on disk: saved with burst and loaded without, and vice versa, at other sizes.
 
-Catches parameters, or their names, that burst adds or takes away, and states of optimizers and of
-data that a run does not take up again. The truth is the run that is not interrupted. Megatron needs
-psutil to write torch_dist.
+Guards against parameters or parameter names that burst adds or removes, and optimizer or data
+states that are not resumed. The reference is an uninterrupted run. Megatron needs psutil to write
+torch_dist.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ COMMON = f"--train-iters {STEPS} --make-vocab-size-divisible-by 64"
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on from a checkpoint, and saves one a step later.
+    """A run that resumes from a checkpoint, and saves another one step later.
 
     Attributes:
         ranks: of it.
@@ -50,19 +50,19 @@ RUNS = {  # each after the one that it loads
         "without PP2, from burst CP2 TP2": Resumed(2, PIPELINE, "burst CP2 TP2, from without", 4),
         "burst CP2 PP2, from burst CP2": Resumed(4, f"{BURST} {PIPELINE}", "whole", 2),
     },
-    "torch": {  # whose tensor and pipeline parallel sizes stay
+    "torch": {  # its tensor and pipeline parallel sizes cannot change
         "burst CP2": Resumed(2, BURST, "whole", 2),
         "without, from burst CP2": Resumed(1, "", "whole", 2),
         "burst CP2, from without": Resumed(2, BURST, "without, from burst CP2", 3),
     },
 }
-BITWISE = "burst CP2"  # the run that is interrupted and nothing else
+BITWISE = "burst CP2"  # differs from the whole run only by the interruption
 CASES = [(name, run) for name, runs in RUNS.items() for run in runs]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs of a format; the one that is not interrupted is "whole"."""
+    """The runs of a checkpoint format; the uninterrupted one is "whole"."""
 
     @cache
     def of_format(name: str) -> dict[str, Pretrained]:

@@ -1,6 +1,6 @@
-"""Burst's core attention: Megatron's contract for it, what it computes, and what it refuses.
+"""Burst's core attention: Megatron's interface for it, what it computes, and what it refuses.
 
-Catches a contract of Megatron that has changed, and options that would be silently ignored.
+Guards against changes in Megatron's interface, and options that would be silently ignored.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def test_the_constructor_takes_what_megatron_passes():
 
 
 def test_forward_takes_what_megatron_passes():
-    """Tensors come by position, the rest by name."""
+    """Tensors are passed by position, the rest by name."""
     ours = inspect.signature(BurstCoreAttention.forward).parameters
     # the second up to 0.17
     names = [n for n in ("CoreAttentionInterface", "CoreAttention") if hasattr(attention, n)]
@@ -56,7 +56,8 @@ def test_forward_takes_what_megatron_passes():
 
 
 def test_parameters_are_in_the_order_of_the_class_that_is_replaced():
-    """Who passes them to Megatron's DotProductAttention by position may do so to burst's."""
+    """Whoever passes them to Megatron's DotProductAttention by position can do the same with
+    burst's."""
     theirs = named(DotProductAttention.__init__)
     ours = [name for name in named(BurstCoreAttention.__init__) if name in theirs]
     assert ours == theirs
@@ -82,8 +83,8 @@ REFUSED_CONFIGS = [  # fields of the configuration, arguments of a layer
 
 @pytest.mark.parametrize("overrides, arguments", REFUSED_CONFIGS, ids=str)
 def test_refuses_a_layer_that_asks_for_something_else(overrides, arguments):
-    """Each would otherwise train a model other than the one that was asked for."""
-    if no_option(overrides):  # each is Megatron's, spelt as the tests' release spells it
+    """Otherwise each would train a different model than requested."""
+    if no_option(overrides):  # each is Megatron's, in the tests' release's spelling
         pytest.skip(no_option(overrides))
     config = config_of(CP4)
     for name, value in overrides.items():
@@ -97,7 +98,7 @@ def test_refuses_a_layer_that_asks_for_something_else(overrides, arguments):
 
 @pytest.mark.parametrize("freq, with_window", [(None, [1, 2]), (2, [1]), ([0, 1], [2])])
 def test_only_the_layers_with_a_window_have_it(freq, with_window):
-    """window_attn_skip_freq=2 gives every second layer full attention, a list tells each."""
+    """window_attn_skip_freq=2 gives every second layer full attention; a list sets each layer."""
     config = config_of(CP4, window_size=(8, 0), window_attn_skip_freq=freq)
     windows = {layer: window_of_layer(config, layer, causal=True) for layer in (1, 2)}
     assert windows == {layer: (8, 0) if layer in with_window else None for layer in (1, 2)}
@@ -109,7 +110,7 @@ def test_only_the_layers_with_a_window_have_it(freq, with_window):
      ((-1, -1), (None, 0), (None, None))],
 )  # fmt: skip
 def test_a_window_means_what_it_means_to_transformer_engine(given, causal, full):
-    """Its check_set_window_size: none behind with a causal mask, (-1, 0) is none without."""
+    """As in its check_set_window_size: none behind with a causal mask, (-1, 0) is none without."""
     config = config_of(CP4, window_size=given)
     for is_causal, means in ((True, causal), (False, full)):
         assert window_of(window_of_layer(config, 1, is_causal), is_causal) == means
@@ -127,14 +128,14 @@ def test_dropout_that_megatron_passes_counts_before_the_configured_one():
 
 @pytest.mark.parametrize("other", ["p2p", "a2a", "all_gather", "a2a+p2p", "bruts"])
 def test_refuses_megatrons_own_context_parallelism_without_transformer_engine(other):
-    """It would run burst where another was asked for."""
+    """It would run burst where something else was requested."""
     message = rf"every layer must run burst.*cp_comm_type='{other.replace('+', '.')}' in layer 3"
     with pytest.raises(BurstError, match=message + ".*or pass --cp-comm-type burst"):
         BurstCoreAttention(config_of(CP4), 3, CAUSAL, "self", cp_comm_type=other)
 
 
 def packed(**others) -> PackedSeqParams:
-    """Of a sample of two documents of 8 tokens."""
+    """Parameters of a sample of two documents of 8 tokens."""
     given = dict(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8, 16], dtype=torch.int32))
     return PackedSeqParams(**given | others)
 
@@ -166,14 +167,14 @@ REFUSED_SAMPLES = [
 
 @pytest.mark.parametrize("arguments, message", REFUSED_CALLS)
 def test_refuses_a_call_with_more_than_query_key_and_value(arguments, message):
-    """A mask, bias or packing that is dropped would give another model without a word."""
+    """Silently dropping a mask, bias or packing would give a different model."""
     check_call(**PLAIN_CALL)
     with pytest.raises(BurstError, match="^burst core attention: .*" + message):
         check_call(**PLAIN_CALL | arguments)
 
 
 def test_the_sentence_ends_where_it_ends_when_megatron_builds_the_layer():
-    """Its build_module appends words to messages: they would read on as part of what to change."""
+    """Megatron's build_module appends words to messages: they would read as part of the advice."""
     core = ModuleSpec(module=BurstCoreAttention, params=dict(attention_dropout=0.5))
     with pytest.raises(BurstError, match=r"attention_dropout=0\.5; pass --attention-dropout 0$"):
         build_module(
@@ -184,7 +185,7 @@ def test_the_sentence_ends_where_it_ends_when_megatron_builds_the_layer():
 
 @pytest.mark.parametrize("tokens", [(1, 8), (4, 8)])
 def test_refuses_keys_of_a_cache(tokens):
-    """Decoding: one query token, or some, and the keys of all before."""
+    """Decoding: one or more query tokens, and the keys of all tokens before."""
     query, key = (torch.zeros(count, 2, 4, 8) for count in tokens)
     message = rf"KV caches are not.*got {tokens[0]} query and 8 key tokens.*parallel-size 1$"
     with pytest.raises(BurstError, match=message):
@@ -209,7 +210,7 @@ def layer_of_another_size(rank):
 
 
 def test_refuses_a_layer_whose_context_parallel_size_is_not_its_groups():
-    """A layer that holds whole sequences would be computed as if it held a shard."""
+    """A layer with whole sequences would be computed as if it had a shard."""
     run_ranks(layer_of_another_size, 2)
 
 
@@ -227,7 +228,7 @@ def test_megatrons_deterministic_mode_is_attentions_too():
 
 
 def whole_sequence(scale, causal):
-    """Query, key, value, the output's gradient; output and gradients of full attention."""
+    """Query, key, value, output gradient; output and gradients of full attention."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(4, 8), (2, 8), (2, 5), (4, 5)]  # heads and dimension: MLA's differ for values
     q, k, v, dout = (
@@ -239,7 +240,8 @@ def whole_sequence(scale, causal):
 
 
 def errors_of_a_layer(rank):
-    """Errors of output and gradients by mask type, the output's shape, and the state's names."""
+    """Errors of output and gradients by mask type, the output's shape, and the names in the state
+    dict."""
     parallel, shapes, errors = Parallel(cp=2), [], {}
     start(parallel)
     rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
@@ -268,18 +270,19 @@ def errors_of_a_layer(rank):
 
 
 def test_a_layer_is_full_attention_with_the_mask_and_scale_that_megatron_passes():
-    """Catches an ignored mask type or softmax_scale, transposed heads, and refusals not called."""
+    """Guards against an ignored mask type or softmax_scale, transposed heads, and skipped
+    refusals."""
     for shapes, errors, state in run_ranks(errors_of_a_layer, 2):
         assert shapes == [(8, 2, 4 * 5)] * 2
         assert errors.keys() == {True, False} and max(errors.values()) <= 1e-12, errors
-        assert state == []  # checkpoints of Megatron's DotProductAttention fit
+        assert state == []  # compatible with checkpoints of Megatron's DotProductAttention
 
 
 def compiled(rank):
-    """Where torch.compile breaks a layer in burst's files, and gradients of its input: eager,
+    """Graph breaks that torch.compile has in burst's files, and gradients of the input: eager,
     compiled."""
     start(Parallel(cp=2))
-    torch.compiler.set_stance("default")  # which CPU mode turns off
+    torch.compiler.set_stance("default")  # CPU mode turns it off
     spec = burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
     layer = build_module(spec, config=config_of(Parallel(cp=2)), layer_number=1)
     hidden = torch.randn(8, 1, 64, dtype=torch.float64)

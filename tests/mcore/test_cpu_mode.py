@@ -1,6 +1,6 @@
-"""CPU mode: installed once, refused where a GPU is, and the same weights at every CP size.
+"""CPU mode: installed once, refused where there is a GPU, same weights at every CP size.
 
-That Megatron computes rightly in it is what all other tests of this folder show.
+All other tests of this folder show that Megatron computes correctly in it.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
 
 
 def test_refuses_a_process_with_a_gpu(monkeypatch):
-    """It would move Megatron's tensors off the GPU without a word."""
+    """It would silently move Megatron's tensors off the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = torch.cuda.current_device
@@ -39,7 +39,7 @@ def test_refuses_a_process_with_a_gpu(monkeypatch):
 
 
 def bound() -> list:
-    """What CPU mode binds anew, as it lies there, and the modes and stance that it sets."""
+    """Current values of what CPU mode rebinds, and the modes and stance that it sets."""
     import megatron.training.training  # noqa: F401  (else later calls would load it)
 
     from megatron_burst.mcore import patches
@@ -56,8 +56,8 @@ def stance() -> str:
 
 
 def install_twice(rank):
-    """Names bound; whether each place is another after the first call, the same after the second,
-    and the first again once all is given back; where CUDA tensors lie meanwhile."""
+    """Names rebound; whether each changes with the first call, stays with the second, and is
+    restored after undo; where CUDA tensors are meanwhile."""
     from megatron_burst import undo_all
 
     original = bound()
@@ -74,7 +74,7 @@ def install_twice(rank):
 
 @needs("training")
 def test_a_second_install_changes_nothing_and_all_of_it_is_given_back():
-    """Wrappers around wrappers would print twice, and a mode within a mode recurses."""
+    """Nested wrappers would print twice, and a mode within a mode recurses."""
     ((names, changed, same, on_device, back, set_),) = run_ranks(install_twice, 1)
     for_models, all_names, again = names
     assert all_names == again and len(set(again)) == len(again) > len(for_models) > 0
@@ -104,7 +104,7 @@ def test_arguments_are_adjusted_as_the_flags_that_are_printed_would():
 
 
 def test_what_only_gpus_have_is_refused():
-    """Dropped without a word it would train another model, or die deep inside of Megatron."""
+    """Silently dropped, it would train a different model or crash deep inside Megatron."""
     with pytest.raises(BurstError, match="^CPU mode: .* --fp8-format, .* got fp8=hybrid; leave it"):
         cpu_mode.adjust_args(Namespace(fp8="hybrid"))
     assert cpu_mode.adjust_args(Namespace()) == []
@@ -125,14 +125,15 @@ def test_a_kernel_that_only_gpus_have_is_left_open(asked):
 
 
 def freed_before_received(rank):
-    """Least value received; on the rank that sends ones how many are left after the send began."""
+    """Smallest value received; on the rank that sends ones, how many are left after the send
+    began."""
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
     got = torch.ones(32, 1, 64)
     if rank == 0:
         sending = dist.isend(got, 1)
         cpu_mode.shrink_output(deallocate_output_tensor, got, True)
-        others = [torch.zeros(32, 1, 64) for _ in range(100)]  # would take a freed one's place
+        others = [torch.zeros(32, 1, 64) for _ in range(100)]  # would reuse a freed one's memory
         dist.barrier()
         sending.wait()
         assert len(others) == 100 and got._base is None
@@ -143,12 +144,12 @@ def freed_before_received(rank):
 
 
 def test_an_output_that_megatron_frees_while_it_is_sent_arrives():
-    """As an interleaved schedule up to 0.17 does: the next stage once got what came after it."""
+    """As interleaved schedules up to 0.17 do: the next stage used to get whatever came after it."""
     assert run_ranks(freed_before_received, 2) == [1, 1.0]
 
 
 def initial_weights(rank, cp_size):
-    """Digests of the generators' states and of the weights, as pretrain() comes to them."""
+    """Digests of the generators' states and of the weights when pretrain() starts."""
     cpu_mode.install()
     os.environ |= {"WORLD_SIZE": str(cp_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     from megatron_burst.mcore import launch
@@ -177,8 +178,9 @@ def _digest(values) -> str:
 
 @needs("--spec")
 def test_initial_weights_are_the_same_at_every_context_parallel_size():
-    """Else CP=4 could not be compared with CP=1. Megatron's warm-up of its fused functions, whose
-    tensors are larger at CP=1, once moved the generator that the weights are drawn from next."""
+    """Otherwise CP=4 could not be compared with CP=1. Megatron's warm-up of its fused functions,
+    whose tensors are larger at CP=1, once advanced the generator from which weights are then
+    drawn."""
     (alone,) = run_ranks(initial_weights, 1, 1)
     assert len(alone[1]) >= 10
     for rank, spread in enumerate(run_ranks(initial_weights, 4, 4)):

@@ -1,8 +1,8 @@
-"""The entry points of burst: the flag, the patch module, --spec, burst_spec. Each runs burst, or
+"""The entry points of burst: the flag, the patch module, --spec, burst_spec. Each runs burst or
 refuses.
 
-Catches a flag that is accepted and has no effect, checks that one entry point has and another has
-not, and a Megatron of another release, or of two, that is taken for one that fits.
+Guards against a flag that is accepted but has no effect, checks that only some entry points have,
+and an unsupported or mixed Megatron release that is accepted.
 """
 
 import importlib
@@ -39,7 +39,7 @@ NO_MASK = "--no-create-attention-mask-in-dataloader"
 
 
 def names_bound_before(rank):
-    """What a script's early `from ... import` finds, once it has imported the patch module."""
+    """What a script's early `from ... import` gets, once it has imported the patch module."""
     own = ModuleType("own_script")
     sys.modules[own.__name__] = own
     exec("from megatron.training.arguments import parse_args, validate_args as check", vars(own))
@@ -56,12 +56,12 @@ def names_bound_before(rank):
 
 @needs("training")
 def test_names_that_were_bound_before_the_patch_are_rebound():
-    """As training/initialize.py of 0.17 does; the last two are burst's and the CPU mode's."""
+    """As in training/initialize.py of 0.17; the last two are burst's and the CPU mode's."""
     assert run_ranks(names_bound_before, 1) == [(["burst"], False, "local")]
 
 
 def patch_module_too_late(rank):
-    """A script that had Megatron ignore flags that it does not know."""
+    """A script that made Megatron ignore unknown flags."""
     from megatron.training import global_vars
 
     global_vars._GLOBAL_ARGS = Namespace(**parse(CP2, validate=False)[0])
@@ -76,7 +76,7 @@ def test_the_patch_module_must_come_before_arguments_are_parsed():
 
 
 def flag_without_its_check(rank):
-    """What is said of models that are built where the flag was parsed, and nobody validated."""
+    """The message when models are built where the flag was parsed but not validated."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -108,7 +108,7 @@ def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
 
 
 def layers_that_cannot_run_burst(rank):
-    """What is said of T5's layers under the flag."""
+    """The message about T5's layers under the flag."""
     from megatron.core.models.T5 import t5_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -128,7 +128,7 @@ def layers_that_cannot_run_burst(rank):
 
 
 def test_what_burst_cannot_run_is_not_sent_to_burst_spec():
-    """T5: masks of the encoder; keys of another sequence in the decoder."""
+    """T5: encoder masks; keys of another sequence in the decoder."""
     for encoder, decoder in run_ranks(layers_that_cannot_run_burst, 2):
         assert encoder.endswith("got attn_mask_type=arbitrary; train this model without burst")
         assert "DotProductAttention" in decoder or "attention_type=cross" in decoder
@@ -164,7 +164,7 @@ def test_context_parallelism_that_needs_the_flag_says_so():
 
 
 def built_by_spec(flags: str, spec=None, **overrides):
-    """Core attentions of a model that Megatron builds under these flags, and what was said."""
+    """Core attentions of a model that Megatron builds under these flags, and the messages."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import global_vars
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
@@ -216,11 +216,11 @@ def test_by_spec_the_same_is_refused_as_by_the_flag():
     core = ["BurstCoreAttention"] * 2
     assert [cores for cores, _ in (*first, *other)] == [core] * 4
     assert not other[0][1] + other[1][1] + first[1][1]
-    assert not first[0][1]  # said when the first of the refused models was built
+    assert not first[0][1]  # logged when the first refused model was built
 
 
 def release_said(rank):
-    """What is said while the first model of a process is built, and the second."""
+    """Messages while a process's first model is built, and the second."""
     start_groups(Parallel(cp=2))
     return [built_by_spec(f"{BY_SPEC} {NO_MASK}")[1] for _ in range(2)]
 
@@ -233,7 +233,7 @@ def test_a_run_says_once_which_megatron_it_runs():
 
 
 def spec_and_flag(rank):
-    """Models of --spec under the flag, of a spec that went through burst_spec twice; of MTP."""
+    """Models of --spec with the flag, of a spec passed through burst_spec twice; of MTP."""
     from megatron_burst import burst_spec
     from megatron_burst.mcore.launch import prepare
     from megatron_burst.spec import layer_spec
@@ -258,7 +258,7 @@ def test_burst_twice_is_burst():
 
 
 def tree(folder: Path, release: str | None, packages=("core", "training")) -> Path:
-    """A checkout of Megatron-LM without pip's metadata, as far as its release is told."""
+    """A checkout of Megatron-LM without pip's metadata: just enough to tell its release."""
     for name in packages:
         (folder / "megatron" / name).mkdir(parents=True)
         (folder / "megatron" / name / "__init__.py").write_text("raise ImportError('too far')")
@@ -269,7 +269,7 @@ def tree(folder: Path, release: str | None, packages=("core", "training")) -> Pa
 
 
 def python(*arguments: str, path: str) -> subprocess.CompletedProcess:
-    """A Python with more on its path, away from this folder."""
+    """A Python with more on its path, outside this folder."""
     environment = os.environ | {"PYTHONPATH": f"{path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd="/"
@@ -286,7 +286,7 @@ ENTRY_POINTS = {
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_another_release_is_refused_at_every_entry_point(entry, tmp_path):
-    """Before anything of it is imported; where it has no metadata too."""
+    """Before any of it is imported; without metadata too."""
     folder = tree(tmp_path / "Megatron-LM", "0.15.3")
     (folder / "pretrain_gpt.py").write_text("import megatron.core")
     script = ["-m", "megatron_burst", str(folder / "pretrain_gpt.py"), "--distributed-backend=gloo"]
@@ -331,7 +331,7 @@ print(megatron.training.__file__)
 
 @needs("training")
 def test_a_checkouts_script_runs_with_its_own_megatron(tmp_path):
-    """From another folder, beside an installed wheel: nothing of that is mixed in."""
+    """From another folder, next to an installed wheel: nothing of the wheel is mixed in."""
     (tmp_path / "megatron").symlink_to(find_megatron().folder)
     (tmp_path / "pretrain_own.py").write_text(SCRIPT)
     script = str(tmp_path / "pretrain_own.py")

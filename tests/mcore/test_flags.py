@@ -1,4 +1,4 @@
-"""Flags: each field of a configuration has one, and what is given reaches it."""
+"""Flags: each configuration field has one, and its value arrives there."""
 
 from argparse import ArgumentParser
 from dataclasses import fields
@@ -77,7 +77,7 @@ def test_a_bad_tuning_is_refused_in_the_sentence_that_lists_all(capsys):
 
 
 def test_help_says_what_a_value_needs():
-    """A flag that is refused alone must name its partner where it is looked up."""
+    """The help of a flag that is refused alone must name the flag that it needs."""
     parser = ArgumentParser()
     add_flags(parser)
     (keep,) = [action for action in parser._actions if action.dest == "burst_keep"]

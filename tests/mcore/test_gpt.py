@@ -1,7 +1,7 @@
 """Megatron's GPTModel at CP=4 with burst against CP=1 with its own attention: loss, every gradient.
 
-Catches whatever is wrong between Megatron and the ring: another token layout or RoPE slice, another
-softmax scale, groups of other ranks, gradients lost in recomputation or sequence parallelism.
+Guards against any mismatch between Megatron and the ring: token layout, RoPE slice, softmax scale,
+ranks of groups, gradients lost in recomputation or sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ HERE = present(CASES, why)
 
 
 def with_burst(case: Case) -> tuple[Run, set, set]:
-    """The run with burst, along which rings it sent, and how large what it sent to be read was."""
+    """The run with burst, the rings that it used, and the sizes of its sends of data to read."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_burst import burst_spec
@@ -108,7 +108,7 @@ def compare_all(rank: int) -> dict:
         for model in dict.fromkeys(c.model for c in HERE.values() if c.parallel.tp == tp):
             truths[model, tp] = megatrons_own(model, Parallel(tp=tp))
     for parallel in (FLAT, NESTED, TP_AND_CP, ALONE):
-        start(parallel)  # the third finds the second's groups left behind
+        start(parallel)  # the third finds the second's groups left over
         for name, case in HERE.items():
             if case.parallel == parallel:
                 truth, (got, *sent) = truths[case.model, parallel.tp], with_burst(case)
@@ -134,14 +134,14 @@ def test_loss_and_every_gradient_equal_those_without_context_parallelism(compari
 
 
 def rings_of(case: Case) -> set[Link]:
-    """Along which rings the case must send."""
+    """The rings that the case must use."""
     nodes = case.burst.tuning.nodes or (2 if case.parallel.hierarchical else 1)
     inter = {Link.INTER} if nodes > 1 else set()
     return inter | ({Link.INTRA} if case.parallel.cp > nodes else set())
 
 
 def left_behind(rank: int) -> list[tuple]:
-    """Hierarchical groups that Megatron hands over after `destroy_model_parallel`, and burst's."""
+    """Hierarchical groups that Megatron passes after `destroy_model_parallel`, and burst's."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_burst.mcore.core_attention import hcp_groups_of
@@ -156,7 +156,7 @@ def left_behind(rank: int) -> list[tuple]:
 
 
 def test_hierarchical_groups_that_are_left_behind_are_not_used():
-    """core/parallel_state.py:2506 forgets them; rings over them would leave the cp group."""
+    """core/parallel_state.py:2506 leaves them behind; rings over them would leave the cp group."""
     for rank, (of_four, smaller, of_two, crossed) in enumerate(run_ranks(left_behind, 4)):
         pair = [rank & ~1, rank | 1]
         assert of_four == ([pair, [rank & ~2, rank | 2]], True)

@@ -1,8 +1,8 @@
 """Keeping under Megatron's recomputation, schedules and multi-token prediction.
 
-Every gradient is compared with that of the same model without recomputation, which sums in the
-same order. Catches results that reach another layer or micro-batch, recomputation that computes or
-communicates though it need not, and layers that keep though they should not.
+Every gradient is compared with that of the same model without recomputation, which sums in the same
+order. Guards against results that reach another layer or micro-batch, recomputation with needless
+compute or communication, and layers that keep when they should not.
 """
 
 import gc
@@ -24,7 +24,7 @@ from tests.mcore.pipeline import (
 )
 from tests.ranks import run_ranks
 
-# three micro-batches: the first stage of 1F1B begins one, alternates, and ends one
+# three micro-batches: the first stage of 1F1B has warm-up, steady state and cool-down
 HAS_MTP = not (why_not("MTP") or why_not("recomputed MTP"))
 MTP = Setting(pp=2, cp=2, mtp=HAS_MTP, micro_batches=3)
 VPP = Setting(pp=2, vp=2, cp=2, mtp=HAS_MTP)
@@ -40,7 +40,7 @@ AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """What keeps how, and how many attention calls a layer's recomputation then makes in a step.
+    """A case of keeping, and how many attention calls recomputation then makes per step.
 
     Attributes:
         burst: options.
@@ -92,7 +92,7 @@ CASES = {
         BurstConfig(keep="half", keep_layers=1), recompute(PAIRS), (2, 2)
     ),
 }
-# what a layer does alone, whichever chunk it is in
+# same for a layer in any chunk
 ONE_SCHEDULE = (
     "all, selective", "all, q circulates", "all, no room on the host", "half, offload"
 )  # fmt: skip
@@ -112,14 +112,14 @@ def compare_all(rank: int) -> dict:
     for setting in dict.fromkeys((MTP, VPP, TWO)):
         pipeline.start(setting)
         names = [name for each, name in RUNS if each == setting]
-        ways = sorted({CASES[name].burst.tuning.circulate for name in names})  # each sums otherwise
+        ways = sorted({CASES[name].burst.tuning.circulate for name in names})  # sum orders differ
         truths = {
             way: run_step(
                 setting, build(setting, config_for(setting, BurstConfig.of(circulate=way)))
             )
             for way in ways
         }
-        gc.freeze()  # later collections look through what the cases make, and nothing before
+        gc.freeze()  # later collections scan only what the cases make
         for name in names:
             case = CASES[name]
             truth = truths[case.burst.tuning.circulate]
@@ -134,10 +134,10 @@ def compare_all(rank: int) -> dict:
 
 
 def evaluate(setting: Setting, chunks: list) -> None:
-    """Evaluation before the step, which must leave nothing behind; also in training mode."""
+    """Evaluation before the step, also in training mode; it must leave nothing behind."""
     few = replace(setting, micro_batches=setting.pp)
     for training in (True, False):
-        if not (training and setting.mtp):  # MTP's loss needs a graph then
+        if not (training and setting.mtp):  # MTP's loss then needs a graph
             for chunk in chunks:
                 chunk.train(training)
             run_step(few, chunks, forward_only=True)
@@ -152,7 +152,7 @@ def comparisons():
 
 @pytest.mark.parametrize("setting, name", RUNS, ids=str)
 def test_gradients_are_those_without_recomputation(comparisons, setting, name):
-    """Bitwise, but for the early half, whose kernel calls have other shapes."""
+    """Bitwise, except for the early half, whose kernel calls have other shapes."""
     for results in comparisons:
         error, *_, left = results[setting, name]
         assert error <= (0 if name in EXACT else 1e-12)
@@ -171,6 +171,6 @@ def test_recomputation_runs_no_attention_and_sends_nothing_where_all_is_kept(
         if "half" in name:
             assert (
                 kernels >= recomputed and hops >= recomputed
-            )  # of a half, which is resharded and comes home
+            )  # of a half, which is resharded and returned
         else:
             assert (kernels, hops) == (setting.cp * recomputed, recomputed)

@@ -1,7 +1,7 @@
-"""Which layers keep: by their number, or by a budget.
+"""Which layers keep: by number, or by budget.
 
-Catches layers that keep though nothing recomputes them, stages that exceed the budget, and ranks
-of one sequence that choose otherwise than each other.
+Guards against layers that keep though nothing recomputes them, stages that exceed the budget, and
+ranks of one sequence that choose differently.
 """
 
 import torch
@@ -27,8 +27,8 @@ TWO, VPP = Setting(pp=2, cp=2), Setting(pp=2, vp=2, cp=2)
 
 
 def layers_and_recomputations(rank: int) -> tuple:
-    """By how a stage is recomputed its layers, and which keep if two shall; attention calls
-    of recomputed calls within budgets."""
+    """By kind of recomputation, a stage's layers and which keep if two may; attention calls of
+    recomputed calls within budgets."""
     from megatron_burst.mcore import patches
     from megatron_burst.mcore.recompute import resolved, stage_layers
 
@@ -68,8 +68,8 @@ def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_predict
 
 
 def free_memory_differs(rank: int) -> tuple:
-    """Of a step on two stages, whose second context-parallel rank has no host memory: error, kernel
-    calls and hops of recomputation. Of layers on 2 x 2 ranks: options, how often they asked."""
+    """For a step on two stages whose second context-parallel rank lacks host memory: error, kernel
+    calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked."""
     from megatron_burst.comm.watch import Board
     from megatron_burst.mcore.recompute import resolved
     from megatron_burst.plan import keep
@@ -102,7 +102,7 @@ def test_ranks_with_unlike_free_memory_choose_alike():
     found = run_ranks(free_memory_differs, 4)
     for first, last in (found[:2], found[2:]):
         assert first[0][1:] == last[0][1:] and max(first[0][0], last[0][0]) <= 1e-12
-    assert found[0][0][1] > 0  # what does not fit on the host is computed again
+    assert found[0][0][1] > 0  # what does not fit on the host is recomputed
     for _, kept, asked in found:  # the first rank has 512 MiB for four layers
         assert kept == [("all", "results"), ("all", "results"), ("all", "none")]
         assert asked == 1

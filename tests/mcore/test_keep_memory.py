@@ -1,6 +1,6 @@
-"""What keeping leaves behind under Megatron's schedules, and when it comes back from the host.
+"""What keeping leaves behind under Megatron's schedules, and when it is fetched from the host.
 
-Catches recordings and host buffers that outlive their step, and fetches that come too late.
+Guards against recordings and host buffers that outlive their step, and late fetches.
 """
 
 import torch
@@ -66,11 +66,11 @@ def test_nothing_is_left_after_steps_that_fail_anywhere():
         assert failures == 54 - good and good == 6
         assert error == 0
         assert left == [0] * 6
-        assert 0 < taken == free  # every host buffer came back, and no more were made
+        assert 0 < taken == free  # every host buffer was returned, and no more were made
 
 
 def fetches(rank: int) -> tuple:
-    """What backward fetches from the host, in order, and how many bytes wait there before it."""
+    """What backward fetches from the host, in order, and how many bytes are there before it."""
     from megatron_burst.mcore import patches
     from megatron_burst.recompute import offload
 
@@ -111,7 +111,7 @@ def fetches(rank: int) -> tuple:
 
 def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
     ((log, taken),) = run_ranks(fetches, 1)
-    own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention keeps probabilities
+    own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention saves probabilities
     assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)
     ahead = ("get out {}", "fetch in {}", "fetch out {}", "get in {}")
     expected = [

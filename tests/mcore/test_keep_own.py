@@ -1,6 +1,6 @@
-"""Keeping around what is not burst's: Megatron's own attention, TransformerEngine's checkpoint.
+"""Keeping with other attention than burst's: Megatron's own, TransformerEngine's checkpoint.
 
-Catches recomputation that computes though it need not, and what would not be kept without a word.
+Guards against needless recomputation, and results that are silently not kept.
 """
 
 from functools import partial
@@ -60,8 +60,8 @@ def test_megatrons_own_attention_is_kept_too():
 
 
 def writes(rank: int) -> list[str]:
-    """What a write in place ends in: to attention's output, kept on the device and on the host,
-    and to the input of a layer that waits on the host."""
+    """The result of an in-place write: to attention's output, kept on the device and on the host,
+    and to an offloaded layer input."""
     from megatron_burst.mcore import patches
 
     setting, found = Setting(micro_batches=1), []
@@ -101,7 +101,7 @@ def test_a_write_to_what_waits_for_backward_is_refused():
 
 
 class TheirCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint such as TransformerEngine's, which runs its function itself."""
+    """A reentrant checkpoint like TransformerEngine's, which runs its function itself."""
 
     @staticmethod
     def forward(ctx, function, x):
@@ -120,8 +120,7 @@ class TheirCheckpoint(torch.autograd.Function):
 
 
 def transformer_engines_checkpoint(rank: int) -> list:
-    """Attention calls, bytes on the host and gradients without and with patches of its
-    checkpoint."""
+    """Attention calls, host bytes and gradients without and with patches of its checkpoint."""
     from megatron_burst import keep
     from megatron_burst.mcore.recompute import inputs_on_host, te_in_frames
     from megatron_burst.recompute.offload import host_memory
@@ -149,7 +148,7 @@ def transformer_engines_checkpoint(rank: int) -> list:
 
 
 def test_transformer_engines_checkpoint_runs_in_frames_too():
-    """fp8 layers use it. Its own is on the GPU only; this one calls its function as that does."""
+    """fp8 layers use it. The real one needs a GPU; this one calls its function the same way."""
     (found,) = run_ranks(transformer_engines_checkpoint, 1)
     assert [(calls, on_host) for calls, on_host, _ in found] == [(4, 0), (2, 0), (2, 2 * 8192)]
     true = 4 * (1 + torch.linspace(0, 1, 2000)) ** 3

@@ -1,8 +1,9 @@
-"""The fused loss in real Megatron-Core models on CPU processes: losses and gradients of its own.
+"""The fused loss in real Megatron-Core models on CPU processes: Megatron's own losses and
+gradients.
 
-Each case runs one model twice, as Megatron has it and after `fuse_loss`, over the same groups.
-Catches labels or masks in another order, a split of vocabulary or sequence that is not Megatron's,
-gradients that are lost or counted twice on their way to `main_grad`, heads that are passed by.
+Each case runs one model twice, as in Megatron and after `fuse_loss`, over the same groups. Guards
+against labels or masks in another order, a vocabulary or sequence split other than Megatron's,
+gradients lost or counted twice on their way to `main_grad`, and heads left out.
 """
 
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ def clear(case: Case, model) -> None:
 
 @contextmanager
 def logits_made(vocab: int):
-    """Notes whenever an output layer makes logits."""
+    """Records whenever an output layer makes logits."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     made, plain = [], ColumnParallelLinear._forward_impl
@@ -126,7 +127,7 @@ def compare(case: Case) -> tuple[dict, int, int, float]:
 
 
 def wrapped(case: Case, model):
-    """In Megatron's DDP, where the case says so."""
+    """Wrap in Megatron's DDP, if the case says so."""
     if not case.ddp:
         return model
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -141,7 +142,7 @@ def wrapped(case: Case, model):
 
 
 def evaluation(case: Case, model, batch, truth) -> float:
-    """Error of the loss without gradients, where one stage is all."""
+    """Error of the loss without gradients, with a single stage."""
     if case.pp > 1 or case.mtp:
         return 0.0
     with torch.no_grad():
@@ -160,7 +161,7 @@ def why(case: Case) -> str:
 
 
 def compare_all(rank):
-    """Cases of one arrangement after the other: see `begin`."""
+    """Run the cases of one arrangement after the other: see `begin`."""
     cases = present(CASES, why)
     names = sorted(cases, key=lambda name: (cases[name].tp, cases[name].cp, cases[name].pp))
     return {name: compare(cases[name]) for name in names}
@@ -174,7 +175,7 @@ def comparisons():
 @pytest.mark.parametrize("name", parameters(CASES, why))
 def test_losses_and_gradients_are_megatrons_own(comparisons, name):
     tolerance = 2e-5 if CASES[name].ddp else 3e-6  # Megatron's loss is in float32
-    if CASES[name].options is NATIVE_FUSED:  # and that one's gradient of logits in bf16
+    if CASES[name].options is NATIVE_FUSED:  # whose gradient of logits is in bf16
         tolerance = 5e-3
     for errors, native, fused, evaluated in (results[name] for results in comparisons):
         assert max(errors.values()) < tolerance, errors

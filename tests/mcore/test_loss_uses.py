@@ -1,7 +1,7 @@
-"""The fused loss in real Megatron-Core models on CPU processes: other uses than a step of training.
+"""The fused loss in real Megatron-Core models on CPU processes: uses other than a training step.
 
-Catches logits that are not the model's, options and log-probabilities that are not what torch
-makes of these logits, and heads that the loss would be wrong for.
+Guards against logits other than the model's, options and log-probabilities that differ from torch's
+on these logits, and heads for which the loss would be wrong.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 
 def other_uses(rank):
-    """Errors by name of what is neither a grid case nor a refusal."""
+    """Errors by name for what is neither a grid case nor a refusal."""
     import torch.nn.functional as F
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -58,7 +58,7 @@ def other_uses(rank):
 
 
 def log_probs_of(model, inputs, labels, logits) -> dict[str, float]:
-    """Errors beside torch's of these logits."""
+    """Errors against torch's on these logits."""
     from megatron_burst.mcore.fused_loss import log_probs_and_entropy
 
     rl = model(*inputs, labels=labels, output_processor=log_probs_and_entropy,
@@ -72,7 +72,7 @@ def log_probs_of(model, inputs, labels, logits) -> dict[str, float]:
 
 
 def kept_by(x) -> list:
-    """Logits that the losses behind a tensor keep for backward."""
+    """Logits kept for backward by the losses behind a tensor."""
     nodes, kept = [x.grad_fn], []
     while nodes:
         node = nodes.pop()
@@ -97,7 +97,7 @@ def test_logits_options_log_probabilities_and_smoothing():
 
 
 def refused(rank):
-    """What is said of heads that the loss would not be right for; the rest works on."""
+    """Messages about heads for which the loss would be wrong; the rest still works."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from megatron_burst import fuse_loss
@@ -128,7 +128,7 @@ def refused(rank):
     inputs = batch["tokens"], batch["position_ids"], None
     with pytest.raises(BurstError, match="logits cannot be gathered.*; leave that out, or the fl"):
         model(*inputs, labels=batch["labels"], runtime_gather_output=True)
-    assert model(*inputs).shape == (2, SEQ, VOCAB // 2)  # not active any more
+    assert model(*inputs).shape == (2, SEQ, VOCAB // 2)  # no longer active
     return said
 
 

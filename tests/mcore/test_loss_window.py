@@ -1,9 +1,9 @@
-"""Gradients in forward in Megatron's own schedules and DDP, beside those of logits computed again.
+"""Gradients in forward under Megatron's schedules and DDP, against recomputed logits.
 
-Each case trains a model twice for three steps of several micro-batches, of which each has another
-number of tokens that count. Catches a gradient of the weight that is added to `main_grad` before it
-is set to zero or after it is reduced, micro-batches mixed up in a pipeline, and scales that
-Megatron changes between forward and backward; and that it is not used at all.
+Each case trains a model twice for three steps of several micro-batches, each with a different
+number of counted tokens. Guards against weight gradients added to `main_grad` before it is zeroed
+or after it is reduced, micro-batches mixed up in a pipeline, scales that Megatron changes between
+forward and backward, and the feature not being used at all.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Training:
 
     model: Case
     script: str = "tokens"
-    counts: tuple[int, int] = (11, 0)  # hits and misses of a stage that has a head
+    counts: tuple[int, int] = (11, 0)  # hits and misses of a stage with a head
     vp: int = 1
     options: dict = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ def scripts_loss(script: str, turn: int, mask):
 
 
 def train(training: Training, config: FusedLossConfig):
-    """[main gradients by name of each step], and what became of the forecast."""
+    """[main gradients by name of each step], and how the forecast did."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -123,7 +123,7 @@ def train(training: Training, config: FusedLossConfig):
 
 
 def compare(rank, names):
-    """By case: the largest relative error, and hits, misses, pending of a forecast."""
+    """By case: the largest relative error, and a forecast's hits, misses, pending."""
     found = {}
     for name in sorted(
         names, key=lambda name: (TRAININGS[name].model.tp, TRAININGS[name].model.pp)
@@ -142,7 +142,7 @@ def compare(rank, names):
 
 
 def unfinished(rank):
-    """What is said of a loss without a backward pass; forward's sums where they are not allowed."""
+    """The message about a loss without backward; forward's sums where they are not allowed."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_burst import fuse_loss
@@ -155,7 +155,7 @@ def unfinished(rank):
         bare = fuse_loss(model_of(ALONE))
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         model = DistributedDataParallel(bare.config, options, bare)
-        options.reuse_grad_buf_for_mxfp8_param_ag = shared  # refused by its constructor on CPUs
+        options.reuse_grad_buf_for_mxfp8_param_ag = shared  # its constructor refuses it on CPUs
         model.zero_grad_buffer()
         for turn in range(2):
             tokens, labels, mask = next(batches("", 0))
@@ -173,7 +173,7 @@ def unfinished(rank):
 
 
 def test_a_loss_without_backward_is_told_before_its_gradient_is_used():
-    """And where parameters are gathered in gradients' memory nothing is added in forward."""
+    """And where parameters are gathered in the gradients' memory, forward adds nothing."""
     ((said, sums),) = run_ranks(unfinished, 1)
     assert len(said) == 1 and "got 1 without" in said[0] and sums == [True, False]
 

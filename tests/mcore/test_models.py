@@ -1,8 +1,8 @@
-"""Megatron's models past GPT at CP 2 and 4 with burst against CP 1 with its own attention.
+"""Megatron's models other than GPT at CP 2 and 4 with burst against CP 1 with its own attention.
 
-The loss and every gradient. Catches attention layers that are missed among others, shards that two
-kinds of layer order otherwise, and a tower of whole images that joins a ring of the language
-model's. Expert parallelism, pipelines and optimizers are in test_pretrain_on_cpu.py.
+Compares the loss and every gradient. Guards against attention layers that are missed among others,
+shards that two kinds of layers order differently, and a tower for whole images that joins the
+language model's ring. Expert parallelism, pipelines and optimizers are in test_pretrain_on_cpu.py.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,12 @@ SINGLE = 1e-5  # Megatron's delta rule is in float32, 6e-8 a rounding, over 64 t
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its builder for a core attention and some groups, and how it is called."""
+    """A model: how it is built for a core attention and some groups, and how it is called."""
 
     build: Callable
     parallel: Parallel = CP2
     logits_of: Callable = logits_of
-    calls: int = 1  # of core attentions, a tower's included
+    calls: int = 1  # of core attentions, including a tower's
     bound: float = EXACT
 
 
@@ -77,7 +77,7 @@ def mimo(parallel: Parallel, change: Callable):
 
 
 def llava(parallel: Parallel, change: Callable):
-    """Its spec has to name TransformerEngine's class: burst comes by the flag, or by `auto`."""
+    """Its spec must name TransformerEngine's class: burst is set by the flag, or by `auto`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_burst.mcore import patches
@@ -102,7 +102,7 @@ CASES = {
     "HybridModel, MLA": Case(hybrid("+-", LATENT)),
     "heterogeneous layers": Case(heterogeneous, CP4, calls=2),
     "MimoModel, CLIP tower": Case(mimo, CP4, models.mimo_logits, calls=3),
-    # the last one: its patches stay
+    # last: its patches stay
     "LLaVAModel, SigLIP tower": Case(llava, CP4, models.llava_logits, calls=3),
 }
 
@@ -112,7 +112,7 @@ def bert_step() -> None:
     models.bert(config_of(CP4))(tokens, torch.ones_like(tokens))
 
 
-REFUSED = {  # what is done, and what it is refused for
+REFUSED = {  # what is done, and why it is refused
     "T5Model": (lambda: models.t5(config_of(CP4)), "this mask"),
     "T5Model, decoder alone": (
         lambda: models.t5(config_of(CP4), add_encoder=False),
@@ -131,7 +131,7 @@ def megatrons(spec):
 
 
 def truths_of(rank: int) -> dict[str, Run]:
-    """By case Megatron's own run; every rank makes its share of them."""
+    """By case, Megatron's own run; ranks share the cases."""
     world = dist.get_world_size()
     mine = {
         name: loss_and_grads(case.build(ALONE, megatrons), case.logits_of)
@@ -161,7 +161,7 @@ def compare_all(rank: int) -> tuple[dict, dict]:
                         type(module).__name__ for path, module in model.named_modules()
                         if path.endswith("core_attention")
                     ]  # fmt: skip
-                    if name == "heterogeneous layers":  # whose configurations Megatron makes anew
+                    if name == "heterogeneous layers":  # Megatron copies its configurations
                         assert {module.burst.config.intra for module in model.modules()
                                 if isinstance(module, BurstCoreAttention)} == {"ring"}  # fmt: skip
                     got = loss_and_grads(model, case.logits_of)
@@ -191,7 +191,7 @@ def test_loss_and_every_gradient_of_a_model_class(comparisons, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_class_that_is_refused(comparisons, name):
-    """By the first of its attention layers that burst does not do, on all ranks."""
+    """Because of its first attention layer that burst does not support, on all ranks."""
     for _, said in comparisons:
         assert f"cannot run with {REFUSED[name][1]}, because" in said[name]
         assert said[name].count("; ") == 2

@@ -1,8 +1,8 @@
-"""Packed samples in Megatron-Core models: loss and gradients are those of their documents alone.
+"""Packed samples in Megatron-Core models: loss and gradients equal those of separate documents.
 
-The truth never packs: Megatron's own attention runs each document as a sequence. Catches keys of
-another document or of padding, rows in another order than Megatron's, positions that go on from
-one document to the next, and results kept for another sample.
+The reference never packs: Megatron's own attention runs each document as a sequence. Guards against
+keys of another document or of padding, rows ordered differently than Megatron's, positions that
+continue across documents, and results kept for another sample.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def truth(self) -> tuple:
-        """What the truth depends on."""
+        """What the reference depends on."""
         own = {"causal": "causal", "padding_causal": "causal"}.get(self.mask, "no_mask")
         return self.parallel.tp, self.model.latent, own, tuple(self.options.items())
 

@@ -1,7 +1,7 @@
-"""Which rows of a packed sample a rank has, where TransformerEngine is not there to tell.
+"""Which rows of a packed sample a rank has, without TransformerEngine to ask.
 
-Catches rows in another order than TransformerEngine's kernel gives them (tests/gpu compares with
-the kernel itself), and a stand-in that stays, or takes the place of the real one.
+Guards against a row order other than that of TransformerEngine's kernel (tests/gpu compares with
+the kernel itself), and a stand-in that stays, or replaces the real one.
 """
 
 from types import SimpleNamespace
@@ -26,8 +26,8 @@ SAMPLES = {
 
 
 def kernel(cu_seqlens: list[int], total_tokens: int, world_size: int, rank: int) -> list[int]:
-    """What each thread of TransformerEngine's kernel does, in its words (C's division rounds to
-    zero, which is the same for what is not negative)."""
+    """What each thread of TransformerEngine's kernel does, in its words (C's division rounds toward
+    zero: the same for nonnegative numbers)."""
     starts, rows = [start // world_size for start in cu_seqlens], []
     for token in range(total_tokens // world_size):
         left, right = 1, len(starts) - 1
@@ -55,7 +55,7 @@ def test_rows_are_those_of_transformer_engines_kernel(name, world_size):
         got = partitioned_indices(boundaries, tokens, world_size, rank)
         assert got.dtype == torch.int32 and got.shape == (tokens // world_size,)
         assert got.tolist() == kernel(boundaries.tolist(), tokens, world_size, rank)
-        if name != "a tail":  # what burst takes rows to be
+        if name != "a tail":  # which rows burst assumes
             places = places_in_documents(boundaries.tolist(), rank, world_size)
             assert got.tolist() == [row for span in places for row in span]
 

@@ -1,8 +1,8 @@
-"""Packed samples beside what else a run has: pipelines that keep, groups of a micro-batch's own,
-documents that begin anywhere, the fused loss, multi-token prediction.
+"""Packed samples with other features: pipelines that keep, micro-batches with their own groups,
+documents that start at any token, the fused loss, multi-token prediction.
 
-Catches boundaries of another micro-batch in backward or in recomputation, groups of the layer where
-the micro-batch has its own, and parts of Megatron that take rows to be elsewhere.
+Guards against another micro-batch's boundaries in backward or recomputation, the layer's group
+where the micro-batch has its own, and parts of Megatron that assume another row order.
 """
 
 import copy
@@ -64,7 +64,7 @@ def burst_model(parallel: Parallel, model: Model, burst=None, **options):
 
 
 def a_step(setting: pipeline.Setting, burst=None, **options) -> pipeline.Step:
-    """Of micro-batches whose documents differ, two of which are under way at a time."""
+    """A step of micro-batches with different documents, two of which are in flight at a time."""
     batches = cycle([SAMPLE.batch(), OTHER.batch()])
 
     def forward_step(_, model):
@@ -101,7 +101,7 @@ def pipelines(rank: int) -> float:
 
 
 def test_micro_batches_under_way_keep_their_own_documents():
-    """Beside one rank a sequence without recomputation, which test_packed.py compares."""
+    """Against one rank per sequence without recomputation, which test_packed.py compares."""
     assert max(run_ranks(pipelines, 4)) <= TOLERANCE
 
 
@@ -109,7 +109,7 @@ def test_micro_batches_under_way_keep_their_own_documents():
 
 
 def groups_of_size() -> dict[int, dist.ProcessGroup | None]:
-    """By size: this rank's, in the order of ranks; none for this rank alone."""
+    """By size: this rank's group, in rank order; None for this rank alone."""
     mine = {1: None, 4: dist.group.WORLD}
     for ranks in ([0, 1], [2, 3]):
         group = dist.new_group(ranks)
@@ -119,7 +119,7 @@ def groups_of_size() -> dict[int, dist.ProcessGroup | None]:
 
 
 def own_group(gpt, group, kind: str) -> Run:
-    """A micro-batch that one group has, as a script of dynamic context parallelism passes it."""
+    """A micro-batch on one group, as a script with dynamic context parallelism passes it."""
     whole = SAMPLE.batch()
     if kind == "sbhd":  # one document, whose positions Megatron shards over that group
         names = ("tokens", "labels", "loss_mask", "position_ids")
@@ -140,9 +140,9 @@ def own_group(gpt, group, kind: str) -> Run:
 
 
 def own_groups(rank: int) -> dict:
-    """Errors beside the same model in this rank alone, by size and format."""
+    """Errors against the same model on this rank alone, by size and format."""
     start(Parallel())
-    patches.apply("attention")  # by a spec alone layers do not follow a micro-batch's group
+    patches.apply("attention")  # with just a spec, layers ignore a micro-batch's group
     groups, errors = groups_of_size(), {}
     for kind in ("thd", "sbhd"):
         runs = {}
@@ -153,7 +153,7 @@ def own_groups(rank: int) -> dict:
         if kind == "thd":
             truth = one_by_one(SAMPLE, Parallel(), GQA)
         errors |= {(kind, size): relative_errors(run, truth) for size, run in runs.items()}
-    # the core attention alone runs again in backward, when the layer's forward is long over
+    # only the core attention is recomputed, long after the layer's forward
     gpt = burst_model(Parallel(), GQA, cp_comm_type="burst", **SELECTIVE_RECOMPUTE)
     truth = one_by_one(SAMPLE, Parallel(), GQA)
     errors["selective", 2] = relative_errors(own_group(gpt, groups[2], "thd"), truth)
@@ -161,7 +161,7 @@ def own_groups(rank: int) -> dict:
 
 
 def evaluations(groups: dict) -> dict:
-    """Errors of losses by group size, of a model at CP=4 whose groups are set for evaluations as
+    """Errors of losses by group size, for a model at CP=4 whose groups are set for evaluations as
     Megatron-Bridge 0.6.2 does it (training/eval_context_parallel_rebinding.py)."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -193,9 +193,9 @@ def evaluations(groups: dict) -> dict:
 
 
 def twin_of_the_layers_group(rank: int) -> tuple[dict, bool]:
-    """Errors where a micro-batch names the layer's ranks by another group, in a layer that has RoPE
-    over its own and chooses what it keeps; and whether the loss of an evaluation over another
-    group is told which."""
+    """Errors where a micro-batch passes another group with the layer's ranks, in a layer that has
+    RoPE over its own and chooses what it keeps; and whether the loss of an evaluation learns about
+    another group."""
     from megatron_burst.mcore.fused_loss import _cp_group_of, fuse_loss
 
     parallel, keep = Parallel(cp=2), BurstConfig(keep="auto", keep_budget_gib=1.0)
@@ -225,7 +225,7 @@ def replaced(collection, group):
 
 
 def test_a_micro_batch_may_have_a_group_of_its_own():
-    """And evaluations another than training."""
+    """And evaluations may have another one than training."""
     for errors in run_ranks(own_groups, 4, timeout_s=300):
         assert {size for *_, size in errors} == {1, 2, 4} and len(errors) == 11
         assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
@@ -287,7 +287,7 @@ def test_documents_anywhere_are_refused_where_rope_is_megatrons_own(monkeypatch)
 
 
 def test_rows_that_are_not_in_zigzag_are_refused():
-    """Megatron's branch dev names them so, for which verl and ms-swift shard DeepSeek-V4's."""
+    """Megatron's branch dev names them so; verl and ms-swift shard DeepSeek-V4's rows for it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_burst.mcore.checks import check_packed
@@ -305,7 +305,7 @@ def test_rows_that_are_not_in_zigzag_are_refused():
 
 
 def anywhere(rank: int) -> dict:
-    """Errors by context parallel size, of a sample that is sharded as one sequence."""
+    """Errors by context parallel size, for a sample that is sharded as one sequence."""
     from megatron_burst.mcore import packed as module
 
     errors, args = {}, Namespace(dataloader_inter_document_masking=True)
@@ -331,7 +331,7 @@ def test_documents_may_begin_anywhere_in_a_sample():
 
 
 def with_loss(parallel: Parallel, mtp: int) -> Run:
-    """The fused loss, whose gradients are float64 as the model is."""
+    """The fused loss, with gradients in float64 like the model."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -352,7 +352,7 @@ def with_loss(parallel: Parallel, mtp: int) -> Run:
     )  # fmt: skip
     gpt = fuse_loss(gpt.double())
     whole = SAMPLE.batch()
-    whole["cu_seqlens"] = whole["cu_seqlens_padded"]  # as pretrain_gpt.py; MTP's roll needs it
+    whole["cu_seqlens"] = whole["cu_seqlens_padded"]  # as in pretrain_gpt.py; MTP's roll needs it
     if mtp:
         # Megatron divides MTP's loss by a rank's own count of tokens behind the roll: with every
         # other token each chunk has as many there as before, whatever the ranks are
@@ -368,7 +368,7 @@ def with_loss(parallel: Parallel, mtp: int) -> Run:
 
 
 def log_probs(parallel: Parallel, temperature: float) -> dict[str, float]:
-    """Errors of next tokens' log-probabilities beside documents alone, in Megatron's logits."""
+    """Errors of next tokens' log-probabilities against separate documents, in Megatron's logits."""
     from megatron.core import parallel_state
 
     from megatron_burst.mcore import fused_loss
@@ -420,7 +420,7 @@ def losses(rank: int) -> dict:
 
 
 def test_the_fused_loss_and_multi_token_prediction():
-    """The first beside documents alone; the second beside one rank, packed too."""
+    """The loss against separate documents; MTP against one rank, also packed."""
     for errors in run_ranks(losses, 4, timeout_s=300):
         assert len(errors) == (3 if NO_MTP else 5)
         for case, found in errors.items():

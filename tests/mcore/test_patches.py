@@ -1,7 +1,7 @@
-"""The diff for people who keep a Megatron-LM of their own, of the release that is here.
+"""The diff for users who maintain their own Megatron-LM, for the installed release.
 
-Catches a diff that no longer applies, that touches more than Megatron's parser, and entry points
-that collide: a patched Megatron may be started by `python -m megatron_burst` too.
+Guards against a diff that no longer applies or touches more than Megatron's parser, and entry
+points that collide: a patched Megatron may also be started by `python -m megatron_burst`.
 """
 
 import difflib
@@ -35,7 +35,7 @@ def module(patched):
 
 
 def replaced_by(path):
-    """The patched module, in place of the installed one."""
+    """The patched module, instead of the installed one."""
     import megatron.training
 
     spec = importlib.util.spec_from_file_location(MODULE, path)
@@ -46,7 +46,7 @@ def replaced_by(path):
 
 
 def parsed(rank, path, flags, by_another_entry=False, package=True, validate=False):
-    """What the patched Megatron makes of flags: some of its arguments, or the error's kind."""
+    """What the patched Megatron makes of flags: some of its arguments, or the kind of error."""
     arguments = replaced_by(path)
     if by_another_entry:
         from megatron_burst.mcore import launch
@@ -90,7 +90,7 @@ def test_it_can_be_taken_out_again(patched):
 
 @pytest.mark.parametrize("by_another_entry", [False, True])
 def test_megatrons_own_parser_takes_all_of_bursts_flags(module, by_another_entry):
-    """Also where another entry point has added them before."""
+    """Also if another entry point has already added them."""
     assert outcome(module, FLAGS, by_another_entry=by_another_entry) == ("burst", "all")
 
 
@@ -106,7 +106,7 @@ def test_without_the_package_burst_is_refused_and_nothing_else(module):
     kind, what = outcome(module, "--context-parallel-impl burst", **alone, validate=True)
     assert kind == "AssertionError" and "needs the package megatron_burst" in what
     kind, what = outcome(module, "", **alone, validate=True)
-    assert kind == "AssertionError" and "megatron_burst" not in what  # it wants the model's sizes
+    assert kind == "AssertionError" and "megatron_burst" not in what  # it wants model sizes
     assert outcome(module, "--burst-keep all", **alone) == ("SystemExit", "2")
 
 
@@ -133,7 +133,7 @@ def trained(rank, path, flags):
 
 
 def test_a_patched_megatron_trains_a_step_with_burst(module):
-    """As Megatron's own does without context parallelism, to the rounding of float32 in RoPE."""
+    """As Megatron's own does without context parallelism, to float32 rounding in RoPE."""
     ((own, *truth),) = run_ranks(trained, 1, module, "")
     assert own == "DotProductAttention" and truth[1] < 0.99 * truth[0]
     flags = "--context-parallel-size 2 --context-parallel-impl burst"

@@ -1,8 +1,8 @@
 """Patches of Megatron and the entry points that apply them: `python -m megatron_burst`, the patch
 module.
 
-Catches a patch that is applied twice or to another Megatron, and a command line that fails with a
-traceback where one sentence would do.
+Guards against a patch that is applied twice or to a wrong Megatron, and a command line that fails
+with a traceback instead of one message.
 """
 
 import contextlib
@@ -62,12 +62,12 @@ def test_a_patch_is_applied_once(stub):
         patch.apply()
         assert patch.live and stub.add(1) == 4 and stub.add(1, b=4) == 10
     assert stub.add.__name__ == "add" and stub.add.__doc__ == "Sum."
-    assert patch_of().live  # another object that means the same patch
+    assert patch_of().live  # another object for the same patch
 
 
 @pytest.mark.parametrize("owner", ["Adder", "Heir"])
 def test_a_patch_may_replace_a_static_method(stub, owner):
-    """It stays one: it can be called on the class and on its objects. What was inherited, is."""
+    """It remains static, callable on class and instances. What was inherited stays inherited."""
     patch = patch_of(f"stub_of_megatron:{owner}.add")
     patch.apply()
     assert patch.target == f"stub_of_megatron.{owner}.add" and patch.live
@@ -104,7 +104,7 @@ def subtract(a, b=1):
 
 
 def test_one_patch_may_lie_over_another(stub):
-    """Both are in force, each once, in whatever order they come again; both are given back."""
+    """Both are active, each once, in whatever order they are reapplied; both are undone."""
     lower, upper = (
         Patch("a test", "stub_of_megatron:add", f"{__name__}:{name}", ("a", "b"), "a test")
         for name in ("doubled", "negated")
@@ -120,7 +120,7 @@ def test_one_patch_may_lie_over_another(stub):
 
 
 def test_what_takes_a_place_itself_takes_no_other(stub, monkeypatch):
-    """A function of torch's own, say, which has other names: they stay."""
+    """One of torch's own functions, say, which has other names: they stay."""
     early = ModuleType("early")
     early.plus, original = stub.add, stub.add
     monkeypatch.setitem(sys.modules, "early", early)
@@ -163,7 +163,7 @@ def test_a_patch_refuses_a_function_with_other_parameters(stub, parameters):
 
 
 def test_a_patch_takes_a_wrapper_that_passes_on_any_options(stub):
-    """mcore-bridge binds such a one in place of Megatron's apply_rotary_pos_emb."""
+    """mcore-bridge replaces Megatron's apply_rotary_pos_emb with such a wrapper."""
     own = stub.add
     stub.add = lambda a, b=1, **options: own(a, b, **options)
     patch_of().apply()
@@ -185,21 +185,21 @@ def test_a_missing_function_is_refused_and_not_live(stub):
 
 
 def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
-    """A checkout on PYTHONPATH, say: pip knows nothing of it."""
+    """For example a checkout on PYTHONPATH, unknown to pip."""
     patch = dataclasses.replace(patch_of(parameters=("a",)), package="no-such-package")
     with pytest.raises(BurstError, match=r"got \('a', 'b'\) in no-such-package unknown; install"):
         patch.apply()
 
 
 def places():
-    """What stands where Megatron and torch can be patched, as it lies there."""
+    """Current values where Megatron and torch can be patched."""
     rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
     places = [_owner_of(patch.place) for patch in rows if patch.becomes and not patch.te]
     return [vars(owner)[name] for owner, name in places]
 
 
 def patched_and_given_back(rank):
-    """Patches live after undo_all; whether what lies in each place is the same, and of a kind."""
+    """Patches live after undo_all; whether each place has its old value, of the same kind."""
     before = places()
     for group in dict.fromkeys(patch.group for patch in TABLE):
         patches.apply(group)
@@ -212,14 +212,14 @@ def patched_and_given_back(rank):
 
 
 def test_all_patches_are_given_back_by_one_call():
-    """CPU mode's too; some lie over others."""
+    """CPU mode's too; some wrap others."""
     ((live, during, kinds, after),) = run_ranks(patched_and_given_back, 1)
     assert live == [] and not any(during) and all(after) and len(after) > 30
     assert sum(not kind for kind in kinds) <= 1  # torch.cuda.device_count has a cache
 
 
 def other_signatures(rank):
-    """Patches that do not fit a Megatron whose attention takes one argument more."""
+    """Patches that do not fit a Megatron whose attention takes one more argument."""
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -238,7 +238,7 @@ def other_signatures(rank):
 
 
 def test_a_patch_is_compared_with_what_it_was_written_for():
-    """Names that were read off the function itself would always fit."""
+    """Names read off the function itself would always fit."""
     ((found),) = run_ranks(other_signatures, 1)
     assert {target.split("transformer.")[-1] for target in found} == {
         "dot_product_attention.DotProductAttention.forward",
@@ -279,7 +279,7 @@ def test_a_checkpoint_that_was_imported_by_name_runs_no_attention_again():
 
 
 def live_patches(rank):
-    """Which patches are on: at first, after `prepare`, and after burst was asked for."""
+    """Which patches are live: at first, after `prepare`, and once burst is requested."""
     from megatron_burst.mcore import launch
 
     def live():
@@ -294,7 +294,7 @@ def live_patches(rank):
 
 
 def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
-    """apply() would refuse where Megatron's parameters are others."""
+    """apply() would refuse if Megatron's parameters differed."""
     ((at_first, prepared, asked), listed), = run_ranks(live_patches, 1)  # fmt: skip
     flags = [
         "megatron.training.arguments.add_megatron_arguments",
@@ -343,7 +343,7 @@ LAUNCHED = {  # with a checkout the helpers are made, with TransformerEngine it 
 
 
 def names_of_others() -> dict:
-    """All names of Megatron's and torch's modules and classes that are loaded, and their values."""
+    """All names in Megatron's and torch's loaded modules and classes, and their values."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("megatron", "torch"):
@@ -356,7 +356,7 @@ def names_of_others() -> dict:
 
 
 def rebound(before: dict) -> set[str]:
-    """Functions that names stood for then and do not now: where they are defined."""
+    """Functions that names referred to then but not now: where they are defined."""
     now = names_of_others()
     changed = [
         value for name, value in before.items()
@@ -366,7 +366,7 @@ def rebound(before: dict) -> set[str]:
 
 
 def launched(rank):
-    """What is bound anew while the flag is parsed, checked and a model built and run."""
+    """What is rebound while the flag is parsed and checked and a model is built and run."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_burst.mcore import launch
@@ -392,7 +392,7 @@ def test_a_launched_run_binds_six_names_anew():
 
 
 def by_spec(rank):
-    """The same of a model that --spec builds, without a launcher."""
+    """The same for a model that --spec builds, without a launcher."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 

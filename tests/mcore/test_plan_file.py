@@ -1,5 +1,5 @@
-"""`--burst-plan`: what a plan decided reaches the run; burst's options that are given win, other
-runs are refused."""
+"""`--burst-plan`: a plan's decisions reach the run; explicit burst options win; other runs are
+refused."""
 
 import json
 from argparse import ArgumentParser
@@ -33,7 +33,7 @@ RUN = """--tensor-model-parallel-size 2 --context-parallel-size 8 --seq-length 1
 
 
 def megatron_arguments(parser):
-    """Some of Megatron's flags, as its parser has them."""
+    """Some of Megatron's flags, as in its parser."""
     for name, default in (("tensor-model", 1), ("context", 1), ("pipeline-model", 1)):
         flag = f"--{name}-parallel-size"
         parser.add_argument(flag, type=int, default=default)
@@ -57,7 +57,7 @@ def run_with(path, more="", run=RUN):
 
 @pytest.fixture
 def plan(tmp_path):
-    """Writes a plan with changed flags; None takes one out."""
+    """Writes a plan with changed flags; None removes one."""
 
     def write(**changes):
         flags = FLAGS | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
@@ -94,7 +94,7 @@ def test_without_a_plan_nothing_happens():
 
 
 def test_a_run_takes_every_flag_that_its_plan_has(plan):
-    """The run of a plan need not repeat it, whatever the flags' kinds and defaults."""
+    """The run need not repeat its plan, whatever the flags' kinds and defaults."""
     more = {"dropout": 0, "recompute_granularity": False, "max_position_embeddings": 1048576}
     args = run_with(plan(**more), run="")
     assert (args.tensor_model_parallel_size, args.context_parallel_size) == (2, 8)
@@ -118,7 +118,8 @@ def test_what_is_said_twice_alike_or_matters_to_no_figure_is_taken(plan, more):
 
 
 def test_a_default_that_is_given_is_not_taken_for_none(plan):
-    """A plan never changes what the command line says, even where that is what Megatron has."""
+    """A plan never changes what the command line says, even where that equals Megatron's
+    default."""
     for more in ("--tensor-model-parallel-size 1", "--tensor-model-parallel-size=1"):
         with pytest.raises(BurstError, match="size 2 in the plan and 1 in the run; leave --tensor"):
             run_with(plan(), more, run="")

@@ -1,9 +1,9 @@
-"""A pretrain script of Megatron's kind through each of the four entry points, from end to end.
+"""A Megatron-style pretrain script through each of the four entry points, end to end.
 
-Catches what no part shows alone: flags that do not reach the layers, patches that come too late,
-ranks that build other models. The truth is the same script at CP=1 without burst. Entry points
-that depend on what is imported when are opened under torchrun; runs on more ranks start with
-Megatron loaded.
+Guards against what no part shows alone: flags that do not reach the layers, patches that are
+applied too late, ranks that build different models. The reference is the same script at CP=1
+without burst. Entry points that depend on import order run under torchrun; runs on more ranks start
+with Megatron loaded.
 """
 
 import json
@@ -59,7 +59,7 @@ if why_not("--spec"):
 
 
 def started(name: str, folder: Path) -> subprocess.Popen:
-    """A run under torchrun, which leaves steps.jsonl and output.txt in its folder."""
+    """Start a run under torchrun, which writes steps.jsonl and output.txt to its folder."""
     program, flags = TORCHRUN[name]
     folder.mkdir()
     (folder / "own_script.py").write_text(OWN_SCRIPT)
@@ -78,7 +78,7 @@ def started(name: str, folder: Path) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Steps and output of each run; torchrun's go at once, as most of their time is imports."""
+    """Steps and output of each run; those under torchrun run concurrently, as imports dominate."""
     folder = tmp_path_factory.mktemp("pretrain")
     processes = {name: started(name, folder / name) for name in TORCHRUN}
     results = {}

@@ -1,6 +1,6 @@
-"""Whole runs in CPU mode: experts, both FSDPs, pipelines, optimizers, evaluation alone.
+"""Whole runs in CPU mode: experts, both FSDPs, pipelines, optimizers, evaluation only.
 
-The truth is in each case a run of Megatron's own without context parallelism.
+The reference is always Megatron's own run without context parallelism.
 """
 
 from functools import cache
@@ -45,7 +45,7 @@ def why(run: tuple) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs ranks and flags, the same ones only once."""
+    """Runs (ranks, flags), each pair only once."""
     return cache(lambda ranks, flags: pretrain(tmp_path_factory.mktemp("run"), ranks, flags))
 
 

@@ -1,8 +1,8 @@
-"""The table of what burst cannot do: each row refuses what it is for, in one sentence, and no more.
+"""The table of what burst cannot do: each row refuses exactly its feature, in one message.
 
-Catches a row that refuses nothing, or what is fine, and one that is not asked. That the names are
-Megatron's is shown where its own parser, configuration and models are asked: test_args.py,
-test_core_attention.py, test_loss_uses.py.
+Guards against rows that refuse nothing or too much, and rows that are never checked. Tests with
+Megatron's own parser, configuration and models show that the names are Megatron's:
+test_arguments.py, test_core_attention.py, test_loss_uses.py.
 """
 
 from argparse import Namespace
@@ -18,14 +18,14 @@ from megatron_burst.mcore.refusals import TABLE, check
 
 
 class Part(Enum):
-    """As Megatron's own names of what is captured."""
+    """Like Megatron's own names for what is captured."""
 
     attn, mlp, moe_router, full_iteration = range(4)
 
 
 LOCAL, TE = dict(cuda_graph_impl="local"), dict(cuda_graph_impl="transformer_engine")
 ITERATION = dict(cuda_graph_impl="full_iteration")
-IN_LAYERS = [  # whole layers, attention in them; then parts beside it
+IN_LAYERS = [  # whole layers with their attention; then parts next to it
     "local", "transformer_engine", LOCAL | dict(cuda_graph_modules=[Part.attn, Part.mlp]),
     LOCAL | dict(cuda_graph_modules="full"), LOCAL | dict(cuda_graph_scope_deprecated=["full"]),
     TE | dict(cuda_graph_scope=["attn"]), TE | dict(cuda_graph_modules="mlp,new"),
@@ -63,7 +63,7 @@ FLAG = ([True], [False])
 ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
 FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusion=True)
 SELECTIVE = dict(recompute_granularity="selective")
-# By feature and argument: values that are refused, and some that are not; a dict has more options.
+# By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
     "run": {
         "seq_length": ([60, 62], [64, None, dict(seq_length=63, context_parallel_size=1)]),

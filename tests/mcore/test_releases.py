@@ -1,6 +1,6 @@
-"""Each place that burst replaces is as one of the table's rows says, in whichever Megatron is here.
+"""Each hook point is as one of the table's rows describes it, whatever Megatron is installed.
 
-`make test-matrix` runs this with every release. Catches a release in which a place has moved.
+`make test-matrix` runs this with every release. Guards against a release that moved a hook point.
 """
 
 import re
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 def misfits(rank):
-    """What does not fit, of all rows that this release has, and how many fit."""
+    """What does not fit, of all rows for this release, and how many fit."""
     rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
     return [row.misfit() for row in rows if row.misfit()], len(rows)
 
@@ -29,7 +29,7 @@ def test_every_place_has_a_known_form():
 
 def test_a_release_is_known_by_its_first_two_numbers():
     assert minor("0.16.1") == (0, 16) and minor("1.2.0rc3") == (1, 2)
-    assert minor("unknown") == LAST  # whose functions are compared one by one
+    assert minor("unknown") == LAST  # its functions are compared one by one
 
 
 def test_rows_about_releases_are_of_places_in_the_table():
@@ -49,7 +49,7 @@ def test_rows_about_releases_are_of_places_in_the_table():
     ],
 )
 def test_rows_are_those_that_the_release_has(release, model, spec, monkeypatch):
-    """A newer one than the tests' is taken to have what the last has."""
+    """A newer release is assumed to have what the latest known one has."""
     there = find_megatron()
     monkeypatch.setattr(
         patches, "find_megatron",
@@ -64,7 +64,7 @@ def test_rows_are_those_that_the_release_has(release, model, spec, monkeypatch):
 
 
 def moved(rank):
-    """What the first model of a Megatron that moved a function is told."""
+    """The message for the first model of a Megatron that moved a function."""
     from megatron.core.transformer.attention import Attention, CoreAttentionBuilder
 
     CoreAttentionBuilder.__call__ = lambda self, config, sequence_ids: None
@@ -87,6 +87,6 @@ def test_a_seam_that_moved_is_named_in_one_sentence():
 
 @pytest.mark.parametrize("feature", ["run", "attention", "recompute", "keep", "loss", "built"])
 def test_an_argument_that_a_release_does_not_have_is_no_reason_to_refuse(feature):
-    """Every row is asked of arguments with nothing in them but what all releases have."""
+    """Every row is checked against arguments that contain only what all releases have."""
     always = dict(context_parallel_size=2, cp_comm_type=["burst"], recompute_granularity="full")
     refusals.check(feature, Namespace(**always), "this test")

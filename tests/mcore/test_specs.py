@@ -1,7 +1,7 @@
-"""Specs with burst in place of Megatron's core attention: what is replaced and what is not.
+"""Specs with burst instead of Megatron's core attention: what is replaced and what is not.
 
-Catches a core attention that is missed (Megatron's own would then run, or refuse, at CP > 1), and a
-spec of the caller's that is changed under its feet.
+Guards against a missed core attention (Megatron's own would then run, or refuse, at CP > 1), and
+modifying the caller's spec.
 """
 
 import functools
@@ -57,7 +57,7 @@ def test_latent_attention_is_replaced_too():
 
 
 def test_every_layer_of_a_block_with_experts_is_replaced():
-    """Dense and expert layers have specs of their own."""
+    """Dense and expert layers have separate specs."""
     config = config_of(num_layers=4, num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1])
     block = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm", pp_rank=0)
     ours = burst_spec(block)
@@ -69,7 +69,7 @@ def test_every_layer_of_a_block_with_experts_is_replaced():
 
 
 def mtp_block(rank):
-    """Core attentions in burst's copy of a block for multi-token prediction; is it shared?"""
+    """Core attentions in burst's copy of a multi-token prediction block; whether it is shared."""
     start(Parallel())  # Megatron asks its pipeline group which layers to build
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     block = get_gpt_mtp_block_spec(config_of(mtp_num_layers=2), layer, False)
@@ -84,7 +84,7 @@ def test_a_block_for_multi_token_prediction_is_replaced():
 
 
 def test_specs_that_are_shared_stay_shared():
-    """Megatron compares layer specs by identity in places, and two copies may be told apart."""
+    """Megatron sometimes compares layer specs by identity; two copies would differ."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     first, second, other = burst_spec([layer, layer, get_gpt_layer_local_spec()])
     assert first is second and first is not other
@@ -115,7 +115,7 @@ def test_partials_lists_tuples_and_dicts_are_walked():
 
 
 def test_a_class_of_the_callers_own_is_left_alone():
-    """Somebody's own attention may do what burst does not."""
+    """A custom attention may do what burst does not."""
 
     class Own(DotProductAttention):
         pass
@@ -127,7 +127,7 @@ def test_a_class_of_the_callers_own_is_left_alone():
 
 
 def test_bridge_is_told_of_burst_again_after_undo_all(monkeypatch):
-    """It learns of the class when its table of classes is imported; undo_all takes that back."""
+    """It learns of the class when its table of classes is imported; undo_all reverts that."""
     name = "megatron.bridge.models.conversion.param_mapping"
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -145,7 +145,7 @@ def test_bridge_is_told_of_burst_again_after_undo_all(monkeypatch):
 
 @pytest.mark.parametrize("tree", [ModuleSpec(module=TransformerLayer), [], None, "spec"])
 def test_refuses_a_spec_without_core_attention(tree):
-    """It would be returned as it is, and Megatron's own attention would run."""
+    """It would be returned unchanged, and Megatron's own attention would run."""
     message = (
         rf"^burst_spec: the spec must hold a core attention.*got none in {type(tree).__name__}"
     )
@@ -154,7 +154,7 @@ def test_refuses_a_spec_without_core_attention(tree):
 
 
 def errors_of_a_model_built_by_megatron(rank):
-    """A model as `--spec megatron_burst.spec layer_spec` has Megatron build it."""
+    """A model that Megatron builds with `--spec megatron_burst.spec layer_spec`."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 

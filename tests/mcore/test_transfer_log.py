@@ -1,7 +1,7 @@
-"""A run of Megatron's with --burst-log and --profile: what it logs and what its trace has.
+"""A Megatron run with --burst-log and --profile: what it logs and what its trace contains.
 
-Catches steps that log nothing, numbers of another step, evaluations that are counted, and bytes
-that are not those that were sent.
+Guards against steps without logs, another step's numbers, counted evaluations, and logged bytes
+that differ from those sent.
 """
 
 import gzip
@@ -31,7 +31,7 @@ FLAGS = f"""{pretraining.FLAGS} --context-parallel-impl burst --context-parallel
 
 
 class Writer:
-    """Takes the place of TensorBoard's, which need not be installed."""
+    """Stands in for TensorBoard's writer, which need not be installed."""
 
     scalars: list = []  # of this process
 
@@ -69,7 +69,7 @@ def logged(rank, folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What both ranks logged, and the trace of each."""
+    """What both ranks logged, and each one's trace."""
     folder = tmp_path_factory.mktemp("run")
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     found = run_ranks(logged, 2, str(folder), environment=environment)
@@ -87,7 +87,7 @@ def test_steps_that_megatron_logs_have_times_and_the_bytes_that_were_sent(run):
     assert sent == dict.fromkeys((2, 4, 6), in_steps / STEPS) and in_steps > 0
     assert set(by_name["burst-attention-sent-inter-bytes"].values()) == {0}
     whole = by_name["burst-attention-time"]
-    assert set(whole) >= {2, 6}  # while a profiler looks on nothing is timed
+    assert set(whole) >= {2, 6}  # nothing is timed under a profiler
     assert printed.count("no times in this step: ") == 3 - len(whole)
     for name in ("exposed", "transfers-intra"):
         times = by_name[f"burst-attention-{name}-time"]

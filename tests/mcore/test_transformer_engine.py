@@ -1,8 +1,8 @@
-"""Burst's core attention of TransformerEngine specs, over a stand-in for TransformerEngine.
+"""Burst's core attention in TransformerEngine specs, over a stand-in for TransformerEngine.
 
-TransformerEngine itself needs a GPU. The stand-in has the signature of Megatron's wrapper, which is
-read from Megatron's source, and answers "own"; catches layers that run the wrong one of the two,
-and arguments that get lost between.
+TransformerEngine itself needs a GPU. The stand-in has the signature of Megatron's wrapper, read
+from Megatron's source, and answers "own". Guards against layers that run the wrong one of the two,
+and arguments lost in between.
 """
 
 import ast
@@ -28,7 +28,7 @@ OPTIONS = dict(layer_number=1, attention_type="self", k_channels=8, v_channels=5
 
 
 class StandIn(torch.nn.Module):
-    """Notes what it is given."""
+    """Records its arguments."""
 
     def __init__(
         self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
@@ -49,7 +49,7 @@ class StandIn(torch.nn.Module):
 
 
 def burst_class():
-    """BurstTECoreAttention as it is defined where TransformerEngine is installed."""
+    """BurstTECoreAttention as defined where TransformerEngine is installed."""
     from megatron.core.extensions import transformer_engine
 
     from megatron_burst.mcore import core_attention
@@ -93,7 +93,7 @@ WITH_TE = [row for row in TABLE if row.te and row.place.startswith("megatron.")]
 
 @pytest.mark.parametrize("row", WITH_TE, ids=lambda row: row.target)
 def test_rows_that_need_transformer_engine_have_the_signatures_of_megatrons_source(row):
-    """Elsewhere `Patch.misfit` compares; without TransformerEngine they are not asked."""
+    """Elsewhere `Patch.misfit` compares; without TransformerEngine these rows are not checked."""
     module, _, path = row.place.partition(":")
     module = {"megatron.core.recompute": WRAPPERS}.get(module, module)  # imported from there
     (root,) = importlib.util.find_spec("megatron").submodule_search_locations
@@ -109,7 +109,7 @@ def test_rows_that_need_transformer_engine_have_the_signatures_of_megatrons_sour
 
 
 def no_layer_named(rank):
-    """A model of burst's spec whose configuration has no layer run burst: the flag would be off."""
+    """A model of burst's spec in whose configuration no layer runs burst: the flag would be off."""
     core_attention, options = burst_class(), OPTIONS | dict(attn_mask_type=None)
     refused = []
     for kinds in (None, "p2p", ["p2p", "a2a"], ["p2p", "burst"]):
@@ -130,7 +130,7 @@ def test_a_model_in_which_no_layer_would_run_burst_is_refused():
 
 
 def layers(rank):
-    """What layers of each cp_comm_type pass to TransformerEngine and answer, at CP=2."""
+    """What layers of each cp_comm_type pass to TransformerEngine and return, at CP=2."""
     from megatron.core.transformer.enums import AttnMaskType
 
     parallel = Parallel(cp=2)
@@ -178,13 +178,13 @@ def test_layers_run_burst_only_where_their_cp_comm_type_says_so():
             assert given == OPTIONS | dict(softmax_scale=0.5, cp_comm_type=passed)
         assert found["burst"][1] == (True, (8, 2, 4 * 5))
         assert found["a2a"][1] == found[None][1] == ("own", True, 3)
-        assert whole == "own"  # of layers that hold whole sequences in a model with cp
+        assert whole == "own"  # layers with whole sequences in a model with cp
         assert alone == [(8, 2, 4 * 5), (8, 2, 4 * 5), "own", "own"]
 
 
 def without_a_transformer_layer(rank):
-    """Whether attention that a script builds itself runs burst, by what it names beside the
-    model's cp_comm_type."""
+    """Whether attention built directly by a script runs burst, by its arguments besides the model's
+    cp_comm_type."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     module = burst_class()
@@ -215,7 +215,7 @@ def test_attention_without_a_transformer_layer_runs_what_it_names_or_what_the_mo
 
 
 def rebound(rank):
-    """A layer at CP=2 that evaluates on this rank alone, and trains on; what it told its base."""
+    """A layer at CP=2 that evaluates on this rank alone, then trains on; what it told its base."""
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -249,7 +249,7 @@ def test_another_group_for_evaluations_reaches_burst():
 
 
 class Gemma(StandIn):
-    """As Gemma's in Megatron-Bridge: configures each layer by itself."""
+    """Like Gemma's in Megatron-Bridge: configures each layer itself."""
 
     def __init__(self, config, layer_number, *arguments, **options):
         config = copy.deepcopy(config)
@@ -258,14 +258,14 @@ class Gemma(StandIn):
 
 
 class Ministral(StandIn):
-    """As Ministral's: scales queries by where it takes them to be."""
+    """Like Ministral's: scales queries by the positions that it assumes."""
 
     def forward(self, query, *arguments, **options):
         return super().forward(query * torch.arange(len(query)), *arguments, **options)
 
 
 def sub_classes(rank):
-    """Whether layers of a sub-class have its windows; what is said of others."""
+    """Whether layers of a subclass have its windows; the messages about others."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
 

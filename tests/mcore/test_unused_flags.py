@@ -1,4 +1,4 @@
-"""Flags of burst that nothing in a run would read are refused where they are given."""
+"""Burst flags that nothing in a run would read are refused where they are given."""
 
 from argparse import ArgumentParser
 from dataclasses import fields
