@@ -1,4 +1,4 @@
-"""The steps of a gather: what a rank needs of others for each, computes in it, and owes them."""
+"""The steps of a gather: what a rank reads from others, computes, and returns in each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +15,18 @@ from megatron_burst.schedule.pieces import Piece, node_visits
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """What a rank computes with the shards of one node, for one group of heads.
+    """A rank's work with the shards of one node, for one group of heads.
 
     Attributes:
         heads: KV heads.
-        gather: number of the gather whose keys are used.
+        gather: index of the gather whose keys it uses.
         keys: the pieces of the gathered keys.
-        before: tiles over the rank's own shard, computed while the keys are on their way, or the
-            last gradients of other nodes' keys on theirs inside the node.
+        before: tiles over the rank's own shard, computed while the keys are in transit, or while
+            the last gradients of other nodes' keys are, inside the node.
         tiles: tiles over the gathered keys.
-        after: tiles over the rank's own shard, computed while gradients are on their way.
-        leaves: the gradients of others' keys that the rank computes, and by rank of the node those
-            of its own keys that others compute.
+        after: tiles over the rank's own shard, computed while gradients are in transit.
+        leaves: the gradients of other ranks' keys that this rank computes; and, by rank of the
+            node, the gradients of its own keys that others compute.
         arriving_rows: of the latter.
     """
 
@@ -51,12 +51,12 @@ class GatherSteps:
     Attributes:
         cp_rank: whose steps.
         rounds: groups of KV heads.
-        order: rounds and distances of the steps.
-        steps: in the order in which they run.
-        reads: by gather the pieces that the rank needs of others, and by rank of the node those of
-            its own that others need.
-        num_rows: of a node's shards together.
-        share_rows: key rows of a step's tiles together, at most on any rank of the node.
+        order: round and distance of each step.
+        steps: in execution order.
+        reads: by gather, the pieces that the rank needs from others; and, by rank of the node, its
+            own pieces that others need.
+        num_rows: total rows of a node's shards.
+        share_rows: total key rows of a step's tiles, at most on any rank of the node.
     """
 
     cp_rank: int
@@ -106,7 +106,7 @@ def gather_steps(spec: Spec) -> GatherSteps:
 
 
 def _gather_of_steps(order: Sequence[Step], circulate: Circulate) -> list[int]:
-    """Number of the gather whose keys a step uses: its own, or its round's if queries circulate."""
+    """Index of each step's gather: its own, or its round's if queries circulate."""
     apart = circulate is Circulate.KV
     begins = (apart or step.first for step in order)
     return [count - 1 for count in accumulate(begins)]
@@ -115,7 +115,7 @@ def _gather_of_steps(order: Sequence[Step], circulate: Circulate) -> list[int]:
 def _reads(
     ranks: Sequence[int], gathers: Sequence[int], meetings: Sequence[Meeting]
 ) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
-    """The pieces that are needed, by gather and rank: for all steps that use it."""
+    """The pieces needed, by gather and rank, for all steps that use the gather."""
     users: list[set[Meeting]] = [set() for _ in range(gathers[-1] + 1)]
     for gather, met in zip(gathers, meetings, strict=True):
         users[gather].add(met)
@@ -129,7 +129,7 @@ def _reads(
 
 
 def _each_once(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same rows in order, those of several pieces in one."""
+    """The same rows in order, overlaps removed."""
     found: list[Piece] = []
     for piece in sorted(set(pieces), key=lambda piece: piece.whole.start):
         if found and piece.whole.start < found[-1].whole.stop:

@@ -1,4 +1,4 @@
-"""What ranks of a node that gathers compute in each step, and what one takes and gives for it."""
+"""What the ranks of a gathering node compute in each step, and what they send and receive."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from megatron_burst.schedule.pieces import (
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Key gradients that a rank computes for a piece that another rank holds.
+    """Key gradients that a rank computes for another rank's piece.
 
     Attributes:
-        rows: of the gradients of the step's tiles, laid one behind the other.
+        rows: of the concatenated gradients of the step's tiles.
         piece: whose gradients they are.
     """
 
@@ -32,15 +32,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """What a rank does in a step, and what that has to do with the others of its node.
+    """What a rank does in a step, and what it trades with the others of its node.
 
     Attributes:
         keys: the pieces of the gathered keys.
-        tiles: of the rank, before the keys are there, over them, and after them.
-        needed: pieces that it reads, and by rank those of its own that others read, in the order of
-            the sequence.
-        leaves: the gradients of others' keys that it computes, and by rank those of its own keys
-            that others compute.
+        tiles: of the rank: before the keys arrive, over them, and after them.
+        needed: pieces that it reads; and, by rank, its own pieces that others read, in sequence
+            order.
+        leaves: the gradients of other ranks' keys that it computes; and, by rank, the gradients of
+            its own keys that others compute.
         share_rows: key rows of the tiles over gathered keys, at most on any rank.
     """
 
@@ -53,17 +53,17 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of the steps of a rank.
+    """The tiles of all steps of a rank.
 
     Attributes:
-        cp_rank: whose they are.
+        cp_rank: the rank.
         ranks: of its node.
-        visits: that the node works with, by how many nodes they have come.
+        visits: what the node works with, by how many nodes away it is from.
         order: of the steps.
         mask: which keys a query may see.
         direction: forward or backward.
-        rectangular_causal: whether the kernel does causal tiles with more keys than queries.
-        circulate: what goes from node to node.
+        rectangular_causal: whether the kernel supports causal tiles with more keys than queries.
+        circulate: what circulates between nodes.
     """
 
     cp_rank: int
@@ -76,7 +76,7 @@ class Tiling:
     circulate: Circulate
 
     def meetings(self) -> tuple[Meeting, ...]:
-        """What is done in each step; one object for steps that are alike."""
+        """What is done in each step; equal steps share one object."""
         alike: dict[tuple[Visit, bool, bool], Meeting] = {}
         found, last = [], len(self.order) - 1
         for index, step in enumerate(self.order):
@@ -111,7 +111,8 @@ class Tiling:
     def _own_tiles(
         self, queries: Sequence[Piece], first: bool, last: bool
     ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
-        """Tiles of a rank with its own node's keys: before they are there, over and after them."""
+        """Tiles of a rank with its own node's keys: before they arrive, over them, and after
+        them."""
         keys = self.visits[0].pieces
         if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
             every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
@@ -123,7 +124,8 @@ class Tiling:
         before = diagonal if first else ()
         after = diagonal if last and self.direction is Direction.BACKWARD else ()
         if after and (before or len(self.visits) > 1):
-            # half of the tiles hide each way: with other nodes what is left for them sets out first
+            # half of the tiles hide each direction; with other nodes, their remaining sums are sent
+            # first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:
@@ -143,7 +145,7 @@ class Tiling:
         return replace(tile, q=piece.rows, kv=piece.rows)
 
     def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
-        """Tiles over the gathered keys before and behind each piece."""
+        """Tiles over the gathered keys before and after each piece."""
         every = self.visits[0].pieces
         before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
         if self.mask.right == 0:
@@ -171,7 +173,7 @@ def _places(pieces: Sequence[Piece]) -> Places:
 
 
 def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterator[Piece]:
-    """Other ranks' rows that a rank's tiles read: neither all pieces nor all of each."""
+    """Other ranks' rows that a rank's tiles read, cut to what is read."""
     for piece in keys:
         if piece.holder == cp_rank:
             continue
@@ -183,7 +185,7 @@ def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Itera
 
 
 def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
-    """Which rows of a rank's shares belong to which rows of another rank."""
+    """Which rows of a rank's shares belong to which rows of other ranks."""
     leaves, start = [], 0
     for tile in tiles:
         parts = (piece.part(tile.kv) for piece in keys if piece.holder != cp_rank)

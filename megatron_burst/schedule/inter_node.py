@@ -1,12 +1,12 @@
-"""Between nodes: pieces go round while the ranks of each node work together on what is there.
+"""Between nodes: pieces circulate while the ranks of each node work together on what they have.
 
 A round is a group of heads. In each of its N steps the ranks of a node work with the shards of one
-node: each rank has the piece (its shard's heads of the round) of the rank at its own place there.
-Pieces go round the column of equal places in N-1 hops. A rank's own piece of the next round sets
-out behind the last hop of the round before, so the slow link always has something to carry.
+node: each rank has the piece (its shard's heads of the round) of the rank at the same place there.
+Pieces go around the column of equal places in N-1 hops. A rank sends its own piece of the next
+round right after the last hop of the current one, so the slow link is never idle.
 
-The gradient of a travelling piece follows: each node adds its sum, and the last hop of N-1 brings
-the total home, where what the home node itself contributed has waited. It never leaves.
+The gradient of a circulating piece follows it: each node adds its sum, and the last of N-1 hops
+returns the total to the owner's node, whose own contribution never leaves it.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a round: `distance` is how many nodes the circulating piece has come."""
+    """One step of a round: `distance` is how many nodes away the circulating piece is from."""
 
     round: int
     distance: int
@@ -50,11 +50,10 @@ class Step:
 def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Step, ...]:
     """The steps of a pass.
 
-    Each round begins with the node's own shards. In backward the last one ends with them, so that
-    the last gradients from elsewhere come home behind their tiles. An only round does not: its
-    first piece would have nothing to come behind. Where pieces are `here` already, left by forward,
-    every round ends with the node's own: so no two of them leave gradients one right after the
-    other.
+    Each round begins with the node's own shards. In backward the last round ends with them, so that
+    their tiles hide the last return transfer. A single round does not: nothing would hide its first
+    piece. If pieces are `here` already, saved by forward, every round ends with the node's own, so
+    that no two of them send gradients right after each other.
     """
     found = []
     for round_ in range(rounds):
@@ -85,19 +84,19 @@ class InRounds(Emitter):
         return Ref("dq", heads=self.queries(self.rounds[round_]))
 
     def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        """What they are made of."""
+        """Their fields."""
         return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
 
 
 class Circulating:
-    """What circulates between nodes: pieces of each round.
+    """The pieces of each round that circulate between nodes.
 
     Args:
         emitter: of the program.
         order: its steps.
-        own: the rank's own piece of a round, wherever it is.
+        own: the rank's own piece of a round.
         fields: of a round's piece.
-        halos: rows of it that travel, by how many nodes it has come.
+        halos: rows of it that circulate, by how many nodes away it is from.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Circulating:
         return Ref(name)
 
     def set_out(self, index: int) -> None:
-        """Send the rank's own piece, if it is to leave while a step is prepared."""
+        """Send the rank's own piece, if it is due while this step is prepared."""
         for step in self._leaving[index]:
             if step.distance == 0:
                 piece, own = self.piece(step.round, 0), self._own(step.round)
@@ -134,7 +133,7 @@ class Circulating:
                 self._send(step)
 
     def pass_on(self, index: int) -> None:
-        """Send on what came for a step, if it is to go on."""
+        """Send on the piece of a step, if it goes further."""
         for step in self._leaving[index]:
             if step.distance:
                 self._send(step)
@@ -145,7 +144,7 @@ class Circulating:
 
 
 class Sides:
-    """The query side of each step of a gather, of remote queries too if queries circulate.
+    """The query side of each step of a gather, including remote queries if queries circulate.
 
     Args:
         emitter: of the program.
@@ -173,7 +172,7 @@ class Sides:
         return travelling_side_fields(heads, self._emitter.spec.shape)
 
     def prepare(self, index: int) -> None:
-        """Let the remote queries of a step come."""
+        """Start receiving the remote queries of a step."""
         if self._circulating and index < len(self._order):
             self._circulating.set_out(index)
             self._circulating.pass_on(index)
@@ -187,14 +186,14 @@ class Sides:
 
 
 class TravellingSums:
-    """Gradients of what circulates: each node adds its own; the last hop brings them home.
+    """Gradients of what circulates: each node adds its own; the last hop returns them.
 
     Args:
         emitter: of the program.
         order: its steps.
         target: where the rank's own gradients of a round go.
-        fields: of a round's gradients, as they travel.
-        halos: rows of a piece that travel, by how many nodes it has come.
+        fields: of a round's gradients, as sent.
+        halos: rows of a piece that circulate, by how many nodes away it is from.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class TravellingSums:
         self._emitter, self._order, self._target = emitter, order, target
         self._fields, self._halos = fields, halos
         self._nodes = emitter.spec.topology.inter_size
-        self._coming: dict[int, list[int]] = defaultdict(list)  # rounds that come home, by turn
+        self._coming: dict[int, list[int]] = defaultdict(list)  # rounds that return, by turn
         at = {(step.round, step.distance): index for index, step in enumerate(order)}
         for index, step in enumerate(order):
             if 0 < step.distance == self._nodes - 1:
@@ -212,7 +211,7 @@ class TravellingSums:
                 self._coming[turn].append(step.round)
 
     def _sum(self, round_: int, distance: int) -> Ref:
-        """The sum of a step; behind the last of them, what has come home."""
+        """The sum of a step; after the last one, the returned total."""
         name, halo = f"sum {round_}+{distance}", self._halos[distance % self._nodes]
         if name not in self._emitter.buffers:
             rows = halo.rows if distance else halo.of
@@ -220,7 +219,7 @@ class TravellingSums:
         return Ref(name)
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
-        """Add what this node contributes in a step and send it on; `sums` name every row once."""
+        """Add this node's contribution of a step and send it on; `sums` has every row once."""
         step = self._order[index]
         fresh = step.distance <= 1
         if self._nodes == 1:
@@ -239,7 +238,7 @@ class TravellingSums:
         self._emitter.hop(Link.INTER, Cargo.GRAD, total, came)
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
-        """Complete the rank's own gradients that come home by now; returns their rounds."""
+        """Complete the rank's own gradients returned by this turn; returns their rounds."""
         halo = self._halos[0]
         for round_ in self._coming[turn]:
             own, target = self._sum(round_, 0), self._target(round_)
@@ -252,7 +251,7 @@ class TravellingSums:
 
 
 class LocalSums:
-    """Gradients that stay: summed over the steps of a round, rounded when it is over.
+    """Gradients that stay: summed over the steps of a round, then rounded.
 
     Args:
         emitter: of the program.
@@ -270,7 +269,7 @@ class LocalSums:
         self._fields, self._rows = fields, rows
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
-        """Add a step's share; the sums of a step name rows once, those of its round every row."""
+        """Add a step's share; a step's sums have rows at most once, a round's cover every row."""
         step, emitter = self._order[index], self._emitter
         target = self._target(step.round)
         if step.first and step.last:
@@ -287,7 +286,7 @@ class LocalSums:
             emitter.emit(Add((Ref(name).at(span), *parts), target.at(span), stream))
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
-        """Nothing travels."""
+        """Nothing is returned."""
         return []
 
 
@@ -295,8 +294,8 @@ def sums(
     emitter: Emitter, order: Sequence[Step], of_keys: bool, target: Callable[[int], Ref],
     fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
 ) -> LocalSums | TravellingSums:  # fmt: skip
-    """Sums of keys' gradients, or of queries': those of what circulates travel home. `rows`: of
-    them, or those that travel."""
+    """Sums of key or query gradients; those of what circulates are returned. `rows`: how many, or
+    those that circulate."""
     halos = whole(emitter, rows) if isinstance(rows, int) else rows
     if of_keys == (emitter.spec.circulate is Circulate.KV):
         return TravellingSums(emitter, order, target, lambda r: fields(r, Dtype.WIRE), halos)
@@ -304,5 +303,5 @@ def sums(
 
 
 def whole(emitter: Emitter, rows: int) -> tuple[Halo, ...]:
-    """All rows, however many nodes a piece has come."""
+    """All rows, at every distance."""
     return (Halo((Span(0, rows),), rows),) * emitter.spec.topology.inter_size

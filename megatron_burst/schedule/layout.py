@@ -18,15 +18,15 @@ class Layout(StrEnum):
     DOCUMENTS = "zigzag-documents"  # rank r holds chunks r and 2P-1-r of each document
 
 
-Numbers = tuple[int, ...]  # chunks of every document, each of which has 2P; for DOCUMENTS
+Numbers = tuple[int, ...]  # indices of chunks, of which every document has 2P; for DOCUMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What meets in a kernel call for DOCUMENTS: of each document so many segments.
+    """The segments of each document in a kernel call for DOCUMENTS.
 
     Attributes:
-        pairs: by segment its chunks of queries and of keys, as they lie one behind the other.
+        pairs: by segment, its query chunks and its key chunks, in memory order.
     """
 
     pairs: tuple[tuple[Numbers, Numbers], ...]
@@ -36,7 +36,7 @@ def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[
     """Positions in the whole sequence of a rank's rows, in the order of the rows.
 
     Args:
-        layout: how tokens are sharded; not DOCUMENTS, which `places_in_documents` tells.
+        layout: how tokens are sharded; not DOCUMENTS (see `places_in_documents`).
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         tokens: rows on each rank.
@@ -72,8 +72,8 @@ def places_of_chunks(
     """Positions of some chunks of every document, document by document.
 
     Args:
-        boundaries: where documents begin and the last one ends; each is a multiple of 2 * cp_size
-            long.
+        boundaries: where documents begin and where the last one ends; document lengths are
+            multiples of 2 * cp_size.
         numbers: of the chunks.
         cp_size: size of the context-parallel group.
     """
@@ -85,7 +85,7 @@ def places_of_chunks(
 
 
 def places_in_documents(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[range, ...]:
-    """`positions` for DOCUMENTS; arguments as of `places_of_chunks`."""
+    """`positions` for DOCUMENTS; arguments as for `places_of_chunks`."""
     return places_of_chunks(boundaries, chunks_of(cp_rank, cp_size), cp_size)
 
 

@@ -8,17 +8,18 @@ from typing import ClassVar
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout, Runs, positions
 
-Places = tuple[range, ...]  # positions in the sequence of rows that lie one behind the other
+Places = tuple[range, ...]  # positions in the sequence of consecutive rows
 
 
 def in_rows(places: Places, unit: int) -> Places:
-    """The same where positions are counted in units of so many rows; in one, rows may have gaps."""
+    """Positions in rows, given positions in units of `unit` rows; with unit 1, ranges may have
+    gaps."""
     return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Which keys a query may see, by how far they are from what it is level with.
+    """Which keys a query may see, by distance from the key level with it.
 
     Attributes:
         left: how many before that, 0 or more; None: all.
@@ -30,7 +31,7 @@ class Band:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees what it is level with and all before."""
+        """Whether a query sees the key level with it and all before."""
         return self.left is None and self.right == 0
 
     @property
@@ -48,12 +49,12 @@ class Band:
 class Mask(Band):
     """Which keys a query may see: a band of positions around its own.
 
-    Of a tile, the same relative to its corner: the last query row and the last key row stand at
-    one position.
+    In a tile it is relative to the corner: the last query row and the last key row are at the same
+    position.
 
     Attributes:
-        documents: whether keys of the query's own document alone; where documents begin is told
-            when the call runs, so that one program serves all samples.
+        documents: whether a query sees keys of its own document only; where documents begin is
+            passed at run time, so that one program serves all samples.
     """
 
     documents: bool = False
@@ -81,8 +82,8 @@ def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
         one_call: whether a kernel sees all keys of a query in one call.
 
     Raises:
-        BurstError: for documents in a layout whose shards do not have their rows in a row; for
-            windows in documents where a kernel does not see where these end.
+        BurstError: for documents in a layout whose shards are not contiguous chunks; for windows
+            in documents where a kernel cannot see where documents end.
     """
     if not mask.documents:
         return
@@ -120,16 +121,16 @@ class Span:
         return self.start <= other.start and other.stop <= self.stop
 
     def both(self, other: "Span") -> "Span | None":
-        """The rows of both, if there are any."""
+        """The intersection, if any."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def moved(self, by: int) -> "Span":
-        """As many rows, further on."""
+        """The span shifted by `by` rows."""
         return Span(self.start + by, self.stop + by)
 
     def times(self, unit: int) -> "Span":
-        """The same, counted in rows if these are units of so many."""
+        """The span in rows, given a span in units of `unit` rows."""
         return Span(self.start * unit, self.stop * unit)
 
     @property
@@ -148,8 +149,8 @@ class Tile:
         q: query rows.
         kv: key rows.
         mask: relative to the last row of both.
-        places: positions of its query rows and of its key rows, where documents are told apart by
-            them; or which chunks of every document these are.
+        places: positions of its query rows and of its key rows, if documents are told apart by
+            position; or which chunks of every document they are.
     """
 
     q: Span
@@ -159,7 +160,7 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that the tile computes, if all is one document."""
+        """Number of (query, key) pairs in the tile, if it is all one document."""
         if isinstance(self.places, Runs):
             return sum(segment.pairs for segment in self._segments(self.places))
         num_q, num_kv = len(self.q), len(self.kv)
@@ -170,7 +171,7 @@ class Tile:
         return seen - _below(num_q, num_kv, num_kv - num_q - self.mask.left)
 
     def _segments(self, runs: Runs) -> Iterator["Tile"]:
-        """Tiles of the segments of one document that fills all rows."""
+        """Tiles of the segments, if one document fills all rows."""
         row, chunk = 0, len(self.q) // sum(len(queries) for queries, _ in runs.pairs)
         for queries, keys in runs.pairs:
             stop = row + len(queries) * chunk
@@ -179,7 +180,7 @@ class Tile:
 
 
 def _below(rows: int, most: int, first: int) -> int:
-    """Sum over `rows` of `first`, `first` + 1, ..., each at least 0 and at most `most`."""
+    """Sum of `first`, `first` + 1, ... over `rows` rows, each clamped to [0, `most`]."""
     start = min(max(0, -first), rows)
     full = min(max(start, most - first), rows)
     count = full - start
@@ -187,23 +188,23 @@ def _below(rows: int, most: int, first: int) -> int:
 
 
 def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """Rows [0, length) in neighbouring spans; each given one holds or does not touch each."""
+    """Rows [0, length) as adjacent spans, cut at the ends of all given spans."""
     edges = {0, length}.union(*((span.start, span.stop) for span in spans))
     return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
 def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
-    """Whether no other of the tiles has any of its query rows."""
+    """Whether no other tile has any of its query rows."""
     return not any(tile is not other and tile.q.both(other.q) for other in tiles)
 
 
 def meet(q: range, kv: range, mask: Mask) -> Tile | None:
-    """What queries and keys at these positions compute: the rows of both that meet any of the
-    other, counted from the first of each.
+    """The tile of queries and keys at these positions: the rows of each that meet any of the other,
+    counted from the first of each.
 
     Args:
         q: positions of the queries.
-        kv: of the keys; in steps as large.
+        kv: positions of the keys; same step.
         mask: by position.
     """
     away, step = q.start - kv.start, q.step
@@ -229,13 +230,13 @@ def meet(q: range, kv: range, mask: Mask) -> Tile | None:
 def tiles(
     layout: Layout, mask: Mask, q_owner: int, kv_owner: int, cp_size: int, tokens: int
 ) -> tuple[Tile, ...]:
-    """The live tiles of one rank's queries against one rank's keys.
+    """The non-empty tiles of one rank's queries against one rank's keys.
 
     Args:
         layout: how tokens are sharded.
         mask: which keys a query may see, by position in the whole sequence.
-        q_owner: cp rank whose queries are meant.
-        kv_owner: cp rank whose keys are meant.
+        q_owner: cp rank of the queries.
+        kv_owner: cp rank of the keys.
         cp_size: size of the context-parallel group.
         tokens: rows on each rank.
 
@@ -244,14 +245,14 @@ def tiles(
     """
     q, kv = (positions(layout, owner, cp_size, tokens) for owner in (q_owner, kv_owner))
     if mask.full or (mask.causal and q_owner == kv_owner):
-        # in all layouts the rows of a shard are in the order of positions
+        # in all layouts the rows of a shard are in sequence order
         every = Span(0, tokens)
         return (Tile(every, every, mask, (q, kv) if mask.documents else None),)
     return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
 
 
 def _in_shard(places: Places) -> Iterator[tuple[int, range]]:
-    """Each range with the row of the shard that it begins at."""
+    """Each range with its first row in the shard."""
     row = 0
     for some in places:
         yield row, some
@@ -259,7 +260,7 @@ def _in_shard(places: Places) -> Iterator[tuple[int, range]]:
 
 
 def _over(row: int, q: range, kv: Places, mask: Mask) -> Iterator[Tile]:
-    """Tiles of queries from a row of a shard on over all keys of a shard."""
+    """Tiles of queries, which begin at a row of their shard, over all keys of a shard."""
     for key_row, some in _in_shard(kv):
         if found := meet(q, some, mask):
             rows, keys = found.q.moved(row), found.kv.moved(key_row)
@@ -267,7 +268,7 @@ def _over(row: int, q: range, kv: Places, mask: Mask) -> Iterator[Tile]:
 
 
 def joined(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
-    """The same with full tiles that are neighbours in one."""
+    """The same tiles, with adjacent full tiles joined."""
     found: list[Tile] = []
     for tile in tiles:
         while found and (both := _as_one(found[-1], tile)):
@@ -278,7 +279,7 @@ def joined(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
 
 
 def _as_one(one: Tile, other: Tile) -> Tile | None:
-    """Two full tiles as one, if the other goes on where the one ends."""
+    """Two full tiles as one, if the second continues the first."""
     if not (one.mask.full and other.mask.full):
         return None
     if isinstance(one.places, Runs) or isinstance(other.places, Runs):

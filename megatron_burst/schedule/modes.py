@@ -13,7 +13,7 @@ MODES = {"ring": ring, "gather": gather, "a2a": a2a}
 
 @lru_cache(maxsize=64)
 def program_of(mode: str, spec: Spec) -> Program:
-    """The program of a rank; the same one for equal specs.
+    """The program of a rank; the same object for equal specs.
 
     Raises:
         BurstError: if the mode cannot run that spec.

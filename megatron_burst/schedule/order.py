@@ -1,4 +1,4 @@
-"""What follows from the order of a program: memory that buffers share, waits, lifetimes."""
+"""Derives from the order of a program: memory sharing, waits, lifetimes."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -11,12 +11,12 @@ from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stre
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Who waits for whom.
+    """Which operations wait for which.
 
     Attributes:
-        waits: by operation, earlier ones on other streams that must be over before it starts.
-        joins: what the compute stream waits for when all operations are issued.
-        frees: by operation, parts that nobody needs once it is issued.
+        waits: by operation, earlier ones on other streams that must finish before it starts.
+        joins: what the compute stream waits for at the end.
+        frees: by operation, parts that are no longer needed once it is issued.
     """
 
     waits: tuple[tuple[int, ...], ...]
@@ -25,15 +25,16 @@ class Order:
 
 
 def stream_of(index: int, op: Op) -> Hashable:
-    """The stream of an operation; transfers, which overtake each other, have one each."""
+    """The stream of an operation; each transfer has its own, as transfers may complete out of
+    order."""
     return index if isinstance(op, Transfer) else op.stream
 
 
 def placed(program: Program) -> Program:
     """The program with hop buffers numbered: those whose lifetimes do not overlap share memory.
 
-    What a transfer sends stays until what it brings is needed: sharing it earlier would make
-    somebody wait for the transfer.
+    A send buffer stays reserved until what the transfer receives is needed: reusing it earlier
+    would make an operation wait for the transfer.
     """
     ends = _ends(program)
     free: dict[str, list[int]] = defaultdict(list)
@@ -62,7 +63,7 @@ def placed(program: Program) -> Program:
 
 
 def _ends(program: Program) -> dict[str, int]:
-    """The operation after which the memory of a hop buffer may be used for another."""
+    """By hop buffer, the operation after which its memory may be reused."""
     hops = {name for name, buffer in program.buffers.items() if buffer.home is Home.HOP}
     accesses: dict[str, list[int]] = defaultdict(list)
     for index, refs in enumerate(program.accesses):
@@ -82,13 +83,13 @@ def _ends(program: Program) -> dict[str, int]:
 
 
 def _first_behind(index: int, accesses: Sequence[int]) -> int:
-    """The first access behind an operation, or that operation."""
+    """The first access after an operation, or that operation."""
     place = bisect_right(accesses, index)
     return accesses[place] if place < len(accesses) else index
 
 
 def order(program: Program) -> Order:
-    """Who waits for whom, so that the result is that of one operation after the other."""
+    """The waits that make the result that of running the operations one by one."""
     builder = _Builder(program)
     for index, op in enumerate(program.ops):
         builder.add(index, op)
@@ -96,10 +97,10 @@ def order(program: Program) -> Order:
 
 
 class _Builder:
-    """Goes through a program once; thrown away then.
+    """Goes through a program once, then is discarded.
 
-    What is known to be over is a set of operations, the bits of a number: who waits for one learns
-    all that was known when it was over.
+    What is known to be finished is a set of operations, as a bit set: waiting for an operation adds
+    everything known when it finished.
     """
 
     def __init__(self, program: Program) -> None:
@@ -107,8 +108,8 @@ class _Builder:
         self.written = {ref.buffer for _, writes in program.accesses for ref in writes}
         self.history: dict[tuple, list[tuple[int, Ref, bool]]] = defaultdict(list)
         self.known: dict[Hashable, int] = dict.fromkeys(Stream, 0)
-        self.after: list[int] = []  # what is known once an operation is over
-        self.uses: dict[str, int] = defaultdict(int)  # of parts that are alive
+        self.after: list[int] = []  # what is known once an operation has finished
+        self.uses: dict[str, int] = defaultdict(int)  # of live parts
         self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
         # a part that is never read is a result
         every = enumerate(program.accesses)
@@ -126,8 +127,8 @@ class _Builder:
                 known |= self.after[earlier]
         known |= 1 << index
         self.waits.append(tuple(sorted(waits)))
-        # sent, a transfer of nothing is no wait for what it waits for: a program that pulls may be
-        # sent where a rank has no memory that others can read
+        # waiting for an empty sent transfer does not order anything; a program that pulls falls
+        # back to sending if a rank lacks symmetric memory
         empty = isinstance(op, Transfer) and not (op.gives or op.takes)
         self.after.append(1 << index if empty else known)
         if stream in self.known:
@@ -148,7 +149,7 @@ class _Builder:
     def _remember(self, index: int, reads: list[Ref], writes: list[Ref]) -> None:
         for ref in reads:
             self._entries(ref.buffer).append((index, ref, False))
-        for ref in writes:  # whoever conflicts with what it covers conflicts with it
+        for ref in writes:  # anything that conflicts with what it covers conflicts with it
             entries = self._entries(ref.buffer)
             entries[:] = [entry for entry in entries if not _covers(ref, entry[1])]
             entries.append((index, ref, True))
@@ -157,8 +158,9 @@ class _Builder:
                 self.uses[ref.buffer] |= 1 << index
 
     def _entries(self, name: str) -> list[tuple[int, Ref, bool]]:
-        """Who has used the memory of a buffer. Whoever uses it for another buffer comes after all
-        that write the one before, and those after all before them: these are forgotten."""
+        """Accesses to a buffer's memory. When another buffer takes the memory over, its users come
+        after all writers of the previous one, which come after everything earlier: that is
+        dropped."""
         entries = self.history[self.storage[name]]
         if entries and entries[-1][1].buffer != name:
             before = entries[-1][1].buffer
@@ -169,7 +171,7 @@ class _Builder:
         return entries
 
     def _free(self, index: int) -> None:
-        """Parts are the compute stream's: they may go when it knows that all uses are over."""
+        """Parts belong to the compute stream: free those whose uses it knows are finished."""
         known = self.known[Stream.COMPUTE]
         for name, uses in list(self.uses.items()):
             if self.last[name] <= index and not uses & ~known:
@@ -177,7 +179,7 @@ class _Builder:
                 del self.uses[name]
 
     def joins(self) -> tuple[int, ...]:
-        """The last of each stream that the compute stream does not know to be over."""
+        """The last operation of each stream that the compute stream does not know is finished."""
         known, found = self.known[Stream.COMPUTE], []
         for index in reversed(range(len(self.program.ops))):
             if not known >> index & 1:
@@ -187,8 +189,8 @@ class _Builder:
 
 
 def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """The same accesses in fewer parts: neighbouring rows together, and of a buffer of which all is
-    among them nothing else."""
+    """The same accesses in fewer refs: adjacent rows joined, and a whole buffer instead of parts of
+    it."""
     if len(refs) < 2:
         return refs
     found: dict[tuple, list[Ref]] = {}
@@ -198,7 +200,7 @@ def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
 
 
 def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
-    """Of one buffer and its heads."""
+    """The same for one buffer and one range of heads."""
     if len(refs) == 1:
         return refs
     if any(ref.rows is None for ref in refs):
@@ -213,7 +215,7 @@ def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
 
 
 def overlap(one: Ref, other: Ref) -> bool:
-    """Whether two accesses to the same memory touch; of buffers that share it, always."""
+    """Whether two accesses to the same memory overlap; always true for different buffers."""
     if one.buffer != other.buffer:
         return True
     return _touch(one.rows, other.rows) and _touch(one.heads, other.heads)

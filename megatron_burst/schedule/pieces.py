@@ -1,4 +1,4 @@
-"""Pieces of shards in the order of the sequence, and the tiles between two sets of them."""
+"""Pieces of shards in sequence order, and the tiles between two sets of them."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,13 @@ from megatron_burst.schedule.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one rank's shard that are neighbours in the whole sequence.
+    """Rows of one rank's shard that are contiguous in the whole sequence.
 
     Attributes:
-        holder: cp rank that has them while they are worked on.
+        holder: cp rank that has them during the step.
         rows: in the shard.
-        whole: among all rows of the shards of a node, in the order of the sequence.
-        place: position of the first of them in the sequence.
+        whole: among all rows of a node's shards, in sequence order.
+        place: position of the first row in the sequence.
     """
 
     holder: int
@@ -29,7 +29,7 @@ class Piece:
     place: int = 0
 
     def part(self, whole: Span) -> "Piece | None":
-        """Those of its rows that are among these of the whole, if there are any."""
+        """Its rows within this span of the whole, if any."""
         if not (both := self.whole.both(whole)):
             return None
         by = self.rows.start - self.whole.start
@@ -39,12 +39,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """The shards of a node in the hands of the ranks of another, or of its own.
+    """The shards of a node, held by the ranks of another or of its own.
 
     Attributes:
-        pieces: in the order of the sequence.
-        before: how many of them come before each of the node's own pieces in the sequence.
-        after: how many of the node's own come before each of them.
+        pieces: in sequence order.
+        before: for each of the working node's own pieces, how many of these come before it.
+        after: for each of these, how many of the working node's own come before it.
     """
 
     pieces: tuple[Piece, ...]
@@ -54,7 +54,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Rows of a shard that ranks of other nodes read: what travels between nodes.
+    """Rows of a shard that ranks of other nodes read: what circulates between nodes.
 
     Attributes:
         spans: of the shard, in order.
@@ -69,7 +69,7 @@ class Halo:
         return sum(map(len, self.spans))
 
     def parts(self, rows: Span) -> Iterator[tuple[Span, Span]]:
-        """Those that are among some rows: in the shard, and in what travels."""
+        """Those within some rows: in the shard, and in what circulates."""
         start = 0
         for span in self.spans:
             if both := span.both(rows):
@@ -79,11 +79,11 @@ class Halo:
 
 @lru_cache(maxsize=4096)
 def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int) -> Halo:
-    """What of a rank's keys travels: under a window, what queries of any other node see.
+    """The part of a rank's keys that circulates: under a window, what queries of other nodes see.
 
     Args:
         topology: of the group.
-        layout: how tokens are sharded; not documents each for itself.
+        layout: how tokens are sharded; not DOCUMENTS.
         mask: by position.
         tokens: rows on each rank.
         owner: cp rank.
@@ -103,7 +103,7 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
 
 @lru_cache(maxsize=256)
 def _node_places(topology: Topology, layout: Layout, tokens: int) -> tuple[tuple[range, ...], ...]:
-    """Positions of the rows of each node, those that follow each other as one."""
+    """Positions of the rows of each node, contiguous ones joined."""
     found = []
     for ranks in topology.grid:
         each = (at for rank in ranks for at in positions(layout, rank, topology.cp_size, tokens))
@@ -113,7 +113,7 @@ def _node_places(topology: Topology, layout: Layout, tokens: int) -> tuple[tuple
 
 
 def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows, each once."""
+    """The union, as disjoint spans."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -127,17 +127,18 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def node_visits(
     topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
 ) -> tuple[Visit, ...]:
-    """What the ranks of a node work with, by how many nodes it has come; first their own shards.
+    """What the ranks of a node work with, by how many nodes away it is from; first their own
+    shards.
 
-    Visits that are alike are one object: in zigzag, where nodes have neighbouring ranks, one of all
-    nodes before this one and one of all behind it.
+    Equal visits share one object: in zigzag with contiguous ranks per node, one for all nodes
+    before this one and one for all after it.
 
     Args:
         topology: of the group.
         row: of the node.
         layout: how tokens are sharded.
         tokens: rows on each rank.
-        placed: whether positions matter, beside their order: then no two visits are alike.
+        placed: whether positions matter, not only their order: then no two visits are equal.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -172,7 +173,7 @@ def node_visits(
 def _pieces(
     holders: Sequence[int], numbers: Sequence[int], starts: Sequence[int], size: int
 ) -> tuple[Piece, ...]:
-    """Pieces one behind the other; `numbers`: the index of each among its holder's rows."""
+    """Consecutive pieces; `numbers`: the index of each among its holder's pieces."""
     every = enumerate(zip(holders, numbers, starts, strict=True))
     return tuple(
         Piece(holder, Span(n * size, (n + 1) * size), Span(i * size, (i + 1) * size), place)
@@ -183,12 +184,12 @@ def _pieces(
 def sides(
     here: Visit, visit: Visit, circulate: Circulate
 ) -> tuple[tuple[tuple[Piece, int], ...], tuple[Piece, ...]]:
-    """Pieces of queries, each with how many pieces of keys come before it, and those of keys.
+    """The query pieces, each with how many key pieces come before it, and the key pieces.
 
     Args:
         here: the node's own shards.
-        visit: what they are worked with.
-        circulate: what visits.
+        visit: the shards they meet.
+        circulate: what circulates.
     """
     if circulate is Circulate.Q:
         return tuple(zip(visit.pieces, visit.after, strict=True)), here.pieces
@@ -201,9 +202,9 @@ def tiles_between(
     """Tiles of query rows over the keys of another node.
 
     Args:
-        queries: rows of the query tensor, in order, the piece that they are, and how many pieces of
-            keys come before them.
-        keys: of the other node; no query lies among the rows of a piece.
+        queries: in order: rows of the query tensor, their piece, and how many key pieces come
+            before.
+        keys: of the other node; no query is within a piece's range of positions.
         mask: which keys a query may see.
     """
     if mask.windowed or mask.documents:
@@ -222,11 +223,11 @@ def tiles_between(
 
 
 def tiles_over(rows: Span, queries: Piece, keys: Iterable[Piece], mask: Mask) -> Iterator[Tile]:
-    """Tiles of a piece's queries over keys, whose rows are counted in the whole.
+    """Tiles of a piece's queries over keys, whose rows count in the whole.
 
     Args:
         rows: of the query tensor.
-        queries: the piece that they are.
+        queries: their piece.
         keys: in the order of the sequence.
         mask: by position.
     """
@@ -238,7 +239,7 @@ def tiles_over(rows: Span, queries: Piece, keys: Iterable[Piece], mask: Mask) ->
 
 
 def runs(pieces: Iterable[Piece]) -> list[tuple[range, int]]:
-    """Neighbouring pieces as one: their positions, and their first row in the whole."""
+    """Adjacent pieces joined: their positions, and their first row in the whole."""
     found: list[tuple[range, int]] = []
     for piece in pieces:
         stop = piece.place + len(piece.rows)

@@ -1,11 +1,11 @@
 """The program of a rank: a list of operations on named buffers.
 
-A program reads as if its operations ran one after the other. Each names the stream that it is
-issued on and what it reads and writes; `order` derives from that which operations must wait for
-which, so that all else runs side by side. Rows may be counted in units of many (`Spec.in_units`),
-so that one program serves all lengths. The list is also the order in which operations are
-issued: with CUDA_DEVICE_MAX_CONNECTIONS=1 whatever waits at the head of the queue holds up what is
-behind it, so a transfer that waits for other ranks is issued behind the kernels that hide it.
+A program reads as if its operations ran one after the other. Each names its stream and what it
+reads and writes; from that, `order` derives which operations must wait for which, and everything
+else runs concurrently. Rows may be counted in units (`Spec.in_units`), so that one program serves
+all lengths. The list is also the issue order: with CUDA_DEVICE_MAX_CONNECTIONS=1 an operation that
+waits blocks those issued after it, so a transfer that waits for other ranks is issued after the
+kernels that hide it.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from megatron_burst.schedule.topology import Link, Topology
 
 
 class Dtype(StrEnum):
-    """Of a buffer's elements, before torch says which that is."""
+    """A buffer's dtype by role; the run maps it to a torch dtype."""
 
     INPUT = "input"  # of q, k and v
-    SUM = "sum"  # in which results and gradients are summed; of lse and delta
+    SUM = "sum"  # the accumulation dtype, also of lse and delta
     WIRE = "wire"  # of gradients between ranks
 
 
@@ -34,9 +34,9 @@ class Home(StrEnum):
     CALL = "call"  # given by the caller, or returned to it
     LEFT = "left"  # made by forward, read by the backward that follows it
     PART = "part"  # made by the operation that writes it first
-    HOP = "hop"  # of the group, used by one call after the other; shared out by lifetime
-    SLOT = "slot"  # the same, numbered; ranks of the node read or are sent rows of it
-    STAGING = "staging"  # the same, numbered; what comes for this rank lands in it
+    HOP = "hop"  # of the group, reused by every call; memory is assigned by lifetime
+    SLOT = "slot"  # the same, numbered; other ranks of the node read rows of it, or are sent them
+    STAGING = "staging"  # the same, numbered; receives what comes for this rank
     SUM = "sum"  # the same, numbered
 
 
@@ -44,7 +44,7 @@ NUMBERED = (Home.SLOT, Home.STAGING, Home.SUM)
 
 
 class Stream(StrEnum):
-    """Where an operation is queued; a transfer has a stream of its own."""
+    """Where an operation is queued; each transfer has its own stream."""
 
     COMPUTE = "compute"
     SIDE = "side"
@@ -61,7 +61,7 @@ class Field:
 
     @property
     def elements(self) -> int:
-        """Of a row."""
+        """Elements per row."""
         return self.heads * max(self.dim, 1)
 
 
@@ -74,11 +74,11 @@ class Buffer:
         home: where it lives.
         rows: of each tensor.
         fields: its tensors.
-        use: buffers of one use share memory, as their numbers say.
-        number: of slots, staging and sums; of hop buffers `order.placed` finds it.
-        count: after how many numbers memory is used again.
-        interleaved: whether the fields lie side by side in each row, so that rows can travel;
-            else each is dense.
+        use: buffers of one use share memory, according to their numbers.
+        number: of slots, staging and sums; for hop buffers `order.placed` sets it.
+        count: after how many numbers memory is reused.
+        interleaved: whether the fields are side by side in each row, so that rows can be sent; else
+            each is dense.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Buffer:
 
     @property
     def storage(self) -> tuple:
-        """What overlaps with other buffers that have the same."""
+        """A key for its memory: buffers with equal keys overlap."""
         if self.home is Home.HOP:
             return self.home, self.use, self.number
         shared = self.home in NUMBERED
@@ -108,7 +108,7 @@ class Ref:
     heads: Span | None = None
 
     def at(self, rows: Span) -> "Ref":
-        """These rows of it, counted from its first."""
+        """These rows of it, relative to its first."""
         return Ref(
             self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads
         )
@@ -116,7 +116,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Fill the target's fields with those of the same names that the sources have."""
+    """Copy the sources' fields to the target's fields of the same names."""
 
     sources: tuple[Ref, ...]
     target: Ref
@@ -128,12 +128,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Arrange:
-    """Chunks of every document put into another order. Only the run knows where documents begin.
+    """Reorder chunks of every document. Where documents begin is known at run time only.
 
     Attributes:
-        source: its rows lie in blocks.
-        target: has of each document the chunks of `numbers`; one that is there twice is copied.
-        lies: by block the chunks that it has of every document.
+        source: its rows are in blocks.
+        target: gets the chunks `numbers` of each document; a chunk listed twice is copied twice.
+        lies: by block, the chunks of every document in the source.
         numbers: of the target.
     """
 
@@ -149,8 +149,8 @@ class Arrange:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The way back, from `numbers` to what `lies`: the sum of what was copied; zeros for chunks
-    that were left out."""
+    """The inverse of `Arrange`, from `numbers` to `lies`: sums the copies; zeros for chunks that
+    were left out."""
 
     source: Ref
     target: Ref
@@ -164,15 +164,15 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks`, with the heads of that one.
+    """Shard heads: the target has all rows once for each of `ranks`, with that rank's heads.
 
     Attributes:
         sources: of all heads.
         target: of the heads of each rank.
         ranks: in the order of the heads.
         heads_kv: KV heads that each of them has.
-        copies: so many ranks in a row have the same KV heads, and an equal part each of the query
-            heads of each of them.
+        copies: this many consecutive ranks have the same KV heads, and each an equal part of every
+            KV head's query heads.
     """
 
     sources: tuple[Ref, ...]
@@ -188,8 +188,8 @@ class ToRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """The way back; of KV heads that several ranks have had, the sum of theirs, in the accumulation
-    dtype and rounded once."""
+    """The inverse of `ToRanks`; copies of KV heads are summed, in the accumulation dtype and
+    rounded once."""
 
     source: Ref
     targets: tuple[Ref, ...]
@@ -204,7 +204,7 @@ class FromRanks:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Empty sums: zeros, and -inf as lse."""
+    """Initialize to empty sums: zeros, and -inf for lse."""
 
     target: Ref
     stream: Stream = Stream.COMPUTE
@@ -295,7 +295,7 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """What another rank gets."""
+    """What another rank receives."""
 
     peer: int
     rows: Ref
@@ -303,7 +303,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What comes from another rank: its rows there, and where they go here."""
+    """What is received from another rank: its rows there, and where they go here."""
 
     peer: int
     theirs: Ref
@@ -312,15 +312,15 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What goes to and comes from other ranks; over once both is done.
+    """Sends to and receives from other ranks; complete once both are done.
 
     Attributes:
         link: whose communicators carry it.
         cargo: data to read, or gradients.
         gives: what this rank sends, or others pull.
         takes: what it receives, or pulls.
-        slot: of this rank, if ranks of a node share theirs; what it gives is in there.
-        pulled: by copy engine out of the others' slots, rather than sent.
+        slot: of this rank, if ranks of a node share theirs; it holds what this rank gives.
+        pulled: whether it reads the others' slots by copy engine, instead of sending.
     """
 
     link: Link
@@ -357,17 +357,17 @@ Op = (
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does in one pass of one call; equal to itself alone, so that what is made of it
-    is found again.
+    """What one rank does in one pass of one call; compares by identity, so that it can be a cache
+    key.
 
     Attributes:
         topology: of the group.
-        cp_rank: whose program it is.
+        cp_rank: the rank that runs it.
         direction: forward or backward.
         batch: sequences.
         widths: bytes of an element, by dtype.
         buffers: by name.
-        ops: in the order in which they are issued.
+        ops: in issue order.
     """
 
     topology: Topology
@@ -384,7 +384,7 @@ class Program:
         return tuple((op.reads, op.writes) for op in self.ops)
 
     def num_bytes(self, ref: Ref) -> int:
-        """Of rows and heads of a buffer, without padding."""
+        """Bytes of rows and heads of a buffer, without padding."""
         buffer = self.buffers[ref.buffer]
         rows = buffer.rows if ref.rows is None else len(ref.rows)
         share = 1.0 if ref.heads is None else len(ref.heads) / buffer.fields[0].heads
@@ -393,16 +393,16 @@ class Program:
 
     @cached_property
     def left(self) -> tuple[str, ...]:
-        """Names of what forward leaves for backward."""
+        """Names of buffers that forward saves for backward."""
         return tuple(b.name for b in self.buffers.values() if b.home is Home.LEFT)
 
     def count(self, home: Home, use: str) -> int:
-        """How many buffers of a use take memory."""
+        """How many distinct buffers of a use there are in memory."""
         every = (b for b in self.buffers.values() if (b.home, b.use) == (home, use))
         return len({buffer.storage for buffer in every})
 
     def sent_bytes(self) -> dict[Link, int]:
-        """Bytes that the rank sends (or others pull from it), by the link that they take."""
+        """Bytes that the rank sends (or others pull from it), by link."""
         sent = dict.fromkeys(Link, 0)
         for op in self.ops:
             for give in op.gives if isinstance(op, Transfer) else ():

@@ -1,16 +1,16 @@
 """The nested ring: N rows of L ranks (`Topology.grid`), rings inside rows and between them.
 
 In step `round * L + place` the rank at (n, l) works with the shard of the rank at (n - round,
-l - place). Data that is only read goes round the intra ring within a round; at the start of a round
-the shard of the next round leaves on the inter ring and has the whole round to arrive.
+l - place). Inputs go around the intra ring within a round; at the start of a round the next round's
+shard is sent on the inter ring and has the whole round to arrive.
 
-The gradient of a travelling shard follows one step behind. Its way home takes P - 1 hops: what the
-owner's own row contributes ends one place before the owner and waits there; the sums of the other
-rows are joined row by row at that same place, a whole round of flight each; the total comes back to
-that place, is joined with what waits, and makes one intra hop home. What the owner itself
-contributes never leaves it. So N(L-1) intra and N-1 inter hops, like the data that is read.
+The gradient of a circulating shard follows one step later and returns in P - 1 hops: the sum of the
+owner's own row ends one place before the owner and waits there; the sums of the other rows are
+joined row by row at that same place, with a whole round for each hop; the total comes back to that
+place, is added to what waits, and takes one intra hop to the owner, whose own contribution never
+leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
 
-Source: BurstEngine (arXiv 2509.19836) for the double ring; the way home is our own.
+Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
@@ -95,7 +95,8 @@ class _Ring(Emitter):
         home.finish()
 
     def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Span, Ref]]:
-        """The tiles of a step; what stays is added up, what travels returned, with its rows."""
+        """Compute a step's tiles: sum gradients that stay; return those that circulate, with
+        rows."""
         spec, kv = self.spec, Ref("kv")
         tiles_here = self.tiles_of(step)
         if self.keys_travel:
@@ -119,20 +120,20 @@ class _Ring(Emitter):
         return shares
 
     def seen(self, step: int, keys: Ref) -> Ref:
-        """Keys as tiles take them."""
+        """Keys in the order that tiles need."""
         if self.spec.layout is not Layout.DOCUMENTS:
             return keys
         return seen(self, f"{step}", keys, self.meeting(step), self.spec.shape.heads_kv)
 
     def as_held(self, step: int, tile: Tile, dkv: Ref) -> tuple[Span, Ref]:
-        """Gradients of a tile's keys, and the rows that these have where they are held."""
+        """Gradients of a tile's keys, and the keys' rows in the shard that holds them."""
         if self.spec.layout is not Layout.DOCUMENTS:
             return tile.kv, dkv
         met, heads = self.meeting(step), self.spec.shape.heads_kv
         return Span(0, self.spec.shape.tokens), restored(self, f"{step}", dkv, met, heads)
 
     def tiles_of(self, step: int) -> tuple[Tile, ...]:
-        """Between this rank and the owner of what circulates."""
+        """The tiles between this rank and the owner of what circulates."""
         spec = self.spec
         if spec.layout is Layout.DOCUMENTS:
             return (self.meeting(step).tile,)
@@ -140,7 +141,7 @@ class _Ring(Emitter):
         return tiles(spec.layout, spec.mask, *self.pair(step), size, tokens)
 
     def pair(self, step: int) -> tuple[int, int]:
-        """Whose queries meet whose keys."""
+        """The ranks whose queries, and whose keys, meet in a step."""
         round_, place = divmod(step, self.places)
         owner = self.spec.topology.rank_at(self.row - round_, self.column - place)
         mine = self.spec.cp_rank
@@ -153,7 +154,7 @@ class _Ring(Emitter):
         return meeting(queries, (keys,), spec.mask, spec.shape.tokens // 2)
 
     def own_circulating(self, own: tuple[str, ...]) -> Ref:
-        """The rank's own shard, packed to travel."""
+        """The rank's own shard, packed for sending."""
         packed = self.hop_buffer(0)
         self.emit(Copy(tuple(map(Ref, own)), packed))
         return packed
@@ -186,25 +187,25 @@ class _Ring(Emitter):
 
 
 class GradientsHome:
-    """Gradients of the shards that travel, one step behind them."""
+    """Gradients of the circulating shards, one step behind them."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
         self.own = Ref("dkv" if ring.keys_travel else "dq")
-        self.total: Ref | None = self.own  # of the step before
-        self.waiting: Ref | None = None  # what the own row contributed
+        self.total: Ref | None = self.own  # of the previous step
+        self.waiting: Ref | None = None  # the own row's sum
         self.row_sum: Ref | None = None  # of the other rows so far
-        self.came: Ref | None = None  # that row sum on its way
+        self.came: Ref | None = None  # that row sum, in transit
 
     def buffer(self, what: str, step: int) -> Ref:
-        """Where a gradient lies in a step, or is there at its end."""
+        """Where a gradient is in a step, or arrives by its end."""
         shape, keys = self.ring.spec.shape, self.ring.keys_travel
         fields = (dkv_fields(shape.heads_kv, shape, Dtype.WIRE) if keys
                   else dq_fields(shape.heads_q, shape, Dtype.WIRE))  # fmt: skip
         return self.ring.buffer(f"{what} {step}", Home.HOP, shape.tokens, fields, Cargo.GRAD)
 
     def hops(self, step: int) -> None:
-        """Before a step's tiles: what the step before summed goes on."""
+        """Before a step's tiles: send on the previous step's sums."""
         place = step % self.ring.places
         if place == 0 and self.row_sum:
             self.came = self.buffer("rows", step + self.ring.places - 1)
@@ -218,7 +219,7 @@ class GradientsHome:
             self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
 
     def add(self, step: int, shares: list[tuple[Span, Ref]]) -> None:
-        """Add a step's shares to what has come; join rows at the end of one."""
+        """Add a step's shares to what has arrived; join row sums at the end of a round."""
         ring, total = self.ring, self.total
         if step and self.fresh:
             ring.emit(Fill(total))
@@ -236,7 +237,7 @@ class GradientsHome:
             self.row_sum = total
 
     def finish(self) -> None:
-        """The total comes home."""
+        """Return the total to the owner."""
         ring, total = self.ring, self.waiting
         step = ring.spec.topology.cp_size
         if self.row_sum:
@@ -254,7 +255,7 @@ class GradientsHome:
 
 
 def _alone(spec: Spec) -> Program:
-    """Of a rank that has the whole sequence: the kernel, and what it makes."""
+    """The program of a rank that has the whole sequence: one kernel, and its results."""
     emitter = Emitter(spec)
     names = ("dq", "dkv") if spec.backward else ("out",)
     for name in names:

@@ -8,7 +8,7 @@ from megatron_burst.errors import BurstError
 
 
 class Link(StrEnum):
-    """A physical link, and the ring that is meant for it."""
+    """A physical link, and the ring that uses it."""
 
     INTRA = "intra"  # inside a node (NVLink domain)
     INTER = "inter"  # between nodes
@@ -18,8 +18,8 @@ class Link(StrEnum):
 class Topology:
     """A rectangular arrangement of the ranks of a context-parallel group.
 
-    It may have thousands of ranks and is looked up all the time: what it takes a pass over them to
-    tell is told once.
+    It may have thousands of ranks and is looked up often, so whatever takes a pass over them is
+    cached.
 
     Attributes:
         grid: one row of cp ranks per node; each row is an intra ring, each column an inter ring.
@@ -35,7 +35,8 @@ class Topology:
         return len(self.node_of)
 
     def others(self, cp_rank: int) -> tuple[int, ...]:
-        """The other ranks of a rank's row, beginning after it: not all turn to the same one."""
+        """The other ranks of a rank's row, beginning after it, so that not all start with the same
+        one."""
         row, column = self.coord(cp_rank)
         return (*self.grid[row][column + 1 :], *self.grid[row][:column])
 
