@@ -1,4 +1,4 @@
-"""Full attention by its definition, and what a rank holds of it."""
+"""Full attention by definition, and the rows of it that a rank has."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from megatron_burst.schedule.mask import Mask
 def full_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention of [b, s, h, d] tensors, differentiable; heads are expanded."""
+    """Softmax attention of [b, s, h, d] tensors, differentiable; KV heads are expanded."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))

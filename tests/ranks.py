@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
-# The one cache of the process: crews on GPUs, by what they were started with. A CUDA context, NCCL
-# and compiled kernels take 10 s a process, so tests share them.
+# The process's only cache: GPU crews, by their settings. A CUDA context, NCCL
+# and compiled kernels take 10 s per process, so tests share them.
 _CREWS: dict[tuple, "Crew"] = {}
 
 
 def preload(*modules: str) -> None:
-    """Let every process start with modules imported; call it where a test module is imported."""
+    """Let every process start with modules imported; call it at the top of a test module."""
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
 
 
@@ -65,7 +65,7 @@ def run_ranks(
 
 
 class Crew:
-    """Processes that run one function after the other, each in a process group of its own.
+    """Processes that run one function after another, each in a new process group.
 
     Args:
         world: number of processes.
@@ -101,11 +101,12 @@ class Crew:
         return _collect(self._pipes, timeout_s)
 
     def wait(self, timeout_s: int) -> None:
-        """Wait until the processes have left what a function made; who cannot serves no other."""
+        """Wait until the processes have cleaned up after a function; one that cannot is not
+        reused."""
         _collect(self._pipes, timeout_s)
 
     def end(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes, whatever they do."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -130,10 +131,10 @@ def _collect(pipes: list, timeout_s: int) -> list[Any]:
 
 
 def _serve(pipe, rank, world, backend, environment) -> None:
-    gc.freeze()  # what was imported stays: a collection that looks through it takes 0.5 s
+    gc.freeze()  # imports stay: scanning them takes 0.5 s per collection
     os.environ.update(environment)
     if backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is seen
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is visible
         _share_one_device()
     while True:
         try:
@@ -144,8 +145,8 @@ def _serve(pipe, rank, world, backend, environment) -> None:
 
 
 def _share_one_device() -> None:
-    """Let all gloo groups of this process use one device. The thread of a device wakes 100 times a
-    second: of the 64 groups of three layouts of Megatron's, a quarter of a core for four ranks."""
+    """Let all gloo groups of this process share one device, whose thread wakes 100 times a second:
+    with the 64 groups of three Megatron layouts, that is a quarter of a core for four ranks."""
     from torch.distributed import ProcessGroupGloo
 
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
@@ -166,7 +167,7 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
             import torch
 
             torch.cuda.set_device(rank)
-        dist.set_debug_level_from_env()  # torch looked when it was imported
+        dist.set_debug_level_from_env()  # torch read it at import
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

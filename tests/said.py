@@ -1,4 +1,4 @@
-"""Hears what the package tells the user."""
+"""Captures what the package logs for the user."""
 
 import logging
 from collections.abc import Iterator

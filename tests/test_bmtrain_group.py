@@ -1,4 +1,4 @@
-"""The example for BMTrain, over a stand-in with what BMTrain's documentation says of it."""
+"""The example for BMTrain, on a stand-in that follows BMTrain's documentation."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def stand_in(folder: Path) -> str:
 
 
 def groups_of_communicators(rank, folder):
-    """Ranks of the groups of this rank's communicators, and of what is refused."""
+    """Ranks of the groups of this rank's communicators, and the messages of refusals."""
     sys.path[:0] = [folder, str(EXAMPLES)]
     torch_group = import_module("bmtrain_group").torch_group
     found = []

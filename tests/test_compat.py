@@ -1,4 +1,4 @@
-"""The original's functions equal dense attention in the original's layouts; arguments and refusals.
+"""The original's functions equal dense attention in the original's layouts; arguments, refusals.
 
 Shards are cut here as the original's users cut them, not by the package's own layouts.
 """
@@ -73,7 +73,7 @@ def error(function, cut, causal, tokens=TOKENS, scale=None, turn=lambda x: x, **
 
 
 def errors(rank):
-    """By case, on four ranks."""
+    """Errors by case, on four ranks."""
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     intra, inter = rows[rank // 2], columns[rank % 2]
@@ -84,7 +84,7 @@ def errors(rank):
         "zigzag": error(func, zigzag, True),
         "scale": error(OpBurstAttn.apply, zigzag, True, scale=0.3),
         "striped": error(strip, striped, True),
-        "no mask": error(func, contiguous, False, tokens=20),  # five rows a rank
+        "no mask": error(func, contiguous, False, tokens=20),  # five rows per rank
         "no mask, striped": error(strip, striped, False, tokens=20),
         "heads first": error(func, zigzag, True, turn=heads_first, flash=None),
         "heads first, none": error(apply, striped, True, turn=heads_first, flash="none"),
@@ -102,7 +102,7 @@ def test_they_equal_dense_attention_in_the_originals_layouts():
 
 
 def test_the_check_above_can_fail():
-    """Another layout than the function's is another mask."""
+    """A layout other than the function's means another mask."""
     (found, _) = run_ranks(wrong_layouts, 2)
     assert min(found) > 1e-3
 
@@ -117,7 +117,7 @@ def wrong_layouts(rank):
 
 @pytest.fixture
 def called(monkeypatch):
-    """What burst_attention is called with."""
+    """The arguments that burst_attention is called with."""
     calls = []
 
     def record(q, k, v, **options):
@@ -166,7 +166,7 @@ def test_the_functions_have_the_originals_arguments_in_its_order():
 
 
 class NCCLCommunicator:
-    """As BMTrain's is called."""
+    """Called like BMTrain's."""
 
 
 REFUSED = {
@@ -190,7 +190,7 @@ def test_what_burst_cannot_take_is_refused_in_one_sentence(function, case, calle
 
 
 def refusals(rank):
-    """What real groups and shapes are refused with."""
+    """Messages of refusals with real groups and shapes."""
     world, alone = dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True)
     q = torch.zeros(1, 4, 2, 8)
     calls = {

@@ -1,4 +1,4 @@
-"""Options that contradict each other are refused where they are given; tunings as text."""
+"""Contradictory options are refused where they are given; tunings as text."""
 
 from argparse import Namespace
 from dataclasses import fields

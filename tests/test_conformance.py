@@ -1,4 +1,4 @@
-"""What `make conformance` puts in the place of others' functions, and its table."""
+"""What `make conformance` substitutes for others' functions, and its table."""
 
 import enum
 import inspect
@@ -21,7 +21,7 @@ from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
 preload("conformance.in_place")
-REAL, PADDED = (698, 30), (704, 32)  # lengths of documents, without and with padding: 8 | PADDED
+REAL, PADDED = (698, 30), (704, 32)  # document lengths without and with padding: 8 | PADDED
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
@@ -36,7 +36,7 @@ DEFAULTS = {
 
 
 def te_function():
-    """Something with the signature of TransformerEngine's function."""
+    """A function with the signature of TransformerEngine's."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = TE_FUNCTION.parameters
     signature = [inspect.Parameter(n, kind, default=DEFAULTS.get(n)) for n in names]
@@ -56,7 +56,7 @@ def sample() -> list[torch.Tensor]:
 
 
 def oracle(lengths, padded, window: int) -> list[torch.Tensor]:
-    """out, dq, dk, dv of causal documents; rows of padding get and give nothing."""
+    """out, dq, dk, dv of causal documents; padding rows get and contribute nothing."""
     q, k, v, dout = sample()
     for x in (q, k, v):
         x.requires_grad_()
@@ -155,7 +155,7 @@ def test_three(): pytest.skip("by itself")
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """Rows after a peer's program ran by the plugin with a suite of its own."""
+    """Rows after a peer's program ran through the plugin with its own suite."""
     (tmp_path / "test_peer.py").write_text(PEER)
     starter = tmp_path / "starter.py"
     starter.write_text(

@@ -1,6 +1,6 @@
-"""What is built from a checkout: an sdist whose tests run, a wheel with its types and its data.
+"""What is built from a checkout: an sdist whose tests run, a wheel with its types and data.
 
-Catches a file that the checkout has and users have not.
+Guards against files that the checkout has but users lack.
 """
 
 import ast
@@ -44,7 +44,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sdist(built, tmp_path_factory):
-    """The folder in the sdist, unpacked."""
+    """The unpacked folder of the sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(built("build_sdist")) as archive:
         archive.extractall(folder, filter="data")
@@ -59,9 +59,9 @@ def wheel(built):
 
 
 def test_the_tests_of_the_sdist_run(sdist):
-    """From its own files: the installed checkout is not on the way."""
+    """From its own files: the installed checkout is not on the path."""
     chosen = ["tests/plan/test_layout_and_mask.py", "tests/test_layers.py", "tests/test_docs.py"]
-    quick = ["-k", "not loads_neither and not check_above"]  # fresh interpreters with torch
+    quick = ["-k", "not loads_neither and not check_above"]  # these start interpreters
     code = "import megatron_burst, pytest, sys; print(megatron_burst.__file__, flush=True);"
     code += "sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_the_wheel_has_the_package_its_types_and_its_data_and_nothing_else(wheel
 
 
 def test_what_an_index_would_show(wheel):
-    """Nothing in it is relative, as an index has no files beside it."""
+    """Nothing in it is relative, as an index has no files next to it."""
     (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
     shown = message_from_bytes(wheel.read(name))
     text = shown.get_payload()
@@ -134,7 +134,7 @@ def test_versions_agree():
 
 
 def test_public_names_have_types(tmp_path):
-    """Catches names that checkers do not see: loaded on use, they would all be Any."""
+    """Guards against names that type checkers do not see: loaded lazily, they would all be Any."""
     names = [name for name in megatron_burst.__all__ if name != "__version__"]
     stub = ast.parse((ROOT / "megatron_burst" / "__init__.pyi").read_text())
     aliases = [alias for node in stub.body for alias in node.names]

@@ -1,4 +1,4 @@
-"""What the documents name must be there."""
+"""What the documents name must exist."""
 
 import re
 import runpy
@@ -37,7 +37,7 @@ def test_relative_links_lead_somewhere():
 
 
 def anchors(path):
-    """What GitHub makes of a document's headings, and the anchors that it sets itself."""
+    """GitHub's anchors for a document's headings, and the anchors that it sets itself."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -54,7 +54,7 @@ def test_links_to_headings_lead_somewhere():
     assert checked > 10
 
 
-# what the table in CONTRIBUTING.md has in its last column and nobody means otherwise
+# the last column of CONTRIBUTING.md's table, where no other meaning is common
 UNWANTED = re.compile(
     r"key heads|deal(?:t|s|ing)? (?:\w+ )?out\b|(?<![a-z])(?:"
     r"replay\w*|visitors?|visiting|settle[sd]?|settling|dealt|mend(?:ed|s|ing)?)(?![a-z])",
@@ -129,7 +129,7 @@ def test_every_row_of_compatibility_has_tests():
 
 
 def test_a_printed_refusal_is_found_in_the_page_of_errors():
-    """Word by word: it is searched for."""
+    """Word by word, because users search for it."""
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     options = Namespace(seq_length=1022, context_parallel_size=2)
     with pytest.raises(BurstError) as caught:

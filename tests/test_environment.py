@@ -25,7 +25,7 @@ from megatron_burst.environment import available_host_bytes
 def test_host_memory_is_what_is_available_within_the_containers_bound(
     files, expected, tmp_path, monkeypatch
 ):
-    """In KiB. Files that are cached make room, so a machine that has read much is not full."""
+    """In KiB. Cached files can be evicted, so a machine that has read much is not full."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemFree: 3 kB\nMemAvailable:  40 kB\n")

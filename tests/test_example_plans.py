@@ -1,9 +1,9 @@
-"""Plans of `megatron-burst plan` through the launch scripts to Megatron's validated arguments.
+"""Plans of `megatron-burst plan`, through the launch scripts, to Megatron's validated arguments.
 
-As a user has it: a plan is written, a script is run with it, and what the script starts is parsed
-and validated by Megatron with burst's flags. Only torchrun and srun are stand-ins: they write down
-what they are called with. Catches a flag that a plan decides and a run does not get, flags of the
-scripts that contradict a plan, and sizes that the scripts work out wrongly.
+As a user would: a plan is written, a script runs with it, and Megatron parses and validates with
+burst's flags what the script starts. Only torchrun and srun are stand-ins that record their
+arguments. Guards against a planned flag that a run does not get, script flags that contradict a
+plan, and sizes that the scripts compute wrongly.
 """
 
 import json
@@ -31,7 +31,7 @@ SRUN = """#!/usr/bin/env bash
 while [[ "$1" != python && "$1" != bash ]]; do shift; done
 if [[ "$1" == bash ]]; then SLURM_NODEID=0 "$@"; else torchrun "$@"; fi
 """
-SCRIPTS = {  # by nodes of 8 GPUs: what is run, its variables
+SCRIPTS = {  # by nodes of 8 GPUs: the script and its variables
     1: ("torchrun/one_node.sh", {}),
     2: ("torchrun/many_nodes.sh", {"NODES": "2", "NODE": "0", "MASTER_ADDR": "node0"}),
     4: (
@@ -70,7 +70,7 @@ def bench(tmp_path_factory):
 
 
 def started(bench: Path, nodes: int, **variables: str) -> tuple[list[str], list[str]]:
-    """What a script starts: words of the doctor, and of the run behind the training script."""
+    """What a script starts: arguments of the doctor, and of the run after the training script."""
     script, own = SCRIPTS[nodes]
     calls = bench / "calls.txt"
     calls.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def started(bench: Path, nodes: int, **variables: str) -> tuple[list[str], list[
 
 
 def planned(bench: Path, name: str) -> tuple[Path, dict, int]:
-    """A plan's file, what it holds, and the nodes of its job."""
+    """A plan's file, its content, and the nodes of its job."""
     nodes, options = PLANS[name]
     model = str(bench / "config.json") if "experts" in name else "llama3-8b"
     path = bench / f"{name}.json"
@@ -97,7 +97,7 @@ def planned(bench: Path, name: str) -> tuple[Path, dict, int]:
 
 
 def with_model(bench: Path, flags: dict) -> None:
-    """Change the model of the scripts, as their first lines tell a user to do."""
+    """Change the scripts' model, as their first lines tell a user to do."""
     path = bench / "examples" / "torchrun" / "llama3_8b.sh"
     text = (EXAMPLES / "torchrun" / "llama3_8b.sh").read_text()
     start = text.index("MODEL_FLAGS=(")
@@ -150,7 +150,7 @@ def test_a_run_gets_all_that_its_plan_decides(bench):
 
 
 def check(plan: dict, args: dict) -> None:
-    """Validated arguments against the strategy, which the planner has from elsewhere."""
+    """Check validated arguments against the strategy, which the planner has from elsewhere."""
     strategy, job = plan["best"]["strategy"], plan["job"]
     for size, name in (("tp", "tensor_model"), ("cp", "context"), ("pp", "pipeline_model")):
         assert args[f"{name}_parallel_size"] == strategy[size]

@@ -1,4 +1,4 @@
-"""Launch scripts: they parse, and every flag in them exists. Catches flags that were renamed."""
+"""Launch scripts: they parse, and every flag in them exists. Guards against renamed flags."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_flags_of_the_launchers_exist():
         if path == MODEL:
             continue
         known = options(get_args_parser()) | doctor | (srun if path.suffix == ".sbatch" else set())
-        if path.name == "packed.sh":  # trains without llama3_8b.sh, by scripts of this folder
+        if path.name == "packed.sh":  # trains without llama3_8b.sh, with scripts of this folder
             known |= options(megatrons_parser())
             for script in ("pretrain_gpt.py", "data.py"):
                 known |= flags_in((EXAMPLES / script).read_text())
@@ -109,7 +109,7 @@ def test_flags_of_the_launchers_exist():
 
 
 def test_the_image_has_the_versions_of_the_project():
-    """Its base is the torch of constraints.txt, and needs no --build-arg."""
+    """Its base has the torch of constraints.txt, and needs no --build-arg."""
     pins = set((ROOT / "constraints.txt").read_text().splitlines())
     text = code_of(EXAMPLES / "docker" / "Dockerfile")
     (torch,) = re.findall(r"^ARG BASE_IMAGE=[\w/]+:([\d.]+)-cuda", text, re.MULTILINE)
@@ -153,7 +153,7 @@ def test_files_that_scripts_name_are_there():
     ],
 )
 def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
-    """The figures of a plan are those of its own model, GPUs and memory."""
+    """A plan's figures are for its own model, GPUs and memory."""
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"flags": {"--burst-keep": "all"}} | change))
     args = megatrons_parser().parse_args(["--num-layers", "32", "--burst-plan", str(path)])
@@ -163,7 +163,7 @@ def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
 
 
 def test_megatron_and_burst_take_the_flags_of_slices():
-    """Catches a benchmark of training steps that would fail on the machine that it is for."""
+    """Guards against a training step benchmark that would fail on its target machine."""
     from benchmarks.slices import IMPLS, RUNS
 
     for what, impl in RUNS:
@@ -210,7 +210,7 @@ for script in sys.argv[1:]:
 
 
 def test_benchmarks_start_as_scripts_from_anywhere(tmp_path):
-    """Catches a script that finds its neighbours only where PYTHONPATH names the checkout."""
+    """Guards against a script that finds its siblings only if PYTHONPATH has the checkout."""
     names = "accuracy", "slices", "loss_curves", "kernels", "kernels_table"
     scripts = [str(ROOT / "benchmarks" / f"{name}.py") for name in names]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -223,7 +223,7 @@ def test_benchmarks_start_as_scripts_from_anywhere(tmp_path):
 
 
 def test_the_demo_tells_what_burst_chose(tmp_path, monkeypatch):
-    """Lines of logging begin with what the handler puts before them."""
+    """Log lines begin with the handler's prefix."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from demo_report import choices_in
 

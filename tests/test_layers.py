@@ -1,4 +1,4 @@
-"""Imports point one way: a module imports its own layer or those before it."""
+"""Imports point one way: a module imports only its own layer or earlier ones."""
 
 import ast
 import subprocess
@@ -93,13 +93,13 @@ def roots_of(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-KNOWN_CIRCLES = [  # each names what would have to move; a new one, and one that is gone, fails
+KNOWN_CIRCLES = [  # each says what would have to move; a new one, or one that is gone, fails
     {"kernels.backends", "kernels.reference"},
 ]
 
 
 def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """What each module imports, within functions too; not what only type checkers read."""
+    """What each module imports, including within functions, excluding type-checking imports."""
 
     def runs(node: ast.AST) -> bool:
         return not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
@@ -116,7 +116,7 @@ def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Modules of which each comes, by imports, to each other."""
+    """Groups of modules that import each other, directly or not."""
 
     def reached(start: str) -> set[str]:
         found, new = set(), {start}
@@ -131,7 +131,7 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """A circle is one thing in several files: it can be neither read nor tested apart."""
+    """A circle is one thing in several files: it can be neither read nor tested in parts."""
     found = circles(graph_of(MODULES))
     unknown = [sorted(ring) for ring in found if not any(pair <= ring for pair in KNOWN_CIRCLES)]
     assert unknown == []

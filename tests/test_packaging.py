@@ -1,7 +1,7 @@
-"""Installing: a container's torch stays, what is missing comes, and what is built is complete.
+"""Installing: a container's torch stays, missing packages are added, builds are complete.
 
-Everything is installed for real, by pip without a network, from wheels made here: stand-ins with
-the names, versions and requirements of the real ones and nothing in them.
+Everything is really installed, by pip without a network, from wheels made here: empty stand-ins
+with the names, versions and requirements of the real ones.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 CONTAINERS_TORCH = "2.11.0a0+abc123.nv25"
 BUILDS = ["pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"]
-# A newer torch and NumPy are at hand, which nothing may take.
+# A newer torch and NumPy are available, which nothing may install.
 INDEX = {
     "torch": ("2.13.0", []),
     "numpy": ("2.9.0", []),
@@ -49,7 +49,7 @@ def site_packages(python):
 
 
 def give_setuptools(python):
-    """What builds the package is there, as in an image; no network is asked for it."""
+    """What builds the package is installed, as in an image; the network is not asked for it."""
     files = importlib.metadata.files("setuptools")
     for name in {file.parts[0] for file in files if file.parts[0] != ".."}:
         source = Path(files[0].locate().parents[1] / name)
@@ -67,7 +67,7 @@ def index(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what an installation reads: builds leave files beside it."""
+    """A copy of what an installation reads: builds leave files next to it."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in BUILDS:
         shutil.copy(ROOT / name, folder)
@@ -78,7 +78,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """What every image has installed: pip, which takes 5 s to come, and setuptools."""
+    """What every image has installed: pip, which takes 5 s to install, and setuptools."""
     folder = tmp_path_factory.mktemp("packages") / "image"
     made = [sys.executable, "-m", "venv", str(folder)]
     done = subprocess.run(made, capture_output=True, text=True)
@@ -89,7 +89,7 @@ def packages(tmp_path_factory):
 
 
 class Image:
-    """A virtual environment that stands for a container, and pip in it."""
+    """A virtual environment that represents a container, and pip in it."""
 
     def __init__(self, folder, packages, index, installed):
         made = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
@@ -103,7 +103,7 @@ class Image:
             assert self.run("-m", "pip", "install", "--no-index", "--no-deps", *paths)[0] == 0
 
     def run(self, *command):
-        """Exit status and output of Python, or of a script with it."""
+        """Exit status and output of Python, or of a script using it."""
         kept = ("HOME", "LANG", "PATH", "TMPDIR")
         environment = {key: os.environ[key] for key in kept if key in os.environ}
         environment |= {"PYTHON": str(self.python), "PIP_CONFIG_FILE": os.devnull}
@@ -148,7 +148,8 @@ def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, b
 
 
 def test_what_a_container_has_is_kept_where_pip_alone_would_upgrade_it(image, checkout):
-    """An older rich than ours asks for: a sentence of pip's, and nothing has changed."""
+    """The container's rich is older than we require: pip says so in one sentence; nothing
+    changes."""
     there = image(torch=CONTAINERS_TORCH, numpy="1.26.4", rich="12.0")
     before = there.installed()
     status, output = there.run(
@@ -185,7 +186,7 @@ def pins():
 
 
 def test_the_tested_set_is_within_the_ranges_and_is_what_runs_here():
-    """Catches a pin that pyproject.toml forbids, and tests that ran with another version."""
+    """Guards against a pin that pyproject.toml forbids, and tests that ran with another version."""
     ranges = requirements()
     bare = {name for name, found in ranges.items() for each in found if each.marker is None}
     assert bare >= {"torch", "megatron-core", "numpy", "einops", "rich", "typer"}
@@ -204,7 +205,7 @@ def test_a_vendors_torch_is_within_the_range_and_numpy_has_none():
 
 
 def test_nobody_is_told_to_install_what_no_index_has():
-    """The package is installed from a checkout, its extras too."""
+    """The package is installed from a checkout, and so are its extras."""
     folders = [ROOT / name for name in ("megatron_burst", "docs", "examples", "scripts", "patches")]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     texts = {
@@ -224,7 +225,7 @@ UV = """#!/usr/bin/env bash
 
 
 def test_make_installs_the_tested_set_again_when_it_changes(tmp_path):
-    """With an uv that only writes down what it was called with."""
+    """With a uv that only records how it was called."""
     for name in ("pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("scripts", "tools", ".venv/bin"):

@@ -1,4 +1,4 @@
-"""What users see of what the package logs: a line by default, once, and no more than they want."""
+"""What users see of the package's log: one line by default, once, and no more than they want."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The documentation as a site: every link leads somewhere, every page opens in a real browser."""
+"""The documentation as a site: every link works, every page opens in a real browser."""
 
 import json
 import os
@@ -15,8 +15,7 @@ BROWSER = ROOT / "tests" / "browser.py"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built, in $SITE if that is set; mkdocs is strict: a link or an anchor that leads
-    nowhere fails."""
+    """The built site, in $SITE if that is set; mkdocs is strict: a dead link or anchor fails."""
     named = os.environ.get("SITE")
     folder = ROOT / named if named else tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
@@ -30,7 +29,7 @@ def site(tmp_path_factory):
 
 
 def browser():
-    """Whether Qt's browser starts here; else why not."""
+    """Whether Qt's browser starts here; otherwise why not."""
     try:
         import PySide6.QtWebEngineWidgets  # noqa: F401
     except ImportError as error:  # a system library that a container lacks
@@ -40,7 +39,7 @@ def browser():
 
 @pytest.mark.skipif(bool(browser()), reason=f"no browser: {browser()}")
 def test_every_page_opens_in_a_browser(site):
-    """With its heading and its pictures, nothing on the console, nothing from another server."""
+    """With its heading and pictures, an empty console, nothing from another server."""
     pages = sorted(page for page in site.rglob("*.html") if page.name != "404.html")
     assert len(pages) > 30
     shots = Path(os.environ.get("SCREENSHOTS", site / "screenshots"))

@@ -1,6 +1,6 @@
 """torch.compile, torch.func, vmap and forward-mode AD around the public functions.
 
-Catches graph breaks inside of a call, and errors of torch's insides after something was sent.
+Guards against graph breaks inside a call, and internal torch errors after something was sent.
 """
 
 import tempfile
@@ -85,7 +85,7 @@ def test_tangents_are_refused_but_a_level_without_them_is_none(name):
 
 @pytest.mark.parametrize("name", [*CALLS, "burst keep"])
 def test_batches_of_gradients_are_refused(name):
-    """Other transforms of checkpoints are refused by torch."""
+    """torch refuses other transforms of checkpoints."""
     call, x = CALLS.get(name, (kept, Q))
     x = x.clone().requires_grad_()
     y = call(x) * torch.ones(3)
@@ -94,7 +94,7 @@ def test_batches_of_gradients_are_refused(name):
 
 
 KEPT = keep(flash)
-COMPILED = {  # each with something to compile before and behind
+COMPILED = {  # each with something to compile before and after
     "attention": (lambda q: burst_attention(q * 2, K, V).sin().sum(), Q),
     "keep": (lambda q: KEPT(q * 2, K, V).sin().sum(), Q),
     "loss": (lambda x: linear_cross_entropy(x * 2, WEIGHT, LABELS).sin(), HIDDEN),

@@ -1,4 +1,4 @@
-"""The tutorial notebook runs, and its cells say what its own text promises."""
+"""The tutorial notebook runs, and its cells print what its text promises."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "tutorial.ipynb"
 
 
 def printed(cell):
-    """All that a cell printed."""
+    """Everything that a cell printed."""
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 

@@ -1,6 +1,6 @@
-"""Published config.json files, as far as the planner reads them."""
+"""Published config.json files, with the fields that the planner reads."""
 
-# of google/gemma-3-27b-it: what is not there has the default of its class
+# of google/gemma-3-27b-it: missing fields have their class's default
 GEMMA_3_27B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",

@@ -12,6 +12,6 @@ masks = st.sampled_from(MASKS)
 
 @st.composite
 def topologies(draw, max_side: int = 5) -> Topology:
-    """Any nodes x ranks, the ranks of a node anywhere in the group."""
+    """Any nodes x ranks, with a node's ranks anywhere in the group."""
     nodes, ranks = draw(st.integers(1, max_side)), draw(st.integers(1, max_side))
     return topology_of(draw(st.permutations([node for node in range(nodes) for _ in range(ranks)])))

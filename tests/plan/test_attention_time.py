@@ -1,4 +1,4 @@
-"""Simulated passes of attention: bounds that any schedule keeps, shortcuts that change no time."""
+"""Simulated passes of attention: bounds for any schedule, shortcuts that do not change times."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import H200, with_links
 from tests.schedule.cases import MASKS
 
-SLACK = 1e-9  # of sums in another order
+SLACK = 1e-9  # sums in another order
 INSTANT = with_links(LinkSpeed(0.0, Curve(((1.0, float("inf")),))), nccl_share=0.0)
 
 
@@ -50,7 +50,7 @@ def calls(draw) -> AttentionCall:
 
 
 def timeline(call, machine, direction):
-    """Of all ranks."""
+    """Timeline of all ranks."""
     ranks = range(call.topology.cp_size)
     return attention_time(call, machine, direction, ranks=ranks)
 
@@ -60,7 +60,7 @@ def seconds(call, machine, direction) -> float:
 
 
 def computing(call, machine, direction) -> float:
-    """Seconds of kernels of the rank that has most of them."""
+    """Kernel seconds of the rank with the most of them."""
     most = 0.0
     for rank in range(call.topology.cp_size):
         program = call.program(rank, direction)
@@ -128,7 +128,7 @@ def test_one_rank_takes_the_time_of_its_kernel():
     call = AttentionCall(shape, pretend_nodes(1, 1))
     rows = Span(0, 1 << 19)
     alone = Timer(H200).tile(Tile(rows, rows, Mask.CAUSAL), shape, Direction.FORWARD)
-    # merging and packing grow with the length, work with its square
+    # merging and packing grow with the length, compute with its square
     assert seconds(call, H200, Direction.FORWARD) == pytest.approx(alone, rel=0.02)
     pairs = (1 << 19) * ((1 << 19) + 1) / 2
     flops = 2 * pairs * 8 * 256
@@ -196,7 +196,7 @@ def test_the_time_of_many_nodes_follows_from_that_of_fewer(machine, heads, intra
 
 
 def test_a_flat_ring_over_nodes_is_slower_than_a_nested_one():
-    """Every step of it waits for one network card while the others idle."""
+    """Each of its steps waits for one network card while the others idle."""
     shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
     nested = AttentionCall(shape, pretend_nodes(16, 2), intra="ring", inter="ring")
     flat = replace(nested, inter="flat")

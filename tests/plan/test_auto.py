@@ -1,4 +1,4 @@
-"""The cheapest schedule by simulation; predictions beside measured rows."""
+"""The cheapest schedule by simulation; predictions against measured rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ H200 = preset("h200")
 
 @st.composite
 def open_calls(draw) -> AttentionCall:
-    """Calls that leave everything open."""
+    """Calls that leave every choice open."""
     nodes, ranks = draw(st.integers(1, 2)), draw(st.sampled_from([2, 4]))
     heads = draw(st.sampled_from([4, 8]))
     tokens = draw(st.sampled_from([1024, 8192, 65536]))
@@ -99,7 +99,7 @@ def test_what_was_asked_for_stays():
 
 
 def test_ways_on_several_nodes():
-    """Each way inside a node under the ring, circulating either; and over all ranks."""
+    """Each mode inside a node under the ring, circulating either; and over all ranks."""
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
     found = list(ways(AttentionCall(shape, pretend_nodes(8, 2))))
     assert len(set(found)) == len(found)
@@ -107,7 +107,7 @@ def test_ways_on_several_nodes():
         *(("ring", intra, c) for intra in ("ring", "gather", "a2a") for c in ("kv", "q")),
         ("a2a", "a2a", "auto"),
     }
-    few_heads = replace(shape, heads_kv=2)  # a copy for each rank
+    few_heads = replace(shape, heads_kv=2)  # one copy per rank
     found = list(ways(AttentionCall(few_heads, pretend_nodes(8, 2))))
     assert {way.heads for way in found if way.intra == "a2a"} == {1}
     uneven = replace(shape, heads_q=6, heads_kv=2)  # 4 ranks of a node do not divide them
@@ -125,7 +125,7 @@ def with_network(gbs: float):
 def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
     tokens, nodes, row, heads
 ):
-    """The rule between nodes counts a ring's K and V twice, though they stay here."""
+    """The rule for traffic between nodes counts a ring's K and V twice, though they stay here."""
     shape = AttentionShape(1, tokens // (nodes * row), *heads, 128, 128, 2, 4, 4)
     call = AttentionCall(shape, pretend_nodes(nodes * row, nodes), resend="never")
     ring = replace(call, inter="ring")
@@ -144,7 +144,7 @@ def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
     call = AttentionCall(grouped, pretend_nodes(16, 2), intra="gather", resend="always")
-    # smaller pieces are hidden sooner and come home sooner
+    # smaller pieces are hidden and returned sooner
     loses = []
     for network in (slow, fast):
         pieces, whole = (
@@ -154,7 +154,7 @@ def test_a_slow_network_changes_the_choice():
         loses.append(whole / pieces - 1)
     assert loses[0] > 0.05 > 0.02 > loses[1]
     call = AttentionCall(grouped, pretend_nodes(8, 4))
-    # few KV heads are less to pass on than all queries are to exchange
+    # few KV heads are less to circulate than all queries are to send in an all-to-all
     assert choose_call(call, slow).call.between == "ring"
     assert choose_call(call, fast).call.between == "a2a"
     many = AttentionCall(replace(grouped, heads_kv=32), pretend_nodes(16, 2), inter="ring")
@@ -172,7 +172,7 @@ def test_a_slow_network_changes_the_choice():
     ],
 )  # fmt: skip
 def test_programs_are_the_engines_own(options, nodes):
-    """What is simulated is what `engine/setup.py` makes for the same options."""
+    """What is simulated is what `engine/setup.py` builds for the same options."""
     import torch
 
     from megatron_burst.config import BurstConfig
@@ -203,7 +203,7 @@ def test_programs_are_the_engines_own(options, nodes):
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():
-    """Guards the presets and the simulation against changes that spoil them."""
+    """Guards the presets and the simulation against changes that degrade them."""
     pytest.importorskip("matplotlib")
     from benchmarks import validate_plan as validate
 

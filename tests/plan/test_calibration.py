@@ -1,4 +1,4 @@
-"""The TOML of a calibration: nothing lost, and what is wrong named with its place."""
+"""The TOML of a calibration: nothing is lost, and errors are named with their location."""
 
 import pytest
 from hypothesis import given

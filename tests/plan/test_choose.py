@@ -1,4 +1,4 @@
-"""What `auto` chooses inside a node, how many heads make a round, and what is refused."""
+"""What `auto` chooses inside a node, how many heads per round, and what is refused."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def test_several_nodes_have_several_rounds_or_one_if_asked():
         return choose_heads_gather(shape, two, 132, **options)
 
     assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
-    assert heads(32, 32, tokens=2048) == 32  # whatever fills the kernels comes first
+    assert heads(32, 32, tokens=2048) == 32  # filling the kernels comes first
     assert heads(32, 32, pieces=False) == 32
 
 

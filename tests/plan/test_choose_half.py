@@ -1,6 +1,6 @@
 """Whether rows are resharded in recomputation: layouts, masks, nodes and their links.
 
-Catches resharding that costs more than it saves, and shares that are not what ranks compute.
+Guards against resharding that costs more than it saves, and shares other than what ranks compute.
 """
 
 from dataclasses import replace
@@ -87,9 +87,9 @@ def test_exchanged_heads_are_even_where_their_rows_are():
 
 
 def test_bytes_and_seconds_between_two_nodes_of_two():
-    """Sub-chunks 0 to 7 of 4 rows lie by twos; in zigzag rank 0 gets 0 and 7, 1: 1 and 6, 2: 2 and
-    5, 3: 3 and 4. Rank 0 gives 1 to its neighbour, rank 1 gives 2 and 3 away, rank 2 gives 4 to its
-    neighbour and keeps 5, rank 3 gives 6 and 7."""
+    """Sub-chunks 0 to 7 of 4 rows lie in pairs; in zigzag rank 0 gets 0 and 7, 1: 1 and 6, 2: 2 and
+    5, 3: 3 and 4. Rank 0 sends 1 to its neighbour, rank 1 sends 2 and 3, rank 2 sends 4 to its
+    neighbour and keeps 5, rank 3 sends 6 and 7."""
     topology, shape = pretend_nodes(4, 2), shape_of(16)
     half = early_half(Layout.ZIGZAG, 4, 16, reshard=True)
     assert rows_between_nodes(half.moves, topology) == 8

@@ -1,4 +1,4 @@
-"""How a call goes between nodes: bytes decide, and what nothing hides."""
+"""How a call runs between nodes: bytes decide, and exposed communication."""
 
 from dataclasses import replace
 
@@ -24,12 +24,12 @@ EIGHT, AGAIN = AllToAll(8), AllToAll(8, again=True)
 @pytest.mark.parametrize(
     "shape, nodes, device, asked, exchange, value",
     [
-        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few KV heads: K, V are small
+        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few KV heads: small K, V
         (shape_of(32, 32), 2, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", EIGHT, "a2a"),
         (shape_of(32, 32, 2), 2, "cuda", "auto", AGAIN, "ring"),
         (shape_of(32, 32), 4, "cuda", "auto", AGAIN, "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", "auto", AllToAll(2), "ring"),  # half of it is waited for
+        (shape_of(32, 32, 2), 2, "cuda", "auto", AllToAll(2), "ring"),  # half of it is exposed
         (shape_of(32, 32), 4, "cpu", "auto", EIGHT, "ring"),
         (shape_of(36, 36), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
         (shape_of(32, 4), 8, "cuda", "auto", AllToAll(1), "ring"),  # nothing hides its one round
@@ -46,10 +46,10 @@ def test_between_nodes_bytes_decide(shape, nodes, device, asked, exchange, value
 
 
 def test_what_nothing_hides_counts_twice():
-    """MHA at two nodes, gradients in bf16: 4 units of bytes in eight rounds against 5."""
+    """MHA on two nodes, gradients in bf16: 4 units of bytes in eight rounds against 5."""
     shape, topology = shape_of(32, 32, 2), pretend_nodes(4, 2)
     unit = 16384 * 32 * 128 * 2
-    statistics = 16384 * 32 * 4  # of one of lse, delta
+    statistics = 16384 * 32 * 4  # one of lse, delta
     assert a2a_bytes(shape, topology) == 4 * unit + statistics
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     assert ring == 5 * unit + 2 * statistics
@@ -87,7 +87,8 @@ def test_exchanged_bytes_are_the_formulas(again):
 
 
 def test_kv_heads_count_for_each_rank_that_needs_them():
-    """Each of 8 ranks gets one of 8 KV heads, or a copy of one of 2; 1 - 1/N leaves its node."""
+    """Each of 8 ranks gets one of 8 KV heads, or a copy of one of 2; 1 - 1/N of it leaves the
+    node."""
     topology = pretend_nodes(8, 4)
     eight, two = (a2a_bytes(shape_of(32, heads), topology) for heads in (8, 2))
     assert eight == two
@@ -101,7 +102,7 @@ DOCUMENTS = Mask(right=0, documents=True)
 
 
 def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUMENTS, **options):
-    """Of so many tokens in the whole sample."""
+    """A call with `tokens` tokens in the whole sample."""
     ranks = grid[0] * grid[1]
     shape = AttentionShape(1, tokens // ranks, *heads, 128, 128, 2, 4, 4)
     topology = pretend_nodes(ranks, grid[0])
@@ -112,11 +113,11 @@ def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUME
 @pytest.mark.parametrize(
     "tokens, heads, grid, way",
     [
-        (32768, (64, 8), (2, 1), "ring"),  # measured: 42 TFLOP/s a GPU exchanged, 108 in a ring
+        (32768, (64, 8), (2, 1), "ring"),  # measured: 42 TFLOP/s per GPU all-to-all, 108 ring
         (131072, (64, 8), (2, 1), "ring"),  # 118, 386
         (131072, (32, 8), (2, 1), "ring"),  # 115, 241
         (262144, (32, 8), (2, 1), "ring"),  # 171, 369
-        (131072, (32, 32), (2, 1), "a2a"),  # its bytes are fewer
+        (131072, (32, 32), (2, 1), "a2a"),  # fewer bytes
         (131072, (32, 8), (8, 1), "a2a"),  # K and V go round seven times
         (131072, (64, 8), (4, 4), "ring"),
         (131072, (64, 8), (16, 1), "a2a"),  # 16 ranks, 8 KV heads
@@ -130,7 +131,8 @@ def test_documents_go_between_nodes_as_they_take_less_time(tokens, heads, grid, 
 
 
 def test_unequal_shards_of_very_long_samples_are_exchanged_and_even_ones_are_not():
-    """At a million tokens kernels take longer than the link, and the slowest rank a third more."""
+    """At a million tokens kernels take longer than the link, and the slowest rank a third
+    longer."""
     anywhere = documents_call(1 << 20, (64, 8))
     assert anywhere.between == "a2a"
     assert anywhere.between_why.reason == (
@@ -171,7 +173,7 @@ def test_even_documents_are_gathered_inside_a_node_and_in_a_ring_on_cpus(nodes):
     ids=str,
 )
 def test_on_a_known_machine_documents_take_what_simulates_fastest(grid, mask, layout, mode):
-    """By the work of usual documents; ways that do not have the mask are left out."""
+    """By the work of typical documents; modes without the mask are left out."""
     chosen = choose_call(documents_call(131072, (64, 8), grid, layout, mask), H200)
     assert chosen.call.mode == mode
     causal = documents_call(131072, (64, 8), grid, Layout.ZIGZAG, Mask.CAUSAL)

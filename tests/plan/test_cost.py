@@ -1,4 +1,4 @@
-"""Bytes against hand-computed figures of the papers, and what follows from them."""
+"""Bytes against figures of the papers computed by hand, and what follows from them."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ GQA = replace(MHA, heads_kv=8)
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_nodes(nodes, ranks):
-    """MHA, d 128, bf16: 512 B a hop and token-head forward; 1024 backward with KV, 776 with Q. The
-    original's extra inter hop of dQ eats all of it at two nodes."""
+    """MHA, d 128, bf16: 512 B per hop, token and head in forward; 1024 in backward with KV, 776
+    with Q. The original's extra inter hop of dQ cancels the savings at two nodes."""
     topology = pretend_nodes(nodes * ranks, nodes)
     for circulate, width in ((Circulate.KV, 512 + 1024), (Circulate.Q, 512 + 776)):
         assert nested_bytes(MHA, topology, circulate) == (nodes - 1) * 8 * 32 * width
@@ -38,7 +38,7 @@ def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_nodes(nod
     ],
 )
 def test_auto_takes_fewer_bytes(heads_q, heads_kv, dims, grad_bytes, chosen):
-    """The published break-even: Q for MHA, K,V as soon as heads are grouped."""
+    """The published break-even: Q for MHA, K and V as soon as heads are grouped."""
     shape = AttentionShape(1, 8, heads_q, heads_kv, *dims, 2, 4, grad_bytes)
     choice = choose_circulate(shape, "auto")
     assert choice.value == chosen and "a hop of backward is" in choice.reason

@@ -1,4 +1,4 @@
-"""The picture shows what the programs say."""
+"""The picture shows what the programs do."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magi
     save_picture([spec(Direction.FORWARD), spec(Direction.BACKWARD, Circulate.Q)], path)
     content = path.read_bytes()
     assert content.startswith(magic)
-    if suffix == "svg":  # matplotlib writes a label as a comment beside its glyphs
+    if suffix == "svg":  # matplotlib writes a label as a comment next to its glyphs
         text = content.decode()
         for label in ("rank 3", "shard 0", "return", "step 5", "gradient, between nodes"):
             assert f"<!-- {label} -->" in text, label

@@ -1,6 +1,6 @@
-"""The early half of a sequence: who computes it again, and at what cost.
+"""The early half of a sequence: which rank recomputes it, and at what cost.
 
-Catches rows that nobody computes, or two ranks, and work that is spread unevenly.
+Guards against rows that no rank or two ranks compute, and uneven work.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Hardware as data: presets with sources, TOML there and back, precise complaints."""
+"""Hardware as data: presets with sources, TOML round trip, precise error messages."""
 
 from dataclasses import fields, replace
 from math import inf
@@ -166,7 +166,7 @@ def test_what_calibrate_measured_replaces_the_presets_figures():
     assert machine.gpu.matmul_tflops == 700 and machine.gpu.host_gbs == 25
     assert machine.kernels[0].forward.at(5) == 650 and machine.kernels[0].backward.at(5) == 600
     assert machine.kernel(64) == base.kernel(64) and machine.links.pull == base.links.pull
-    # messages take as long as they took: the time to start is not counted twice
+    # messages take their measured time: start-up is not counted twice
     assert machine.links.intra.seconds(1e8) == pytest.approx(1e8 / 200e9)
     assert machine.links.inter.seconds(1e9) == pytest.approx(0.1)
 

@@ -1,4 +1,4 @@
-"""What is kept within a budget. Catches a choice that does not fit, or a dearer one than need."""
+"""What is kept within a budget. Guards against a choice that does not fit, or costs too much."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ budgets = st.floats(0, 300 * GIB)
 
 
 def on_device(problem, choice):
-    """Bytes that a choice needs on the device."""
+    """Device bytes that a choice needs."""
     if choice.offload:
         return 2 * problem.layer_bytes
     share = {"none": 0, "half": 0.5, "all": 1}[choice.keep]
@@ -27,7 +27,7 @@ def on_device(problem, choice):
 
 
 def recomputed(problem, choice):
-    """Forwards of attention that are recomputed."""
+    """Attention forwards that are recomputed."""
     saved = {"none": 0, "half": problem.half_saves, "all": 1}[choice.keep]
     return problem.layers - saved * choice.layers
 
@@ -63,7 +63,7 @@ def test_what_fits_in_words(budget, node, tokens, expected):
 
 
 def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():
-    """Where rows are not resharded recomputing half costs about half."""
+    """Where rows are not resharded, recomputing half costs about half."""
     problems = [KeepProblem(32, 1, GIB, 4096, half_saves=saves) for saves in (0.75, 0.53, 0.0)]
     found = [
         (choice.keep, choice.layers) for choice in (choose_keep(p, 22 * GIB) for p in problems)
@@ -74,5 +74,5 @@ def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():
 def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
     assert [in_flight(4, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight(1, 0) == 1
-    # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the one that runs
+    # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the running one
     assert [in_flight(4, rank, 2) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]

@@ -1,6 +1,6 @@
-"""Windows, sinks and other kinds of layers: read from configs and from Megatron's arguments, timed.
+"""Windows, sinks and other kinds of layers: read from configs and Megatron's arguments, timed.
 
-Catches a model that burst refuses and that is planned as if all its layers saw all keys.
+Guards against planning a model that burst refuses as if all its layers saw all keys.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def model(config):
 
 @pytest.mark.parametrize(
     ("config", "billions", "size", "windows"),
-    [  # weights as the models' cards say
+    [  # weights as in the models' cards
         (GEMMA_3_27B, 27.0, 1024, FIVE_TO_ONE),
         (GEMMA_3_4B, 3.88, 1024, FIVE_TO_ONE[:34]),
         (GPT_OSS_20B, 20.9, 128, [True, False] * 12),
@@ -140,8 +140,8 @@ def test_every_pattern_of_expert_layers_is_counted():
 
 @pytest.mark.parametrize("cp", [1, 8])
 def test_windows_are_timed_as_windows(cp):
-    """By hand: two products of the window's keys and a block more, at the kernel's speed, once
-    forward and 2.5 times backward; the other layers as in a model without windows."""
+    """By hand: two products over the window's keys and one more block, at the kernel's speed, once
+    in forward and 2.5 times in backward; the other layers as in a model without windows."""
     windowed = model(GEMMA_3_27B)
     job = Job(windowed, M // 2, 8 * cp, 8, 8, preset("h200"))
     strategy = Strategy(tp=8, cp=cp, keep="all")

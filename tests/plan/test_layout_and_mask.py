@@ -1,6 +1,6 @@
 """Layouts shard every position once; tiles cover exactly what the mask allows.
 
-The truth is the mask over positions of the whole sequence, not our rules for pairs of ranks.
+The reference is the mask over the whole sequence's positions, not our rules for pairs of ranks.
 """
 
 from collections import Counter

@@ -1,11 +1,11 @@
-"""What the planner says of activations, against figures counted by hand, tensor by tensor.
+"""The planner's activation memory against figures counted by hand, tensor by tensor.
 
-Catches a tensor that is left out or counted twice, the layer in backward counted among those that
-wait, and a moment of backward that is fuller than the one that was taken for the fullest.
+Guards against tensors left out or counted twice, the layer in backward counted among those that
+wait, and a peak taken at the wrong moment of backward.
 
-KiB a token of a rank, Llama-3-8B in bf16: hidden 8, q 8, k 2, v 2, out 8, lse 1/8, the first
-products of the feed-forward 56, its activation's output 28. The figures of no and of full
-recomputation were measured on 4 H200 with 1, 2 and 4 layers.
+KiB per token of a rank, Llama-3-8B in bf16: hidden 8, q 8, k 2, v 2, out 8, lse 1/8, first MLP
+products 56, activation output 28. The figures for no and full recomputation were measured on 4 H200
+with 1, 2 and 4 layers.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ ALL_HEADS = replace(LLAMA, heads_kv=32)
 
 
 def kib(part, model=LLAMA, seq=1 << 18, batch=1, **sizes):
-    """A part of the memory, KiB for each token that a rank holds."""
+    """A part of the memory, in KiB per token of a rank."""
     strategy = Strategy(**{"cp": 4, **sizes})
     job = Job(model, seq, strategy.gpus, 8, batch, preset("h200"))
     tokens = seq / strategy.cp / strategy.tp
@@ -37,10 +37,10 @@ def test_activations_of_llama(layers, seq):
     # input, norm, qkv, out and lse, sum with the residual, norm, first products, activation
     whole = 8 + 8 + 12 + 8.125 + 8 + 8 + 56 + 28
     assert kib("saved", recompute="none", **of) == layers * whole == layers * 136.125
-    # gradients of the layer's output, the activation's output and input; that output is gone
+    # gradients of the layer's output, the activation's output and input; that output is freed
     assert kib("layer", recompute="none", **of) == 8 + 28 + 56 - 28
     assert kib("saved", **of) == layers * 8
-    # all but the input come back, recomputation's output too
+    # all but the input are recomputed, with recomputation's output
     assert kib("layer", **of) == (136.125 - 8) + 8 + 64 == 200.125
     assert kib("kept", **of) == 0
 
@@ -52,27 +52,27 @@ def test_what_is_kept_is_of_layers_that_wait(keep, size):
         assert kib("kept", **of) == (layers - 1) * size
         assert kib("kept", offload=True, **of) == min(layers - 1, 1) * size
         assert kib("layer", **of) == 200.125
-    # of two stages with two layers each, the first has two micro-batches under way
+    # of two stages with two layers each, the first has two micro-batches in flight
     assert kib("kept", LLAMA, keep=keep, pp=2, batch=8) == (2 * 2 - 1) * size
-    # but when it is the head's turn, no layer is in backward yet
+    # but while the head runs, no layer is in backward yet
     assert kib("head", keep=keep) - kib("head") == pytest.approx(size)
 
 
 def test_the_feed_forward_alone_computed_again():
     # the norm is computed in the first product, so its input is what the checkpoint saves
     assert kib("saved", recompute="selective") == 4 * (8 + 8 + 12 + 8.125 + 8)
-    # norm, first products, activation and output come back
+    # norm, first products, activation and output are recomputed
     assert kib("layer", recompute="selective") == 8 + 56 + 28 + 8 + 64
 
 
 def test_without_a_gate():
-    plain = replace(LLAMA, ffn=16384, gated=False)  # 32 KiB before and behind the activation
+    plain = replace(LLAMA, ffn=16384, gated=False)  # 32 KiB before and after the activation
     assert kib("saved", plain, recompute="none") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8 + 32 + 32)
     assert kib("layer", plain, recompute="none") == 8 + 32
 
 
 def test_values_of_ungrouped_heads_hold_the_whole_projection():
-    """8 KiB of them are a slice of 24; as a quarter at most they would be copied."""
+    """Their 8 KiB are a slice of 24; if at most a quarter, they would be copied."""
     whole = 8 + 8 + 8 + 8 + 24 + 8.125 + 8 + 8 + 56 + 28
     assert kib("saved", ALL_HEADS, recompute="none") == 4 * whole
     assert kib("layer", ALL_HEADS) == whole - 8 + 8 + 64
@@ -81,7 +81,7 @@ def test_values_of_ungrouped_heads_hold_the_whole_projection():
 @pytest.mark.parametrize(("tp", "fullest"), [(1, 56), (2, 56), (4, 32 + 28), (8, 2 * 64 + 8 - 28)])
 def test_sequence_parallel_layers_gather(tp, fullest):
     """The gradient before the second product, or the first one's input and its gradient, which is
-    then scattered, are 8 KiB times TP each."""
+    then scattered, take 8 KiB times TP each."""
     assert kib("layer", recompute="none", tp=tp, cp=1) == 8 + fullest
 
 
@@ -90,14 +90,14 @@ def test_sequence_parallel_layers_gather(tp, fullest):
     [(8192, 2, 16 + 64 + 32, 64), (512, 8, 64 + 16 + 8, 64 + 8)],
 )
 def test_experts(ffn, active, routed, fullest):
-    """Their inputs, first products and activations; narrow ones are fullest where the gradient of
-    what came back from them lies beside that of the activation's output."""
+    """Their inputs, first products and activations; narrow experts peak where the gradient of their
+    returned outputs coexists with the activation output's."""
     experts = replace(LLAMA, experts=Experts(16, active, ffn))
     assert kib("saved", experts, recompute="none") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8 + routed)
     assert kib("layer", experts, recompute="none") == 8 + fullest
     # whole experts are on a rank, so nothing is gathered for them
     assert kib("layer", experts, recompute="none", tp=8, cp=1) == 8 + fullest
-    # their norm is apart, and saves its own input
+    # their norm is separate, and saves its own input
     assert kib("saved", experts, recompute="selective") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8)
     assert kib("layer", experts, recompute="selective") == routed + 8 + 8 + fullest
 
@@ -108,7 +108,7 @@ def test_layers_without_experts_may_need_more():
 
 
 def test_attentions_turn_with_large_buffers():
-    """A ring, and a feed-forward of 16 and 8 KiB, which is gone when attention's turn comes."""
+    """A ring, and an MLP of 16 and 8 KiB, which is freed by the time attention runs."""
     narrow = replace(ALL_HEADS, ffn=4096)
     job, strategy = Job(narrow, 1 << 18, 4, 8, 1, preset("h200")), Strategy(cp=4, intra="ring")
     buffers = buffer_bytes(attention_call(job, strategy)) / (1 << 16) / 1024

@@ -52,7 +52,7 @@ def same(model: Model, name: str) -> bool:
 
 
 def alike(model: Model, name: str) -> bool:
-    """Whether all is the same that figures depend on."""
+    """Whether everything that figures depend on is the same."""
     return same(replace(model, beside=PRESETS[name].beside), name)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's own ring beside what was measured of it, and what a job gains over it."""
+"""Megatron's own ring against its measurements, and what a job gains over it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_packed_documents_are_predicted_as_measured():
-    """Of 2 H200 on one node; documents of 2K are where cuDNN does better than predicted."""
+    """On 2 H200 of one node; with documents of 2K, cuDNN does better than predicted."""
     errors = {}
     for row in read([RESULTS / "packed_2xh200_one_node.csv"], PACKED_CSV):
         kind = row.mask.removesuffix("-42")
@@ -48,7 +48,7 @@ def test_packed_documents_are_predicted_as_measured():
 
 
 def test_gain_on_one_node_is_not_overstated():
-    """Measured it is 1.11 to 1.14 for 32/8 heads on 4 GPUs; cuDNN is predicted too fast."""
+    """Measured: 1.11 to 1.14 for 32/8 heads on 4 GPUs; cuDNN is predicted too fast."""
     times = {}
     for row in read([RESULTS / "attention_4xh200_one_node.csv"]):
         whose = {("burst", "auto"): 0, ("te", "p2p"): 1}.get((row.impl, row.mode))

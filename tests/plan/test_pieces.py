@@ -1,4 +1,4 @@
-"""Pieces of gathered keys: whose rows, in whose hands, in the order of the sequence."""
+"""Pieces of gathered keys: which rank's rows, where they are, in sequence order."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_pieces_of_another_node_are_its_rows_in_the_hands_of_this_one():
 
 
 def test_nodes_on_one_side_visit_alike():
-    """Of four nodes: the third itself, those before it, the one behind it."""
+    """Of four nodes: the third itself, those before it, the one after it."""
     visits = node_visits(pretend_nodes(8, 4), 2, Layout.ZIGZAG, 2)
     assert len(set(visits)) == 3
     assert visits[1] is visits[2]

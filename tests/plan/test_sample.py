@@ -1,7 +1,7 @@
-"""Plans of packed samples: pairs that tiles and ranks compute, by counting; bytes and times.
+"""Plans of packed samples: pairs of tiles and ranks, by counting; bytes and times.
 
-Catches documents that are seen across their borders, tiles that lie elsewhere than the engine's,
-work of ranks that does not add up, and times that do not follow it.
+Guards against documents that see each other, tiles that differ from the engine's, work of ranks
+that does not add up, and times that do not follow it.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_work_of_rows_that_stay_is_that_of_each_ranks_chunks():
 
 
 def test_times_follow_work():
-    """Rows that stay take as long as the slowest rank; kernels' speed bounds all."""
+    """Rows that stay take as long as the slowest rank; the kernels' speed bounds everything."""
     call, sample = call_of(8), Sample.of([30000, *[500] * 71, 36])
     even = way_of(call, sample, H200, Layout.ZIGZAG)
     stays = way_of(replace(call, intra="gather"), sample, H200, Layout.ZIGZAG)
@@ -105,7 +105,7 @@ def test_boundaries_and_lengths():
 
 
 def test_predictions_are_near_what_was_measured():
-    """Of packed rows of 2 H200, short documents too, which slow kernels down."""
+    """Packed rows on 2 H200, including short documents, which slow kernels down."""
     rows = read([RESULTS / "packed_2xh200_one_node.csv"], PACKED_CSV)
     modes = {"auto": Layout.DOCUMENTS, "auto@zigzag": Layout.ZIGZAG}
     found = {}
@@ -126,7 +126,7 @@ def test_predictions_are_near_what_was_measured():
 
 @pytest.mark.parametrize("layout", [Layout.DOCUMENTS, Layout.ZIGZAG])
 def test_a_job_of_packed_samples(layout):
-    """Documents make attention cheaper, nothing else; one document is a causal sequence."""
+    """Documents only make attention cheaper; one document is a causal sequence."""
     job = Job(LLAMA, 1 << 17, 8, 8, 8, H200)
     one = replace(job, packing=Packing(layout, Sample((0, 1 << 17))))
     short = replace(job, packing=Packing(layout, Sample.of([4096] * 32)))

@@ -1,5 +1,5 @@
-"""What a script says of a job: a plan of other recomputation, or of one causal sequence where
-documents are packed, is a plan of another job."""
+"""What a script says about a job: a plan with other recomputation, or for one causal sequence where
+documents are packed, is for another job."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The simulation of programs: numbers that can be worked out by hand."""
+"""The simulation of programs: numbers that can be computed by hand."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ READ, GRAD = Cargo.READ, Cargo.GRAD
 
 
 def program(*ops, rank=0, ranks=2, nodes=1) -> Program:
-    """Of operations on buffers of 1 GB of bytes each; kernels have buffers of 1024 rows."""
+    """A program on buffers of 1 GB; kernels have buffers of 1024 rows."""
     names = {ref.buffer for op in ops for ref in (*op.reads, *op.writes)}
     buffers = {
         name: Buffer(name, Home.CALL, 1024, FULL) if name.startswith("kernel")
@@ -45,10 +45,10 @@ def program(*ops, rank=0, ranks=2, nodes=1) -> Program:
 
 
 def machine(kernel_seconds=1.0, **gpu):
-    """One whose kernel of 1024 x 1024 rows takes so long, and whose links move 1 GB/s."""
+    """A machine with this time for a kernel of 1024 x 1024 rows, and links of 1 GB/s."""
     speed = LinkSpeed(0.0, Curve(((1.0, 1.0),)))
     found = with_links(speed, **{"nccl_share": 0.0, "launch_us": 0.0, "memory_gbs": 1.0, **gpu})
-    blocks = 8  # of 128 rows, on that many multiprocessors
+    blocks = 8  # of 128 rows, on as many multiprocessors
     flops = 2 * 1024 * 1024 * 2 / kernel_seconds
     speeds = Curve(((1.0, flops / 1e12),))
     found = replace(found, gpu=replace(found.gpu, multiprocessors=blocks))
@@ -61,18 +61,18 @@ def run(programs, overlap=True, **of_machine):
 
 
 def kernel(kv="kernel kv", out="kernel out", stream=Stream.COMPUTE) -> Attend:
-    """A second."""
+    """A kernel of one second."""
     return Attend(Ref("kernel q"), Ref(kv), Mask.FULL, (Ref(out),), stream)
 
 
 def hop(name: str, seconds: float, peer=1, link=Link.INTRA, cargo=READ, **options) -> Transfer:
-    """It brings a buffer in so many seconds."""
+    """A transfer that brings a buffer in `seconds` seconds."""
     sends, brings = Ref(f"from {name} {seconds}"), Ref(f"to {name} {seconds}")
     return Transfer(link, cargo, (Give(peer, sends),), (Take(peer, sends, brings),), **options)
 
 
 def use(*transfers: Transfer) -> Copy:
-    """What waits for transfers; it moves nothing."""
+    """A copy of nothing that waits for transfers."""
     return Copy(tuple(t.takes[0].rows for t in transfers), Ref("kernel used"))
 
 
@@ -96,7 +96,7 @@ def test_transfers_share_a_link_but_not_two_links():
 
 def test_nccl_slows_kernels_while_it_moves_something():
     sent = hop("a", 1)
-    # for one second half of the multiprocessors compute: of two kernels 1.5 s are left
+    # for one second half of the multiprocessors compute: of two kernels 1.5 s remain
     two = program(sent, kernel(), kernel(out="kernel 2"), use(sent))
     assert run({0: two}, nccl_share=0.5).seconds == pytest.approx(2.5)
     pulled = hop("a", 1, pulled=True)
@@ -114,12 +114,12 @@ def test_a_transfer_waits_for_the_rank_that_is_late():
         ranks[rank] = program(*late, sends, use(sends), rank=rank)
     found = run(ranks)
     assert found.seconds == pytest.approx(6.0)
-    alone = run({0: ranks[0]})  # who is not there does as this one
+    alone = run({0: ranks[0]})  # absent ranks behave like this one
     assert alone.seconds == pytest.approx(2.0)
 
 
 def test_ranks_of_one_node_do_not_wait_for_another_node():
-    """Who pulls waits for all ranks of the row."""
+    """A rank that pulls waits for all ranks of its row."""
     programs = {}
     for rank, late in ((0, 1), (1, 2), (2, 9)):
         pulled = replace(
@@ -139,7 +139,7 @@ def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
     assert found.seconds == pytest.approx(5.0)
     found = run({0: program(*ops[:3], use(second), ranks=4, nodes=2)})
     assert found.seconds == pytest.approx(3.0)
-    # the kernels need the second only, which came late because of the first
+    # the kernels need only the second, which is late because of the first
     assert found.exposed(Link.INTER) == found.exposed(Link.INTRA) == pytest.approx(1.0)
 
 
@@ -149,14 +149,14 @@ def test_the_side_stream_waits_for_itself_and_takes_its_time_from_the_kernels():
     few = program(came, beside, *[kernel()] * 4)
     assert run({0: few}).seconds == pytest.approx(10.0)
     assert run({0: few}).exposed(Link.INTRA) == 0.0
-    # where no kernel is left the link is waited for
+    # where no kernel is left, the link is waited for
     assert run({0: program(came, beside, kernel())}).seconds == pytest.approx(9.0)
     assert run({0: program(came, beside, kernel())}).exposed(Link.INTRA) == pytest.approx(2.0)
 
 
 def test_ranks_that_wait_for_each_other_for_ever_are_noticed():
     def waits(rank: int, cargo: Cargo, other: Cargo) -> Program:
-        """What a rank sends is what comes from the other."""
+        """What a rank sends is what the other receives."""
         comes = Ref(f"to {rank} 1")
         takes = Transfer(Link.INTRA, cargo, (), (Take(1 - rank, comes, comes),))
         gives = Transfer(Link.INTRA, other, (Give(1 - rank, comes),), ())

@@ -1,4 +1,4 @@
-"""Which ranks share a node. Catches rings that leave a node by mistake or lose a rank."""
+"""Which ranks share a node. Guards against rings that leave a node by mistake or lose a rank."""
 
 import pytest
 from hypothesis import given

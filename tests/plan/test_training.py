@@ -27,7 +27,7 @@ def megatron_flags(*of):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [  # as the models' own papers and cards say
+    [  # from the models' papers and cards
         ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("llama3-405b", 405.85),
         ("qwen2.5-7b", 7.62), ("qwen2.5-72b", 72.7), ("qwen3-32b", 32.76),
         ("deepseek-v3", 671.03), ("burstengine-7b", 6.74),
@@ -65,7 +65,7 @@ def test_saved_and_kept_bytes_by_hand():
 
 @pytest.mark.parametrize("cp", [1, 4, 16])
 def test_logits_of_the_native_head(cp):
-    """62.6 GiB in float32 were seen at 512K tokens on 4 ranks with 128256 classes."""
+    """62.6 GiB in float32 were measured at 512K tokens on 4 ranks with 128256 classes."""
     job = replace(EIGHT, seq=M // 2)
     fused, native = (memory_of(job, Strategy(cp=cp, fused_loss=f)).head for f in (True, False))
     logits = job.seq // cp * 128256 * 4
@@ -238,7 +238,7 @@ def test_a_length_that_nothing_divides_is_refused_with_the_nearest_that_do():
     ):
         search(job, (("cp", 3),))  # no length helps
     with pytest.raises(BurstError, match="leave out --cp or --keep, or change --gpus"):
-        search(replace(job, seq=M), (("cp", 1), ("keep", "half")))  # the length is not in the way
+        search(replace(job, seq=M), (("cp", 1), ("keep", "half")))  # the length is not the problem
 
 
 def test_layers_that_do_not_divide_leave_fewer_to_the_last_stage():

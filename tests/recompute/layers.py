@@ -1,4 +1,4 @@
-"""Layers of attention in torch.utils.checkpoint, and their gradients without it."""
+"""Attention layers in torch.utils.checkpoint, and their gradients without it."""
 
 from functools import partial
 
@@ -42,13 +42,13 @@ def model(seed=0):
 
 
 def layer(weights, attend, x):
-    qkv = (x @ weights[0]).unflatten(-1, (HEADS, 3 * DIM))  # q, k, v share their memory
+    qkv = (x @ weights[0]).unflatten(-1, (HEADS, 3 * DIM))  # q, k, v share memory
     q, k, v = qkv.split(DIM, dim=-1)
     return x + torch.tanh(attend(q, k, v, scale=0.3).flatten(2) @ weights[1])
 
 
 def forward(weights, attend, x, reentrant, per_frame=1):
-    """Layers in checkpoints, `per_frame` at a time; `reentrant=None` has none."""
+    """Layers in checkpoints, `per_frame` at a time; `reentrant=None` means no checkpoints."""
     for start in range(0, LAYERS, per_frame):
 
         def some(x, members=weights[start : start + per_frame]):

@@ -1,6 +1,6 @@
 """`burst_attention` with `keep` under torch.utils.checkpoint, on processes; what is refused.
 
-Catches modes that give other gradients, that keep what they should not, or that go unsaid.
+Guards against modes that change gradients, keep what they should not, or are not logged.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def problem():
 
 
 def run(rank: int) -> dict:
-    """By case: error of gradients, hops of recomputation, bytes kept, what was said."""
+    """By case: error of gradients, hops of recomputation, bytes kept, log lines."""
     found = {}
     for name, (config, options) in CASES.items():
         layout, causal = Layout(options.get("layout", "zigzag")), options.get("causal", True)
@@ -100,7 +100,7 @@ def run(rank: int) -> dict:
             {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": planned.rates}
         )
         with watched(hops), mock.patch.object(planned, "rates", **known):
-            patches.apply("checkpoints")  # else the first checkpoint is entered without a frame
+            patches.apply("checkpoints")  # else the first has no frame
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
             kept = kept_bytes()
             loss.backward()
@@ -115,7 +115,7 @@ def run(rank: int) -> dict:
 
 @contextlib.contextmanager
 def watched(hops):
-    """Notes each message between ranks in `hops`."""
+    """Records each message between ranks in `hops`."""
 
     def noting(method):
         def call(*args, **options):
@@ -159,7 +159,7 @@ def test_what_is_kept_and_whether_recomputation_communicates(results, name):
 
 
 def sent_by_steps(rank: int) -> dict:
-    """By way: bytes that forward and backward send without recomputation, and with all kept."""
+    """By mode: bytes that forward and backward send without recomputation, and with all kept."""
     inner, sent, found = dist.batch_isend_irecv, [], {}
 
     def counting(operations):
@@ -183,7 +183,7 @@ def sent_by_steps(rank: int) -> dict:
 
 
 def test_recomputation_sends_nothing_more_but_what_backward_of_exchanged_heads_needs():
-    inputs = sum(x.nbytes for x in problem()) // SIZE  # q, k and v of a rank
+    inputs = sum(x.nbytes for x in problem()) // SIZE  # a rank's q, k and v
     lse = 2 * TOKENS * 4 * 8
     for found in run_ranks(sent_by_steps, SIZE):
         for intra in ("ring", "gather"):

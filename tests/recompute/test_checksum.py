@@ -1,4 +1,4 @@
-"""Checksums of tensors. Catches bits, or an order of rows, that make no difference to them."""
+"""Checksums of tensors. Guards against bits, or row orders, that do not affect them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: 
 
 
 def flipped(tensor, row, column, bit):
-    """The tensor with another bit."""
+    """The tensor with one bit flipped."""
     other = tensor.clone()
     width = 8 * tensor.itemsize
     other.view(BITS[tensor.dtype])[row, column] ^= (1 << bit) - (bit == width - 1) * (1 << width)

@@ -1,6 +1,7 @@
-"""Keeping the later half, on simulated ranks: rows put together again, bytes, memory.
+"""Keeping the later half, on simulated ranks: row order, bytes, memory.
 
-Catches rows that come back to another place, a call over other keys, and buffers read too early.
+Guards against rows returned to the wrong place, a call over the wrong keys, and buffers read too
+early.
 """
 
 import pytest
@@ -19,7 +20,7 @@ from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
-CASES = [  # layout, nodes, ranks, rows of a rank, whether they are resharded
+CASES = [  # layout, nodes, ranks, rows per rank, whether they are resharded
     (layout, nodes, size, tokens, reshard)
     for layout, reshard in (
         (Layout.ZIGZAG, False),

@@ -1,6 +1,6 @@
 """Keeping the later half in the contiguous layout, on an odd number of processes.
 
-Catches an NCCL communicator that waits for a rank which has nothing to send.
+Guards against an NCCL communicator that waits for a rank with nothing to send.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ TOKENS = 8
 
 
 def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
-    """Error of gradients; how many parcels the first exchange between any two ranks had."""
+    """Error of gradients; how many parcels the first transfers between any two ranks had."""
     patches.apply("checkpoints")
     parcels, inner = [], Communicator.send
 
@@ -53,4 +53,4 @@ def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
 def test_a_middle_rank_that_keeps_its_own_rows_is_met_by_the_others_first():
     found = run_ranks(odd_contiguous, 3, 3)
     assert all(error <= 1e-12 and parcels[0] == 2 for error, parcels in found)
-    assert found[1][1].count(0) == 2  # where the others pass later rows on, and home
+    assert found[1][1].count(0) == 2  # where the others pass later rows on, and back

@@ -1,6 +1,6 @@
-"""What happens to kept results that somebody writes in place.
+"""What happens to kept results that are modified in place.
 
-Catches gradients that are wrong without an error: autograd's own check does not see what is kept.
+Guards against silently wrong gradients: autograd's own check does not see what is kept.
 """
 
 import gc
@@ -29,7 +29,7 @@ def frames():
 
 
 class Split:
-    """A policy whose outputs are made anew in recomputation, as those of a kept half are."""
+    """A policy whose outputs are rebuilt in recomputation, like those of a kept half."""
 
     def trim(self, outs):
         return tuple(x.clone() for x in outs)
@@ -43,7 +43,7 @@ def host(tensors):
 
 
 def step(attend, write, reentrant, x):
-    """A loss over a layer whose attention's output is written to."""
+    """Loss of a layer whose attention output is modified in place."""
 
     def layer(x):
         heads = x.unflatten(-1, (HEADS, DIM))
@@ -90,7 +90,7 @@ def test_so_is_one_after_the_checkpoint_that_ran_attention(reentrant, write):
 
 @REENTRANT
 def test_writes_to_what_is_recomputed_are_refused_only_where_backward_reads_it(reentrant):
-    """Where it does, a reentrant checkpoint's graph is checked by autograd itself."""
+    """Where it does, autograd itself checks a reentrant checkpoint's graph."""
 
     def gradient(attention, reentrant):
         x = inputs()
@@ -123,7 +123,7 @@ def test_a_write_in_recomputation_alone_is_right_where_backward_does_not_read_th
 
 
 def test_an_outer_recomputation_must_not_write_either():
-    """It hands the same tensor to the inner checkpoint's first pass."""
+    """It passes the same tensor to the inner checkpoint's first pass."""
     runs, attend = [], keep(plain)
 
     def layer(x):
@@ -166,7 +166,7 @@ def test_a_parcel_on_a_host_that_is_full_watches_too():
 
 
 def burst_written(rank: int) -> dict:
-    """By mode and kind of checkpoint, what came of a write to burst attention's output."""
+    """By mode and kind of checkpoint, the outcome of a write to burst attention's output."""
     found = {}
     patches.apply("checkpoints")
     for name, options in (("all", {}), ("all", dict(keep_offload="results")), ("half", {})):
@@ -191,7 +191,7 @@ def burst_written(rank: int) -> dict:
 
 
 def test_a_write_to_burst_attentions_output_is_refused_however_it_is_kept():
-    """Half's later rows lie elsewhere; the whole is made anew, and is what backward reads."""
+    """Half's later rows are stored elsewhere; the whole is rebuilt, and is what backward reads."""
     for found in run_ranks(burst_written, 2):
         assert found.pop(("half", True)) == "torch"
         assert len(found) == 5 and set(found.values()) == {"burst"}

@@ -1,6 +1,6 @@
-"""`keep` under torch.utils.checkpoint: gradients, what is run again, what is refused.
+"""`keep` under torch.utils.checkpoint: gradients, what is recomputed, what is refused.
 
-Catches results that are paired wrongly.
+Guards against results that are matched wrongly.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ def test_gradients_are_bitwise_those_without_checkpoints_and_attention_runs_once
 
 @REENTRANT
 def test_tensors_in_lists_and_dictionaries_are_arguments_too(reentrant):
-    """Else their gradient would silently be lost."""
+    """Otherwise their gradient would silently be lost."""
     weights, x = model(), inputs()
     kept = keep(lambda qkv, *, more: flash(*qkv, more["v"], **more["options"]))
 
@@ -65,7 +65,7 @@ def test_without_keep_attention_runs_twice(reentrant):
 
 @REENTRANT
 def test_micro_batches_in_flight_in_any_order(reentrant):
-    """Several forwards before their backwards, which come in another order; one in evaluation."""
+    """Several forwards before their backwards, which run in another order; one in evaluation."""
     counted = Counted(flash)
     weights, xs, attend = model(), [inputs(seed) for seed in (1, 2, 3)], keep(counted)
     losses = [forward(weights, attend, x, reentrant).square().sum() for x in xs]
@@ -79,7 +79,7 @@ def test_micro_batches_in_flight_in_any_order(reentrant):
 
 
 def test_checkpoints_inside_checkpoints():
-    """The inner one records what the outer one's recomputation takes; attention still runs once."""
+    """The inner one records what the outer one's recomputation uses; attention still runs once."""
     for outer in (True, False):
         for inner in (True, False):
             counted = Counted(flash)
@@ -92,7 +92,7 @@ def test_checkpoints_inside_checkpoints():
 
 
 def test_a_second_backward_computes_anew_where_the_checkpoint_is_reentrant():
-    """retain_graph: what was taken is gone, and the result is right all the same."""
+    """retain_graph: what was kept is used up, and the result is still right."""
     counted = Counted(flash)
     weights, x = model(), inputs()
     loss = forward(weights, keep(counted), x, True).square().sum()
@@ -113,9 +113,9 @@ def test_a_second_backward_is_refused_where_it_is_not():
 
 @REENTRANT
 def test_random_numbers_of_attention_and_of_what_follows_are_the_first_passes(reentrant):
-    """Dropout in attention is kept with it; dropout behind it draws what it drew before.
+    """Dropout in attention is kept with it; later dropout draws the same numbers again.
 
-    Kernels may move the generator without using it, as TransformerEngine's do.
+    Kernels may advance the generator without using it, as TransformerEngine's do.
     """
 
     def drops(q, k, v, scale):
@@ -163,7 +163,7 @@ def test_debug_mode_finds_recomputation_with_other_inputs():
 
     def sign_of_a_row(x):
         y = x.clone()
-        y[0, 3] *= -1  # the highest bit alone
+        y[0, 3] *= -1  # only the highest bit
         return y
 
     recompute_with_other(True, lambda x: x * 1)

@@ -1,6 +1,6 @@
 """`keep` under torch.utils.checkpoint: what stays in memory.
 
-Catches kept inputs, and anything that outlives its graph.
+Guards against kept inputs, and anything that outlives its graph.
 """
 
 import gc
@@ -29,7 +29,7 @@ from tests.recompute.layers import (
 
 
 def kept_bytes():
-    """Bytes of all recordings that are alive."""
+    """Bytes of all live recordings."""
     gc.collect()
     from megatron_burst.recompute.recording import Recording
 
@@ -38,7 +38,7 @@ def kept_bytes():
 
 @REENTRANT
 def test_kept_are_the_output_and_the_statistics_only(reentrant):
-    """Not q, k and v, though the graph of flash attention saves them."""
+    """Not q, k and v, though flash attention's graph saves them."""
     x = inputs()
     alive = []
 
@@ -59,7 +59,7 @@ def test_kept_are_the_output_and_the_statistics_only(reentrant):
 def test_until_backward_recomputation_holds_values_but_not_what_they_are_a_slice_of(
     reentrant,
 ):
-    """Queries and keys are new tensors, as position embeddings make them."""
+    """Queries and keys are new tensors, as RoPE makes them."""
     weight, x = torch.randn(HEADS * DIM, 8 * HEADS * DIM).double() / 8, inputs()
     attend, projections, alive = keep(F.scaled_dot_product_attention), [], []
 
@@ -67,7 +67,7 @@ def test_until_backward_recomputation_holds_values_but_not_what_they_are_a_slice
         qkv = (x @ weight).unflatten(-1, (HEADS, 8 * DIM)).transpose(1, 2)
         projections.append(weakref.ref(qkv.untyped_storage()))
         out = attend(qkv[..., :DIM] * 2, qkv[..., DIM : 2 * DIM] * 2, qkv[..., 2 * DIM : 3 * DIM])
-        if out.requires_grad:  # not in the first pass of a reentrant one
+        if out.requires_grad:  # not in a reentrant one's first pass
             out.register_hook(lambda _: alive.append([qkv() is not None for qkv in projections]))
         return out.square()
 
@@ -79,7 +79,7 @@ def test_until_backward_recomputation_holds_values_but_not_what_they_are_a_slice
 
 
 class Halved:
-    """A policy that keeps half of the columns, and makes outputs anew of them."""
+    """A policy that keeps half of the columns, and rebuilds outputs from them."""
 
     def trim(self, outs):
         self.kept = [x[..., : x.shape[-1] // 2].clone() for x in outs]
@@ -110,7 +110,7 @@ def test_what_outputs_were_restored_from_is_let_go_before_backward(reentrant):
 
 @REENTRANT
 def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
-    """200 steps; two of three fail, in the first pass, in recomputation or between."""
+    """200 steps; two of three fail, in the first pass, in recomputation or in between."""
     weights, fail_at, calls = model(), None, 0
 
     def fails(q, k, v, scale):
@@ -165,8 +165,8 @@ def test_nothing_outlives_steps_that_fail_anywhere(reentrant):
 
 
 def test_recomputation_that_fails_lets_go_of_what_it_has_not_taken():
-    """Even if the caller holds on to the loss; the graph of a checkpoint that is not reentrant
-    holds recordings itself."""
+    """Even if the caller holds on to the loss; the graph of a non-reentrant checkpoint itself holds
+    recordings."""
 
     def fails(q, k, v, scale):
         if running()[-1].recomputes:

@@ -1,6 +1,6 @@
-"""Host memory of kept tensors: what comes back, what it holds, what it fetches ahead.
+"""Host memory of kept tensors: what is fetched back, its size, prefetching.
 
-Catches a buffer given away too early, more memory than allowed, and fetches in the wrong order.
+Guards against buffers released too early, more memory than allowed, and fetches in the wrong order.
 """
 
 import gc
@@ -57,7 +57,7 @@ def fetched(parcels):
 
 @pytest.fixture
 def three_layers():
-    """Two layers with a call each, then one with two; inputs are packed after the first pass."""
+    """Two layers with one call each, then one with two; inputs are packed after the first pass."""
     memory, parcels, frames = HostMemory(CPU, 1 << 20), {}, [Frame(), Frame(), Frame()]
     for layer, frame in enumerate(frames):
         with frame:
@@ -107,7 +107,7 @@ def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(c
 
 
 class Card:
-    """The calls of CUDA's that pin memory and order copies, without a GPU."""
+    """CUDA's calls that pin memory and order copies, without a GPU."""
 
     device = CPU
 
@@ -158,7 +158,7 @@ def test_pages_that_make_room_for_others_are_unpinned_once_copies_are_over(card)
     parcels = [packed(memory, torch.ones(256)) for _ in range(4)]
     assert sorted(card.pinned.values()) == [1024] * 4
     del parcels
-    assert len(card.pinned) == 4  # to be used again
+    assert len(card.pinned) == 4  # for reuse
     parcel = packed(memory, torch.ones(512))
     assert list(card.pinned.values()) == [2048] and memory.taken_bytes == 2048
     assert torch.equal(parcel.get()[0], torch.ones(512))
@@ -166,7 +166,8 @@ def test_pages_that_make_room_for_others_are_unpinned_once_copies_are_over(card)
 
 @pytest.mark.parametrize("last", ["memory", "parcel"])
 def test_pages_of_a_memory_that_is_gone_are_unpinned(card, last):
-    """A further limit or device once drove one out of a cache, and its pages went back pinned."""
+    """A new limit or device once evicted one from a cache, and its pages were freed while
+    pinned."""
     memory = on_card(4096)
     parcels = [packed(memory, torch.ones(256)) for _ in range(2)]
     parcels.pop()

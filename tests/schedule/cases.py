@@ -1,4 +1,4 @@
-"""Calls whose programs are looked at: every mode, direction, layout, mask and option."""
+"""Calls whose programs are checked: every mode, direction, layout, mask and option."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.slots import pulled_count
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
-LAYOUTS = (Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.STRIPED)  # that say where tokens are
+LAYOUTS = (Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.STRIPED)  # those that say where tokens are
 MASKS = (Mask.FULL, Mask.CAUSAL)
 # windows smaller and larger than a chunk, to the left, to the right and to both; documents
 BANDS = (Mask(1, 0), Mask(3, 0), Mask(2, 1), Mask(None, 2), Mask(4, None))
@@ -25,7 +25,7 @@ DOCUMENTS = (Mask(right=0, documents=True), Mask(documents=True), Mask(2, 0, doc
 
 
 def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:
-    """Sizes on a rank; bytes are such that none is taken for another."""
+    """Sizes on a rank; chosen so that no two byte counts coincide."""
     return AttentionShape(1, tokens, *heads, 3, 5, itemsize=2, stat_bytes=7, grad_bytes=4)
 
 
@@ -43,10 +43,10 @@ class Case:
     pulled: bool = False
     one_slot: bool = False
     left: bool = False
-    group: int = 1  # query heads of a KV head on one rank
-    copies: int = 1  # ranks of an all-to-all that have the same KV heads
+    group: int = 1  # query heads per KV head on one rank
+    copies: int = 1  # ranks of an all-to-all with the same KV heads
     tokens: int = 2
-    boundaries: tuple[int, ...] = ()  # where documents begin, but for the first
+    boundaries: tuple[int, ...] = ()  # where documents begin, except the first
 
     def __str__(self) -> str:
         size = "x".join(map(str, (self.topology.inter_size, self.topology.intra_size)))
@@ -83,7 +83,7 @@ class Case:
 
 
 def cases_on(topology: Topology, masks: Sequence[Mask] = MASKS) -> Iterator[Case]:
-    """All that differ on a topology."""
+    """All distinct cases on a topology."""
     tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
     for mode, layout, mask, circulate in product(MODES, LAYOUTS, masks, Circulate):
         case = Case(mode, topology, layout, mask, circulate, tokens=tokens)
@@ -99,7 +99,7 @@ def _rings(case: Case) -> Iterator[Case]:
 
 
 def _gathers(case: Case) -> Iterator[Case]:
-    """Gather and a2a: rounds, what is left, how it travels, what the kernel can."""
+    """Gather and a2a: rounds, remainders, transports, kernel abilities."""
     size, nodes = case.topology.intra_size, case.topology.inter_size
     lefts = (False, True) if case.mode == "a2a" or nodes > 1 else (False,)
     if case.mode == "gather" and case.circulate is Circulate.Q:
@@ -116,7 +116,7 @@ def _gathers(case: Case) -> Iterator[Case]:
 
 
 def copies_of(ranks: int, rounds: int) -> int:
-    """As many copies as there can be in so many rounds of one KV head a rank."""
+    """The most copies possible in `rounds` rounds of one KV head per rank."""
     return next(n for n in range(ranks, 0, -1) if ranks % n == 0 and gcd(n, rounds) == 1)
 
 

@@ -1,7 +1,8 @@
-"""Programs with one thing wrong, on rank 1, which no check may pass.
+"""Programs with one fault, on rank 1, which no check may pass.
 
-Each function yields what is wrong, the passes, and who waits for whom; None: what `order` derives
-of the wrong program, so that nothing is unordered and the fault shows in what is computed.
+Each function yields the fault, the passes, and which operation waits for which; None: what `order`
+derives from the faulty program, so that nothing is unordered and the fault shows in what is
+computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ RANK = 1
 
 
 def _put(every: Sequence, turn: int, new) -> list[list]:
-    """With another program, or order, of the rank."""
+    """The passes with another program, or order, for the rank."""
     copies = [list(ranks) for ranks in every]
     copies[turn][RANK] = new
     return copies
@@ -47,7 +48,7 @@ def _ops(passes: Passes, kinds=object) -> Iterator[tuple[int, int, Op]]:
 
 
 def _with_ops(passes: Passes, turn: int, index: int, *new: Op) -> list[list]:
-    """With other operations in one's place."""
+    """The passes with other operations replacing one."""
     program = passes[turn][RANK]
     ops = (*program.ops[:index], *new, *program.ops[index + 1 :])
     return _put(passes, turn, replace(program, ops=ops))
@@ -88,7 +89,7 @@ def no_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def swapped_transfers(passes: Passes, orders: Orders) -> Iterator[Mutant]:
-    """Two of one communicator, one right after the other."""
+    """Swap two transfers of one communicator that follow each other."""
     for turn, first, op in _ops(passes, Transfer):
         program = passes[turn][RANK]
         later = [index for t, index, other in _ops(passes, Transfer)
@@ -102,7 +103,7 @@ def swapped_transfers(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def early_reuse(passes: Passes, orders: Orders) -> Iterator[Mutant]:
-    """A hop buffer in the memory of another one."""
+    """Give a hop buffer the memory of another one."""
     for turn, programs in enumerate(passes):
         program = programs[RANK]
         for name, buffer in program.buffers.items():
@@ -113,7 +114,7 @@ def early_reuse(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def _shorter(program: Program, ref: Ref) -> Iterator[Ref]:
-    """Other rows of a buffer."""
+    """The buffer with other rows."""
     rows = ref.rows or Span(0, program.buffers[ref.buffer].rows)
     if rows.start:
         yield replace(ref, rows=rows.moved(-1))
@@ -154,7 +155,7 @@ def wrong_mask(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
-    """A part freed one operation before its last use."""
+    """Free a part one operation before its last use."""
     for turn, ranks in enumerate(orders):
         claim, ops = ranks[RANK], passes[turn][RANK].ops
         for index, names in enumerate(claim.frees):
@@ -169,7 +170,7 @@ def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def part_beside(passes: Passes, orders: Orders) -> Iterator[Mutant]:
-    """A part that is written on another stream than the one that allocates it."""
+    """Write a part on a stream other than the one that allocates it."""
     for turn, index, op in _ops(passes):
         homes = {passes[turn][RANK].buffers[ref.buffer].home for ref in op.writes}
         if Home.PART in homes:

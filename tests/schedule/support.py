@@ -1,4 +1,4 @@
-"""The table of docs/masks.md: which mode has which mask in which layout, as `check_mask` has it."""
+"""The table of docs/masks.md: which mode supports which mask in which layout, by `check_mask`."""
 
 from itertools import product
 
@@ -21,7 +21,8 @@ LAYOUTS = ("zigzag", "contiguous", "striped", "zigzag-documents")
 
 
 def supports(mask: Mask, layout: Layout, mode: str, several_nodes: bool) -> bool:
-    """Whether a mode has a mask; gathered keys must lie in order, which striped rows do not."""
+    """Whether a mode supports a mask; gathered keys must be in order, which striped rows are
+    not."""
     if layout is Layout.STRIPED and mode != "ring":
         return False
     if layout is Layout.DOCUMENTS and not mask.documents:
@@ -34,7 +35,7 @@ def supports(mask: Mask, layout: Layout, mode: str, several_nodes: bool) -> bool
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     lines = [f"| mask | {' | '.join(f'`{layout}`' for layout in LAYOUTS)} |"]
     lines.append("| --- " * (len(LAYOUTS) + 1) + "|")
     for name, mask in MASKS.items():

@@ -1,4 +1,4 @@
-"""The proof of programs: all of them pass, and whatever is made wrong in one is found."""
+"""The proof of programs: all of them pass, and any fault introduced into one is found."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -36,7 +36,7 @@ from tests.schedule.mutations import MUTATIONS
 SMALL = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
 LARGER = [(n, m) for n in range(1, 9) for m in range(1, 9) if 4 < n * m <= 20]
 LARGEST = [(4, 8), (7, 4), (8, 8)]
-UNLIKE = {  # nodes with ranks that are no neighbours; rows that span nodes
+UNLIKE = {  # nodes whose ranks are not neighbours; rows that span nodes
     "interleaved": topology_of("abab"),
     "backwards": topology_of("abc" * 2, places=(1, 1, 1, 0, 0, 0)),
     "flat": pretend_nodes(4, 2).flat(),
@@ -58,7 +58,7 @@ def test_every_call_of_a_small_group_is_proven(size, mode):
 
 @pytest.mark.parametrize("size", [*LARGER, *LARGEST], ids=str)
 def test_calls_of_larger_groups_are_proven(size):
-    """Two of each group, one of the largest; which ones differs from group to group."""
+    """Two per group, one for the largest; which ones differs from group to group."""
     random, modes = Random(str(size)), list(MODES)
     random.shuffle(modes)
     for mode in modes[: 1 if size in LARGEST else 2]:
@@ -70,7 +70,7 @@ def test_calls_of_larger_groups_are_proven(size):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", SMALL, ids=str)
 def test_windows_and_documents_are_proven(size, mode):
-    """Of each mask a few of the calls; which ones differs from group to group."""
+    """A few calls per mask; which ones differs from group to group."""
     random = Random(str(size))
     for mask in (*BANDS, *DOCUMENTS):
         cases = [case for case in cases_on(grid(*size), [mask]) if case.mode == mode]
@@ -86,7 +86,7 @@ def test_windows_and_documents_are_proven(size, mode):
 
 
 def each_for_itself(case, random):
-    """The case with drawn documents of which each rank has two chunks; some have no token."""
+    """The case with drawn documents of which each rank has two chunks; some are empty."""
     size = case.topology.cp_size
     lengths = [2 * size * random.randint(0, 2) for _ in range(3)] + [2 * size]
     starts, tokens = list(accumulate(lengths))[:-1], sum(lengths) // size
@@ -96,7 +96,7 @@ def each_for_itself(case, random):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [*SMALL, (2, 3), (3, 2), (2, 4), (4, 2), (8, 1)], ids=str)
 def test_documents_that_are_sharded_each_for_itself_are_proven(size, mode):
-    """Of each mask a few of the calls; which ones differs from group to group."""
+    """A few calls per mask; which ones differs from group to group."""
     random = Random(str(size))
     for mask in (*DOCUMENTS, Mask(1, 1, documents=True)):
         one_call = size[0] == 1 and (mode == "a2a" or (mode == "gather" and mask.right == 0))
@@ -133,7 +133,7 @@ def test_groups_whose_ranks_lie_otherwise_are_proven(topology, mode):
 def test_what_was_to_be_pulled_may_be_sent(mode):
     """Where a rank has no room for memory that others can read."""
     cases = [case for case in cases_on(grid(2, 2)) if case.mode == mode and case.pulled]
-    # with contiguous rows of causal attention a rank may have nothing to give or to take
+    # with contiguous causal rows a rank may have nothing to send or receive
     picked = [case for case in cases if case.rounds == 2 and case.layout is Layout.CONTIGUOUS]
     for case in (*picked, *Random(0).sample(cases, 10)):
         sent = [[_sent(program) for program in programs] for programs in case.passes()]
@@ -161,7 +161,7 @@ CASES = [
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_pass_may_follow_itself(direction):
-    """As where layers run one after the other, or results are kept."""
+    """As when layers run one after another, or results are kept."""
     for case in CASES:
         if direction is Direction.FORWARD or not case.left:
             assert check([case.programs(direction)], case.layout, case.mask) == [], case
@@ -182,7 +182,7 @@ def test_what_is_made_wrong_is_found(mutation):
 
 
 def test_without_flow_control_pulled_slots_are_overwritten(monkeypatch):
-    """With several slots: a single one is not written before what was pulled is there."""
+    """With several slots: a single one is not written before what was pulled has arrived."""
     case = next(case for case in CASES if case.mode == "gather" and case.pulled)
     monkeypatch.setattr(check_module._Rank, "_views", lambda rank, op: (0, []))
     faults = faults_of(case)
@@ -190,8 +190,8 @@ def test_without_flow_control_pulled_slots_are_overwritten(monkeypatch):
 
 
 def test_a_slot_is_filled_again_behind_the_barrier_of_its_round_only():
-    """An exchange's slot may not be touched before the exchange before it has been issued: its
-    barrier would tell of too old a round."""
+    """An all-to-all's slot may not be touched before the previous all-to-all is issued: its barrier
+    would belong to an earlier round."""
     case = replace(CASES[2], rounds=4)
     program = case.programs(Direction.FORWARD)[0]
     numbers = [program.buffers[op.slot.buffer].number for op in program.ops
@@ -203,7 +203,7 @@ def test_a_slot_is_filled_again_behind_the_barrier_of_its_round_only():
     assert any("exchange 1" in fault and "keys 0" in fault for fault in faults)
 
 
-# --- who waits for whom, in programs of a few operations ---
+# --- which operation waits for which, in programs of a few operations ---
 
 ROW = grid(1, 3)
 
@@ -223,7 +223,7 @@ def swap_with(peer, cargo=Cargo.READ, number=0):
 
 
 def hangs(*programs):
-    """In which ways of running nothing goes on."""
+    """In which execution orders the programs hang."""
     waits = [order(program).waits for program in programs]
     links = meet(programs)
     assert links.faults == []
@@ -258,7 +258,7 @@ def test_a_transfer_without_a_partner_is_told():
 
 
 def test_backward_is_proven_with_the_forward_that_it_follows_only():
-    """What forward has left is not there without it."""
+    """Without it, forward's leftovers are missing."""
     case = next(case for case in CASES if case.left)
     faults = check([case.programs(Direction.BACKWARD)], case.layout, case.mask)
     assert any("never written" in fault and "left" in fault for fault in faults)

@@ -1,4 +1,4 @@
-"""Steps of gathers: every pair once, whole pieces only, balanced, what is taken is given."""
+"""Steps of gathers: every pair once, whole pieces only, balanced, sends match receives."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +20,7 @@ GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 
 
 def steps_of(spec):
-    """Of all ranks."""
+    """Steps of all ranks."""
     return [gather_steps(replace(spec, cp_rank=rank)) for rank in range(spec.topology.cp_size)]
 
 
@@ -81,7 +81,7 @@ def test_each_query_meets_each_visible_key_once_for_each_head(spec):
 @settings(deadline=None)
 @given(specs())
 def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
-    """A share is sent piece by piece; kernels without rectangular causal tiles get square ones."""
+    """Parts are sent piece by piece; kernels without rectangular causal tiles get square ones."""
     for gathers in steps_of(spec):
         for step in gathers.steps:
             edges = {0} | {piece.whole.stop for piece in step.keys}
@@ -95,7 +95,7 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
 @settings(deadline=None)
 @given(specs())
 def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
-    """What one takes is what the other gives, in the same order."""
+    """What one rank takes is what the other gives, in the same order."""
     topology = spec.topology
     every = steps_of(spec)
     for gathers in every:
@@ -144,7 +144,7 @@ def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads
 
 @pytest.mark.parametrize("nodes, ranks", [(1, 2), (1, 8), (2, 2), (4, 2), (2, 4), (8, 1)])
 def test_work_is_balanced_in_zigzag(nodes, ranks):
-    """Steps too: nobody waits for a rank whose tiles see more keys."""
+    """In each step too: no rank waits for one whose tiles see more keys."""
     size = nodes * ranks
     every = steps_of(
         Spec(pretend_nodes(size, nodes), 0, Direction.FORWARD, shape_of(64, (2, 2)), Layout.ZIGZAG,

@@ -1,4 +1,4 @@
-"""Properties of programs: bytes on each link, hops, buffers, what is hidden behind what."""
+"""Properties of programs: bytes per link, hops, buffers, what is hidden behind what."""
 
 from collections import Counter
 from dataclasses import fields, is_dataclass, replace
@@ -54,7 +54,7 @@ def transfers(program, *, link=None, cargo=None):
 
 
 def in_rows(x, unit):
-    """What counts rows or positions, counted in units of so many."""
+    """A row or position count in units of `unit`."""
     match x:
         case Span():
             return x.times(unit)
@@ -75,7 +75,7 @@ def in_rows(x, unit):
 @settings(max_examples=150)
 @given(st.data())
 def test_one_program_serves_all_lengths(data):
-    """Counted in units it is the program that is made for that very length, slots included."""
+    """In units, it is the program made for that very length, including slots."""
     mask = data.draw(st.sampled_from((*MASKS, *DOCUMENTS[:2])))
     case = data.draw(calls(data.draw(st.sampled_from(list(MODES))), mask))
     layout = data.draw(st.sampled_from((case.layout, Layout.DOCUMENTS)[: 1 + mask.documents]))
@@ -112,7 +112,7 @@ def statistics(shape):
 
 
 def circulating(case, direction):
-    """Bytes of a shard that goes round, copies of its KV heads among them, and of its gradient."""
+    """Bytes of a circulating shard, including copies of its KV heads, and of its gradient."""
     shape = replace(case.shape, heads_kv=case.shape.heads_kv * case.copies)
     if direction is FORWARD:
         return keys(shape, shape.itemsize), 0
@@ -123,14 +123,14 @@ def circulating(case, direction):
 
 
 def between_nodes(case, direction):
-    """N-1 hops of every shard and of its gradient; no keys that forward has left."""
+    """N-1 hops of every shard and its gradient; no keys that forward saved."""
     read, grad = circulating(case, direction)
     recalled = case.left and direction is BACKWARD and case.mode == "gather"
     return (case.topology.inter_size - 1) * (grad + (0 if recalled else read))
 
 
 def share_width(case):
-    """Of gradients that leave inside a node."""
+    """Width of gradients that leave inside a node."""
     return case.shape.grad_bytes if case.kernel.wide_grads else case.shape.itemsize
 
 
@@ -145,7 +145,8 @@ def test_a_ring_sends_n_times_l_less_one_shards_inside_and_n_less_one_between(ca
 
 @given(calls("gather", Mask.FULL), st.sampled_from(list(Direction)))
 def test_gathering_sends_every_shard_to_all_others_of_the_node(case, direction):
-    """Once a step; in backward of queries that go round once a round, its gradients once a step."""
+    """Once per step; in backward with circulating queries, once per round, and their gradients once
+    per step."""
     nodes, others, shape = case.topology.inter_size, case.topology.intra_size - 1, case.shape
     alone = direction is BACKWARD and case.circulate is Circulate.Q
     inside = others * (1 if alone else nodes) * keys(shape, shape.itemsize)
@@ -168,7 +169,7 @@ def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds)
 
 @given(calls("a2a"), st.sampled_from(list(Direction)))
 def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, direction):
-    """Of all that ranks compute with: a KV head that several of them need counts for each."""
+    """Of everything that ranks compute with: a KV head that several ranks need counts for each."""
     shape, ranks = case.shape, case.topology.intra_size
     shape = replace(shape, heads_kv=shape.heads_kv * case.copies)
     qkv = queries(shape, shape.itemsize) + keys(shape, shape.itemsize)
@@ -255,7 +256,7 @@ def test_between_nodes_a_piece_and_its_gradient_make_n_less_one_hops_a_round(cas
 
 
 def most_buffers(case):
-    """Hop buffers that a backward may take, of what is read and of gradients."""
+    """The most hop buffers that a backward may take, for data read and for gradients."""
     nodes, ranks = case.topology.inter_size, case.topology.intra_size
     if case.mode == "ring":
         inside = 0 if ranks == 1 else 1 if ranks == 2 else 2
@@ -273,7 +274,7 @@ def most_buffers(case):
 
 @given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls))
 def test_hop_buffers_do_not_grow_with_the_group(case):
-    """Sending a shard on takes the memory of a few, however many there are."""
+    """Sending a shard on takes the memory of a few, whatever the group's size."""
     read, grad = most_buffers(case)
     if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask.causal:
         grad += 1  # a step without a tile adds nothing: what it sent stays until what came goes on
@@ -287,7 +288,7 @@ def test_hop_buffers_do_not_grow_with_the_group(case):
 
 
 def hidden(program, cargo, link=None):
-    """For each transfer, kernels between its issue and the first use of what it brings."""
+    """For each transfer, kernels between its issue and the first use of its data."""
     found = []
     for index, op in enumerate(program.ops):
         if op not in transfers(program, cargo=cargo, link=link):
@@ -302,7 +303,7 @@ def hidden(program, cargo, link=None):
 
 @given(calls("ring", Mask.FULL), st.sampled_from(list(Direction)))
 def test_every_hop_of_a_ring_but_the_last_ones_home_is_behind_a_kernel(case, direction):
-    """Home come the total, and where there are several nodes what it is joined from."""
+    """The last return the total, and on several nodes what it is summed from."""
     last = min(case.topology.inter_size - 1, 1) + (case.topology.intra_size > 1)
     for program in case.programs(direction):
         assert all(hidden(program, Cargo.READ))
@@ -311,7 +312,7 @@ def test_every_hop_of_a_ring_but_the_last_ones_home_is_behind_a_kernel(case, dir
 
 
 def test_a_hop_of_data_between_nodes_has_a_whole_round_to_arrive():
-    """Its overlap is why the ring is nested."""
+    """The ring is nested for this overlap."""
     case = Case("ring", grid(3, 4), Layout.ZIGZAG, Mask.CAUSAL, rounds=1)
     for direction in Direction:
         for program in case.programs(direction):
@@ -348,8 +349,8 @@ def test_on_one_node_every_round_but_the_first_comes_behind_kernels(mode, data):
 
 @given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls), st.sampled_from(list(Direction)))
 def test_all_ranks_issue_their_transfers_in_one_order(case, direction):
-    """The same links and cargoes one after the other, those that are for nobody left out: so none
-    waits in front of what a peer waits for."""
+    """The same links and cargoes in sequence, leaving out empty ones: so no transfer waits in front
+    of one that a peer waits for."""
     longest: list = []
     for program in case.programs(direction):
         issued = [(op.link, op.cargo, _number(op)) for op in transfers(program)]
@@ -360,6 +361,6 @@ def test_all_ranks_issue_their_transfers_in_one_order(case, direction):
 
 
 def _number(transfer):
-    """What it is about, as buffers are named after steps and rounds."""
+    """What a transfer is about, as buffers are named after steps and rounds."""
     ref = transfer.slot or transfer.gives[0].rows
     return ref.buffer
