@@ -1,7 +1,7 @@
-"""Burst's flags in Megatron's parser, what arguments ask of burst, and what must hold for it.
+"""Burst's flags in Megatron's parser, what arguments ask of burst, and their checks.
 
-Each flag sets the field of its name in a configuration: types and legal values are the field's;
-here is what each means. Nothing here loads Megatron.
+Each flag sets the configuration field of its name, which defines type and legal values; help texts
+are here. Nothing here loads Megatron.
 """
 
 import sys
@@ -45,7 +45,7 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
     """Add all of burst's flags to a parser; `on_impl`: the action of --context-parallel-impl."""
     group = parser.add_argument_group(
         "burst", "context parallelism with BurstAttention",
-        conflict_handler="resolve",  # a Megatron with our diff has the first one itself
+        conflict_handler="resolve",  # a Megatron with our diff already has the first one
     )  # fmt: skip
     group.add_argument(
         "--context-parallel-impl", action=on_impl, choices=["megatron", "burst"],
@@ -76,10 +76,10 @@ def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> 
 
 
 def _tuning(text: str) -> str:
-    """The text, which is what checkpoints save with the other arguments, once it is read."""
+    """The text, checked but unparsed, because checkpoints save it with the other arguments."""
     try:
         Tuning.parse(text)
-    except BurstError as error:  # of whose sentence argparse would say nothing
+    except BurstError as error:  # argparse would drop its message
         raise ArgumentTypeError(str(error)) from None
     return text
 
@@ -92,7 +92,7 @@ def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -
 
 
 def _options(name: str, kind: object) -> dict:
-    """How argparse reads a field's value; nothing given means None."""
+    """argparse options for a field's value; None if not given."""
     if name == "backend":
         return {"choices": ["auto", *backends()]}
     if get_origin(kind) is Literal:
@@ -112,7 +112,7 @@ def _options(name: str, kind: object) -> dict:
 def check_args(args: Namespace, who: str = FLAG) -> None:
     """Refuse arguments under which burst attention would be wrong or meaningless.
 
-    Every entry point comes here: the flag before Megatron validates, all when core attention is
+    Every entry point calls this: the flag before Megatron validates, all when core attention is
     built.
     """
     nodes = given_tuning(args).nodes
@@ -139,7 +139,7 @@ def check_loss_args(args: Namespace) -> None:
 
 
 def check_unused(args: Namespace) -> None:
-    """Refuse flags of burst attention, or of its loss, without that which they are for.
+    """Refuse options of burst attention or its loss that are given without the feature itself.
 
     Keeping works with Megatron's own attention too.
     """
@@ -169,7 +169,7 @@ def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -
 
 
 def global_args() -> Namespace | None:
-    """Megatron's parsed command line; None where there is none, or only Megatron-Core."""
+    """Megatron's parsed command line; None without one, or with Megatron-Core alone."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)  # get_args() fails without a command line
 
@@ -185,7 +185,7 @@ def wants_fused_loss(args: Namespace) -> bool:
 
 
 def force_args(args: Namespace) -> None:
-    """Set what follows from burst and changes no result; tells so once."""
+    """Set arguments that burst implies and that change no result; logs it once."""
     forced = []
     if args.cp_comm_type in (None, ["p2p"]):
         args.cp_comm_type = ["burst"]
@@ -206,7 +206,7 @@ _FAMILIES = {  # of --attention-backend, in burst's kernels
 
 def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
     """The configuration with the kernels that Megatron's `attention_backend` (the enum's member or
-    its name, None if not given) stands for.
+    its name, None if not given) selects.
     """
     name = getattr(asked, "name", asked)
     if name in (None, "auto"):
@@ -224,7 +224,7 @@ def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
 
 
 def say_attention_backend(args: Namespace) -> None:
-    """Tell what --attention-backend means, if it is given."""
+    """Log which kernels --attention-backend selects, if it is given."""
     asked = getattr(args, "attention_backend", None)
     backend = with_attention_backend(BurstConfig(), asked).backend
     if backend != "auto" and args.rank == 0:

@@ -1,4 +1,4 @@
-"""What is refused of runs, layers and calls with burst attention: see refusals.py."""
+"""Refuses runs, layers and calls that burst attention does not support: see refusals.py."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -19,17 +19,16 @@ from megatron_burst.say import say
 
 try:
     from megatron.core.inference.utils import InferenceMode
-except ImportError:  # before 0.18 no engine tells that it runs
+except ImportError:  # before 0.18 engines do not tell that they run
     InferenceMode = None
 
 WHO = "burst core attention"
 
 
 def check_run() -> None:
-    """Refuse a run in which burst attention is being built, through any entry point; name its
-    Megatron.
+    """Check the run when burst attention is built, through any entry point; log its Megatron.
 
-    Also for what the flag would have set in the command line, if there is one.
+    Also refuses a command line, if there is one, that lacks what the flag would have set.
     """
     _say_once(f"burst attention: {require_megatron(WHO)}")
     args = global_args()
@@ -40,16 +39,16 @@ def check_run() -> None:
 
 @cache
 def _say_once(sentence: str) -> None:
-    """Say it on the first rank, once in a process."""
+    """Log it on the first rank, once per process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         say(sentence)
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
-    """Say that options about recomputation do nothing where a model does not recompute attention.
+    """Warn that recomputation options do nothing in a model that does not recompute attention.
 
-    A command line is refused. A framework's process may hold models that never train beside one
-    that does, under the same environment, so a model is not.
+    On a command line this is refused. A model is not, because a framework's process may hold models
+    that never train besides one that does, in the same environment.
     """
     granularity, keeps = config.recompute_granularity, burst.keep != "none"
     others = granularity == "selective" and "core_attn" not in config.recompute_modules
@@ -68,7 +67,7 @@ def check_layer(
     attention_type: str,
     attention_dropout: float | None,
 ) -> None:
-    """Refuse a layer whose configuration asks for something that burst does not do."""
+    """Refuse a layer whose configuration asks for something that burst does not support."""
     own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
     if attention_dropout is not None:
         own["attention_dropout"] = attention_dropout
@@ -77,7 +76,7 @@ def check_layer(
 
 
 def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with a mask, bias or packing that burst does not do, rather than drop it."""
+    """Refuse a call with an unsupported mask, bias or packing, rather than ignore it."""
     call = SimpleNamespace(
         attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
         attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
@@ -90,14 +89,14 @@ def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params
 def check_packed(
     params: PackedSeqParams | None, keep: str, cp_group, mtp_num_layers: int | None = None
 ) -> None:
-    """Refuse a packed sample, or a group, that burst cannot take.
+    """Refuse a packed sample, or a group, that burst does not support.
 
-    Boundaries of keys have to be those of the queries. Where they are other tensors they are
-    compared, once a sample; on a GPU that waits for it.
+    Keys must have the boundaries of the queries. Distinct tensors are compared once per sample; on
+    a GPU that synchronizes.
 
     Args:
-        params: of the call.
-        keep: of the layer's configuration.
+        params: the call's.
+        keep: the layer's.
         cp_group: the layer's own.
         mtp_num_layers: of the model.
 
@@ -120,7 +119,7 @@ def check_packed(
 
 
 def check_tokens(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: keys of a cache are no shard of the queries' sequence.
+    """Refuse decoding: cached keys are not a shard of the queries' sequence.
 
     Args:
         query, key: [tokens, b, h, d], or [tokens, h, d].

@@ -41,8 +41,8 @@ from megatron_burst.schedule.topology import Topology
 from megatron_burst.terms import window_of
 from megatron_burst.transforms import uncompiled
 
-PER_LAYER = ("attention_dropout",)  # options that a layer may have otherwise
-CAUSAL = {  # the masks that are supported; of packed samples padding is at the documents' ends
+PER_LAYER = ("attention_dropout",)  # options that may differ between layers
+CAUSAL = {  # supported masks; in packed samples padding is at the documents' ends
     AttnMaskType.causal: True,
     AttnMaskType.no_mask: False,
     AttnMaskType.padding_causal: True,
@@ -80,14 +80,14 @@ class BurstCoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:  # fmt: skip
-        """Attention of [s_local, b, h, d] tensors, of packed samples [t_local, h, d]; returns
-        [s_local, b, h * d_v], or [t_local, h * d_v]."""
+        """Attention of [s_local, b, h, d] tensors, or [t_local, h, d] of packed samples; returns
+        [s_local, b, h * d_v] or [t_local, h * d_v]."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         return self.burst(query, key, value, *extras)
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        """The group that the layer runs over; Megatron-Bridge sets another one for evaluations."""
+        """The layer's group; Megatron-Bridge sets another one for evaluation."""
         return self.burst.cp_group
 
     @cp_group.setter
@@ -100,8 +100,7 @@ if HAVE_TE:
     class BurstTECoreAttention(TEDotProductAttention):
         """Core attention of TransformerEngine specs: burst in layers whose cp_comm_type says so.
 
-        Other layers run TransformerEngine's own. What checkpoints hold of this module is
-        TransformerEngine's too.
+        Other layers run TransformerEngine's own. Its checkpoint format is TransformerEngine's.
 
         Args: those of `TEDotProductAttention`.
 
@@ -142,8 +141,8 @@ if HAVE_TE:
         def set_context_parallel_group(
             self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
         ) -> None:
-            """Run over another group from now on, as Megatron-Bridge has it for evaluations
-            (training/eval_context_parallel_rebinding.py); all ranks of that group together.
+            """Run over another group from now on, as Megatron-Bridge does for evaluation
+            (training/eval_context_parallel_rebinding.py); collective over that group.
 
             `cp_group`: None: this rank alone.
 
@@ -156,7 +155,7 @@ if HAVE_TE:
 
 
 def burst_replacements() -> dict[type, type]:
-    """Which core attention of Megatron's is replaced by which of ours."""
+    """Megatron's core attention classes -> ours."""
     replacements = {DotProductAttention: BurstCoreAttention}
     if HAVE_TE:
         replacements[TEDotProductAttention] = BurstTECoreAttention
@@ -164,11 +163,11 @@ def burst_replacements() -> dict[type, type]:
 
 
 def burst_core_of(core: type) -> type | None:
-    """Which class of burst's takes the place of a core attention; None: none does.
+    """Burst's class that replaces a core attention; None if there is none.
 
-    A model's own sub-class of TransformerEngine's (Gemma's in Megatron-Bridge) is kept, with
-    burst's in place of its base. Not where it has a `forward` of its own: what that does to rows
-    may depend on where they are in the sequence (Ministral's), which it does not ask.
+    A model's own subclass of TransformerEngine's (Gemma's in Megatron-Bridge) is kept, with burst's
+    as its base. Not if it overrides `forward`: that may depend on positions in the sequence
+    (Ministral's) without knowing the shard.
     """
     known = burst_replacements()
     if core in known or core in known.values():
@@ -184,7 +183,7 @@ def burst_core_of(core: type) -> type | None:
 
 @cache
 def _with_burst_as_base(core: type) -> type:
-    """A sub-class whose `super().__init__` is burst's."""
+    """A subclass whose `super().__init__` is burst's."""
     members = {"__doc__": core.__doc__, "__module__": core.__module__}
     return type(f"Burst{core.__name__}", (core, BurstTECoreAttention), members)
 
@@ -195,8 +194,8 @@ def asks_for_burst(
     """Whether a layer's `cp_comm_type` is burst.
 
     Megatron passes it on only with context parallelism (core/transformer/transformer_layer.py:361).
-    Without, the configuration tells, unless the layer is one of those that hold whole sequences in
-    a model that has it.
+    Without, the configuration decides, except in a layer that holds whole sequences within a
+    context-parallel model.
     """
     if config.context_parallel_size > 1:
         return cp_comm_type == "burst"
@@ -217,13 +216,13 @@ class BurstForward:
     layer_number: int
     topology: Topology
     hcp_of: dist.ProcessGroup  # the group that `hcp_groups` tile
-    follows_groups: bool = False  # whether RoPE is over the group of a micro-batch's own
+    follows_groups: bool = False  # whether RoPE uses a micro-batch's own group
 
     @classmethod
     def of(
         cls, config: TransformerConfig, layer_number: int, softmax_scale, pg_collection
     ) -> "BurstForward":
-        """Also makes the group's communicators: all its ranks build their layers together."""
+        """Also makes the group's communicators, since all its ranks build their layers together."""
         check_run()
         apply("hook points")
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
@@ -246,7 +245,7 @@ class BurstForward:
         )  # fmt: skip
 
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
-        """The same over another group, whose communicators are made if they are not there yet."""
+        """The same over another group, whose communicators are made if needed."""
         if isinstance(group, Sequence):
             raise BurstError(
                 f"{WHO}: a layer's context-parallel group must be one group, because burst finds "
@@ -262,8 +261,8 @@ class BurstForward:
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
         attention_bias, packed_seq_params,
     ) -> Tensor:  # fmt: skip
-        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v], and of packed samples
-        [t_local, h, d] to [t_local, h * d_v]."""
+        """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
+        h, d] to [t_local, h * d_v]."""
         check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         mtp_num_layers = self.layer_config.mtp_num_layers
         check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
@@ -282,7 +281,7 @@ class BurstForward:
         return out.flatten(-2)
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> BurstConfig:
-        """Options of this layer's calls: whether it keeps is resolved."""
+        """Options of this layer's calls, with `keep` resolved."""
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         saves = self._half_saves(query, key, value, mask) if self.config.keep == "auto" else 0.0
@@ -298,10 +297,11 @@ class BurstForward:
 def window_of_layer(
     config: TransformerConfig, layer_number: int, causal: bool
 ) -> tuple[int, int] | None:
-    """Positions before its own and behind it that a layer's queries see; None: all.
+    """Numbers of earlier and later positions that a layer's queries see; None: all.
 
-    (left, right) means to Megatron what it means to burst: `left` + 1 keys with the query's own,
-    and with a causal mask none behind it. Without one TransformerEngine takes (-1, 0) as no window.
+    (left, right) means the same in Megatron and burst: `left` + 1 keys including the query's own,
+    and no later ones with a causal mask. Without a causal mask TransformerEngine treats (-1, 0) as
+    no window.
     """
     window = config.window_size
     if not is_layer_window_attention(window, config.window_attn_skip_freq, layer_number):
@@ -320,8 +320,8 @@ def cp_group_of(pg_collection) -> dist.ProcessGroup:
 def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGroup] | None:
     """Megatron's hierarchical groups [intra, inter], if they tile the context-parallel group.
 
-    They can be stale: `destroy_model_parallel` leaves them behind (core/parallel_state.py:2506).
-    Then, and when nodes are pretended, burst makes its own.
+    They can be stale: `destroy_model_parallel` does not clear them (core/parallel_state.py:2506).
+    Then, and with `tuning.nodes`, burst makes its own.
     """
     hcp = None if pg_collection is None else pg_collection.hcp
     if not hcp or len(hcp) != 2 or config.tuning.nodes is not None:

@@ -1,9 +1,9 @@
 """Real Megatron-Core and megatron.training on CPU processes over gloo, for trying out and testing.
 
-As few adaptations as can be; what is replaced, and which line of Megatron needs it, is in
-`patches.py`. What Megatron can do by itself is left to it: the zigzag slice of RoPE, the RNG
-tracker, recomputation, streams and the fused functions written in PyTorch are its own code. A run
-on GPUs never touches this module.
+As few adaptations as possible; `patches.py` lists what is replaced, and which line of Megatron
+needs it. What Megatron can do by itself is left alone: the zigzag slice of RoPE, the RNG tracker,
+recomputation, streams and the fused functions written in PyTorch are its own code. GPU runs never
+use this module.
 """
 
 import copy
@@ -23,7 +23,7 @@ from megatron_burst.say import say
 
 
 def install(training: bool = True) -> tuple[str, ...]:
-    """Make Megatron run on this process's CPU; returns the names that are bound anew.
+    """Make Megatron run on this process's CPU; returns the replaced names.
 
     Call it in the process that trains (after a fork or spawn) and in its main thread, before or
     after importing Megatron; a second call changes nothing.
@@ -49,7 +49,7 @@ def install(training: bool = True) -> tuple[str, ...]:
 
 
 def _enter() -> None:
-    """Begin what is no replacement of a name."""
+    """Switch on what is not a replaced function."""
     # CUDA is hard-coded: core/models/common/embeddings/rope_utils.py:62 moves the zigzag's index
     # there, core/transformer/utils.py:39, core/optimizer/optimizer.py:690 and
     # core/pipeline_parallel/schedules.py:749 allocate there. The mode holds for the calling thread,
@@ -58,14 +58,14 @@ def _enter() -> None:
     mode.__enter__()
     on_undo(lambda: mode.__exit__(None, None, None))
     # core/jit.py:21 makes every @jit_fuser function a torch.compile, which builds C++ on a CPU
-    # (--disable-jit-fuser comes too late for the modules that are imported by then)
+    # (--disable-jit-fuser comes too late for modules imported before it)
     torch.compiler.set_stance("force_eager")
-    # the first makes dynamo's table of torch's functions, which must not hold one of them twice:
-    # the next may come when names of torch.cuda are those of torch.cpu
+    # the first call builds dynamo's table of torch's functions, which must not contain one of them
+    # twice: a later call may come when names of torch.cuda are those of torch.cpu
     torch.compile(lambda: None)
     on_undo(lambda: torch.compiler.set_stance("default"))
-    # core/tensor_parallel/random.py:333 warns when the CPU's generator moved inside a fork, which
-    # is the point here
+    # core/tensor_parallel/random.py:333 warns when the CPU's generator advanced inside a fork,
+    # which is intended here
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -76,7 +76,7 @@ def _enter() -> None:
 
 
 def adjust_args(args: Namespace) -> list[str]:
-    """Turn off in Megatron's arguments what needs CUDA; return the flags that say the same.
+    """Turn off Megatron's arguments that need CUDA; return the equivalent flags.
 
     `install` has validate_args do this, so nobody needs to pass these flags.
     """
@@ -94,7 +94,7 @@ def adjust_args(args: Namespace) -> list[str]:
         # NCCL's: core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4748
         wanted["gradient_reduce_div_fusion"] = (False, "--no-gradient-reduce-div-fusion")
     backend = getattr(args, "attention_backend", None)
-    if getattr(backend, "name", backend) == "fused":  # the others have kernels for CPUs
+    if getattr(backend, "name", backend) == "fused":  # the others run on CPUs
         wanted["attention_backend"] = (type(backend)["auto"], "--attention-backend auto")
     changed = {n: to for n, to in wanted.items() if getattr(args, n, to[0]) != to[0]}
     for name, (value, _) in changed.items():
@@ -103,7 +103,7 @@ def adjust_args(args: Namespace) -> list[str]:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Answers every torch call that names a CUDA device or pinned memory with the CPU's."""
+    """Redirects every torch call that names a CUDA device or pinned memory to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
@@ -129,7 +129,7 @@ def _on_cpu(value: object) -> object:
 
 
 def run_backward_in_mode(run_backward, /, *args, **kwargs):
-    """What runs autograd's engine."""
+    """Runs autograd's engine under `CudaMeansCpu`."""
     with CudaMeansCpu():
         return run_backward(*args, **kwargs)
 
@@ -185,7 +185,7 @@ def initialize_without_cuda(initialize, /, *args, **options):
 
 
 def newest_architecture() -> int:
-    """Blackwell's, of which nothing is demanded."""
+    """Blackwell's, for which nothing is checked."""
     return 10
 
 
@@ -198,4 +198,4 @@ def validate_adjusted(validate_args, /, args: Namespace, *rest, **options):
 
 
 def warm_nothing_up(tp_size: int | None = None) -> None:
-    """Leaves the random generator where it is."""
+    """Skips warm-up, which would advance the random generator."""

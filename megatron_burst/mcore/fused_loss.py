@@ -1,9 +1,10 @@
-"""Attaches the fused LM head and loss to a model of Megatron's: its logits then never exist.
+"""Attaches the fused LM head and loss to a Megatron model, which then never materializes logits.
 
-While labels are given, the output layer hands over `LazyLogits` instead of logits, and
-`compute_language_model_loss` computes the loss from these. Both are replaced on the instance, so
-the main head and those of multi-token prediction (core/transformer/multi_token_prediction.py:760)
-take the same way, in GPTModel and HybridModel alike. Without labels nothing changes.
+With labels, the output layer returns `LazyLogits` instead of logits, and
+`compute_language_model_loss` computes the loss from them. Both are replaced on the instance, so
+they serve the main head and those of multi-token prediction
+(core/transformer/multi_token_prediction.py:760), in GPTModel and HybridModel. Without labels
+nothing changes.
 """
 
 import inspect
@@ -36,8 +37,8 @@ from megatron_burst.mcore.refusals import check, names_burst
 class LazyLogits:
     """Logits [s, b, vocab / tp] that would be `hidden @ weight.T * scale`.
 
-    Answers what Megatron asks of logits on the way to the loss: a factor (MuP), and for the
-    acceptance counts of multi-token prediction their size and largest entry.
+    Supports what Megatron does with logits before the loss: scaling (MuP), and for the acceptance
+    counts of multi-token prediction size and largest entry.
     """
 
     hidden: Tensor  # [s, b, h], or a tensor-parallel rank's part of s
@@ -67,7 +68,7 @@ class LazyLogits:
 
 
 class FusedHead:
-    """What is attached to one GPTModel or HybridModel, of a pipeline stage with an output layer."""
+    """Attached to one GPTModel or HybridModel of a pipeline stage with an output layer."""
 
     def __init__(self, model, config: FusedLossConfig) -> None:
         check_model(model, config)
@@ -87,11 +88,11 @@ class FusedHead:
 
     @property
     def pg_collection(self):
-        """The model's, which Megatron-Bridge exchanges for evaluations."""
+        """The model's, which Megatron-Bridge swaps for evaluation."""
         return self.model.pg_collection
 
     def begin(self, model, args, kwargs) -> None:
-        """Before the model's forward: is a loss wanted, and for which tokens?"""
+        """Before the model's forward: find out whether to compute a loss, and for which tokens."""
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         labels = given.get("labels")
         self.active = labels is not None and given.get("output_processor") is None
@@ -114,19 +115,19 @@ class FusedHead:
         self.active, self.mask, self.supervised, self.main = False, None, None, None
 
     def output_layer(self, input_, weight=None, runtime_gather_output=None):
-        """In place of the output layer's forward."""
+        """Replaces the output layer's forward."""
         if not self.active:
             return self.logits_of(input_, weight, runtime_gather_output)
         weight = self.layer.weight if weight is None else weight
         return LazyLogits(input_, weight, self.tp), None
 
     def loss(self, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
-        """In place of `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
+        """Replaces `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
             return self.loss_of(labels, logits)
         is_main = labels is self.main
         if not is_main:  # a head of multi-token prediction: its mask comes after the loss
-            # labels out of range are ignored: where they count the main loss complains
+            # labels out of range are ignored: if they count, the main loss reports them
             known = (labels >= 0) & (labels < logits.weight.shape[0] * self.tp.size)
             labels = torch.where(known, labels, self.options.ignore_index)
         loss = linear_cross_entropy(
@@ -137,10 +138,10 @@ class FusedHead:
             label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
-            keep_logits=is_main,  # the others wait for backward beside it
+            keep_logits=is_main,  # the others are in memory at the same time
             forecast=self.forecast if is_main else None,
         )  # fmt: skip
-        assert isinstance(loss, Tensor)  # a pair comes with return_lse only
+        assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss.t().contiguous()
 
 
@@ -203,13 +204,13 @@ def log_probs_and_entropy(
         loss_mask=None if loss_mask is None else loss_mask.t(),
         options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
     )  # fmt: skip
-    assert found.entropy is not None  # it is computed unless told otherwise
+    assert found.entropy is not None  # computed by default
     return TokenLogProbs(found.log_probs.t(), found.entropy.t(), found.mask.t())
 
 
 def _cp_group_of(loss: Any) -> dist.ProcessGroup:
     """The context-parallel group of the model whose loss this is, which is a method of the model
-    or of its `FusedHead`; where a framework has put a function there, Megatron's global group."""
+    or of its `FusedHead`; if a framework has put a function there, Megatron's global group."""
     groups = getattr(getattr(loss, "__self__", None), "pg_collection", None)
     return parallel_state.get_context_parallel_group() if groups is None else groups.cp
 
@@ -223,7 +224,7 @@ def _next_of(input_ids: Tensor, params: PackedSeqParams | None, group: dist.Proc
 
 
 def check_model(model: Any, config: FusedLossConfig) -> None:
-    """Refuse a head that does something else than `hidden @ weight.T`."""
+    """Refuse a head that computes anything but `hidden @ weight.T`."""
     layer: Any = getattr(model, "output_layer", None)
     head = SimpleNamespace(
         output_layer=None if type(layer) is ColumnParallelLinear else type(layer).__name__,
@@ -245,23 +246,23 @@ def _refusal(must: str, got: object) -> BurstError:
 
 
 def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *args, **options):
-    """A model's constructor; `only_burst`: leave models alone that do not ask for burst."""
+    """A model's constructor; `only_burst`: skip models that do not ask for burst."""
     build(self, *args, **options)
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)
 
 
 def zero_and_open(zero, /, self, *args, **options) -> None:
-    """What sets `main_grad` to zero: from then on the fused loss may add to it."""
+    """The function that zeroes `main_grad`: from then on the fused loss may add to it."""
     zero(self, *args, **options)
-    # there parameters are gathered in gradients' memory, while forward runs
+    # there parameters are gathered into gradient memory during forward
     if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         for forecast in _forecasts(self):
             forecast.open()
 
 
 def close_and_finish(finish, /, self, *args, **options):
-    """What reduces `main_grad`: from then on the fused loss may not add to it."""
+    """The function that reduces `main_grad`: from then on the fused loss may not add to it."""
     for forecast in _forecasts(self):
         forecast.close()
     return finish(self, *args, **options)

@@ -1,6 +1,6 @@
-"""Entry point of the flag: Megatron's parser with burst's flags, and scripts that are run with it.
+"""Entry point of the flag: adds burst's flags to Megatron's parser, and runs scripts with them.
 
-Loads nothing of Megatron before it is asked to: a script's own comes first.
+Loads no Megatron at import, because a script's own comes first.
 """
 
 import functools
@@ -46,7 +46,7 @@ On a machine without a CUDA GPU add --distributed-backend gloo: Megatron then ru
 def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     """Add burst's flags to Megatron's parser; run on the CPU if the arguments say gloo.
 
-    `argv` is as sys.argv has it; `entry` is how it was asked for, for messages.
+    `argv` is like sys.argv; `entry` names the entry point in messages.
 
     Raises:
         BurstError: if there is no Megatron, or one that burst does not support; if Megatron has
@@ -77,8 +77,8 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
 def run_script(argv: list[str]) -> None:
     """Run a script as `python SCRIPT ...` would, after `prepare`.
 
-    The script's folder comes first on sys.path before anything of Megatron is imported: scripts of
-    a checkout run its own Megatron. `argv`: the script's path, then its arguments.
+    The script's folder is put first on sys.path before Megatron is imported, so scripts of a
+    checkout run that checkout's Megatron. `argv`: the script's path, then its arguments.
 
     Raises:
         BurstError: if there is no such script, no Megatron that burst supports, or no GPU and no
@@ -107,14 +107,14 @@ def run_script(argv: list[str]) -> None:
 
 
 def switch_on_automatically() -> None:
-    """Have layers of this process whose cp_comm_type is burst run it, whoever builds them.
+    """Make all layers of this process with cp_comm_type "burst" run it, whoever builds them.
 
-    Imports nothing of Megatron: what it replaces is replaced when somebody imports it. Options are
-    those of `environment_args`; a fused loss goes to models that have such layers.
+    Imports no Megatron: functions are replaced when their module is imported. Options come from
+    `environment_args`; a fused loss applies to models with such layers.
 
     Raises:
-        BurstError: for what the environment has no meaning for. Said too, because verl tells
-            nobody of a plugin that fails.
+        BurstError: for invalid options in the environment. Also logged, because verl hides the
+            errors of plugins.
     """
     try:
         options = environment_args()
@@ -138,10 +138,10 @@ def _say_active(patch: Patch) -> None:
 
 
 def take_args(args: Namespace) -> None:
-    """For frameworks that call something with Megatron's arguments before they build models.
+    """Hook for frameworks that pass Megatron's arguments to a callback before they build models.
 
     Raises:
-        BurstError: if they ask for burst with what it cannot do.
+        BurstError: if they combine burst with something that it does not support.
     """
     if names_burst(args.cp_comm_type):
         check_args(args, "megatron_burst.auto.init")
@@ -157,10 +157,10 @@ def _wants_cpu(argv: list[str]) -> bool:
 
 
 class SwitchOn(Action):
-    """Has Megatron's layers build burst as soon as `--context-parallel-impl burst` is parsed.
+    """Makes Megatron's layers build burst as soon as `--context-parallel-impl burst` is parsed.
 
-    A script may go past the `validate_args` that checks the run and sets what follows. Burst's core
-    attention is built even then, and refuses what was not set.
+    A script may bypass `validate_args`, which checks the run and sets implied arguments. Burst's
+    core attention is built even then, and refuses if they are not set.
     """
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -181,7 +181,7 @@ def with_flags(
 
 
 def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespace:
-    """`validate_args` that checks burst's needs first and switches burst on."""
+    """`validate_args` that first checks burst's requirements and switches burst on."""
     check_plan(args)
     check_unused(args)
     burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
@@ -209,7 +209,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
 
 
 def _refuse_yaml() -> None:
-    """Refuse burst with a YAML file, which replaces what is parsed of the command line."""
+    """Refuse burst with a YAML file, which replaces the parsed command line."""
     words = sys.argv[1:]
     given = [word for word in words if word.partition("=")[0] == "--yaml-cfg"]
     own = any(word.startswith("--burst-") for word in words)
@@ -221,7 +221,7 @@ def _refuse_yaml() -> None:
 
 
 def _hint_at_burst(args: Namespace) -> None:
-    """Say what Megatron's assertion does not: a rank of it attends within its own rows."""
+    """Warn about what Megatron does not check: its ranks attend within their own rows."""
     local = getattr(args, "transformer_impl", None) == "local"
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
@@ -233,7 +233,7 @@ def _hint_at_burst(args: Namespace) -> None:
 
 
 def compile_unless_built(compile_helpers) -> None:
-    """What runs make for the data set helpers, which Megatron's wheel has built."""
+    """Replaces `make` for the data set helpers, which Megatron's wheel ships built."""
     from megatron.core.datasets import utils
 
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")

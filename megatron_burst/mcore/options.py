@@ -1,4 +1,4 @@
-"""The options that a model runs with: its configuration's, its command line's, the environment's.
+"""The options of a model: from its configuration, the command line or the environment.
 
 Nothing here loads Megatron.
 """
@@ -18,13 +18,13 @@ _OF_COMMAND_LINES = (
     "burst_plan",
     "burst_tune",
     "burst_log",
-)  # which the variable has otherwise, or not
+)  # which the variable names differently, or lacks
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 
 def burst_config_of(config: Any) -> BurstConfig:
-    """`burst` of Megatron's TransformerConfig if somebody set it, else what its command line says,
-    else the environment; with the kernels of Megatron's `attention_backend`, unless it is auto."""
+    """`burst` of Megatron's TransformerConfig if set, else from its command line, else from the
+    environment; with the kernels of Megatron's `attention_backend`, unless that is auto."""
     given, args = getattr(config, "burst", None), global_args()
     if given is None:
         has_flags = args is not None and hasattr(args, "burst_keep")
@@ -33,13 +33,13 @@ def burst_config_of(config: Any) -> BurstConfig:
 
 
 def environment_args() -> Namespace:
-    """What MEGATRON_BURST says, as if its words were flags.
+    """The options in MEGATRON_BURST, as if given as flags.
 
     "keep=all,fused_loss=1,overlap=false": names are those of the flags without --burst-, and those
     of `Tuning`.
 
     Raises:
-        BurstError: naming all there are, if one is unknown, comes twice or has no such value.
+        BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid.
     """
     return _parsed(os.environ.get(VARIABLE, ""))
 

@@ -1,5 +1,5 @@
-"""Megatron's packed samples (PackedSeqParams) as burst takes them, and what Megatron lacks for them
-without TransformerEngine, or where documents begin anywhere in a sample."""
+"""Megatron's packed samples (PackedSeqParams) for burst, and what Megatron lacks for them without
+TransformerEngine, or if documents start at any token."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -21,9 +21,9 @@ from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
 from megatron_burst.schedule.layout import Layout, positions
 
-# Caches of this process. What follows from boundaries, once a sample instead of once a layer:
+# Caches of this process. Results derived from boundaries, once per sample instead of per layer:
 _FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
-# a group of this rank alone, as long as the default group lives
+# a group of this rank alone, for the life of the default group
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -36,9 +36,9 @@ def is_packed(params: PackedSeqParams | None) -> bool:
 
 
 def format_of(params: PackedSeqParams | None) -> str | None:
-    """Of the tensors of a call that is packed, in words; None where nothing is.
+    """Names the format of a packed call's tensors; None if it is not packed.
 
-    Parameters without boundaries, in Megatron's usual format, only name a group.
+    Parameters in Megatron's usual format without boundaries only set a group.
     """
     if params is None or (params.qkv_format == "sbhd" and params.cu_seqlens_q is None):
         return None
@@ -46,12 +46,12 @@ def format_of(params: PackedSeqParams | None) -> str | None:
 
 
 def group_size(params: PackedSeqParams) -> int:
-    """Of the group that a micro-batch names; without one it names this rank alone."""
+    """Size of a micro-batch's own group; None there means this rank alone."""
     return 1 if params.cp_group is None else params.cp_group.size()
 
 
 def names_another(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> bool:
-    """Whether a micro-batch names a group of other ranks than the layer's."""
+    """Whether a micro-batch's own group has different ranks than the layer's."""
     if params is None or (params.cp_group is None and params.local_cp_size is None):
         return False
     own = params.cp_group
@@ -61,7 +61,7 @@ def names_another(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The context-parallel group of a micro-batch: its own if that has other ranks than the
+    """The context-parallel group of a micro-batch: its own if that has different ranks than the
     layer's."""
     if params is None or not names_another(params, cp_group):
         return cp_group
@@ -69,8 +69,8 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
 
 
 def alone() -> dist.ProcessGroup:
-    """A group of this rank only; ranks that make one count more groups than others, which burst's
-    later ones level out (comm/state.py)."""
+    """A group of this rank only; this raises the rank's count of groups, which burst evens out when
+    it makes later ones (comm/state.py)."""
     default = dist.group.WORLD
     if default not in _ALONE:
         _ALONE[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -78,7 +78,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
-    """How the tensors of a call are laid out: arguments of `burst_attention`."""
+    """The layout of a call's tensors, as arguments of `burst_attention`."""
     if params is None or not is_packed(params):
         return {"qkv_format": "sbhd"}
     padded = params.cu_seqlens_q_padded
@@ -94,22 +94,22 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
 def layout_of(cp_size: int) -> Layout:
     """How a packed sample is sharded.
 
-    As TransformerEngine does, each document for itself, but with Megatron's
-    --dataloader-inter-document-masking, whose documents are of any length
-    (get_batch_on_this_cp_rank, core/utils.py:2601, is then told to shard the whole sample).
+    Document by document as in TransformerEngine, except with Megatron's
+    --dataloader-inter-document-masking, whose documents have any length (get_batch_on_this_cp_rank,
+    core/utils.py:2601, then shards the whole sample).
     """
     return Layout.ZIGZAG if cp_size == 1 or documents_lie_anywhere() else Layout.DOCUMENTS
 
 
 def documents_lie_anywhere() -> bool:
-    """Whether samples are sharded as a whole, and so have documents of any length."""
+    """Whether samples are sharded as a whole, so that documents may have any length."""
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
     return bool(anywhere and not getattr(args, "sft", False))
 
 
 def _longest(max_seqlen: int | Tensor | None) -> int | None:
-    """As a number, unless it would have to be waited for; burst then finds it once a sample."""
+    """As a number, or None if reading it would synchronize; burst then finds it once per sample."""
     if max_seqlen is None or (isinstance(max_seqlen, Tensor) and max_seqlen.is_cuda):
         return None
     return int(max_seqlen)
@@ -133,8 +133,8 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
 
 
 def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
-    """What follows from boundaries, on the current stream; held together with them, so that they
-    are known again."""
+    """The cached result of `find` for these boundaries on the current stream; the entry also holds
+    the boundaries, to recognize them."""
     known = ((id(x), 0 if x.is_inference() else x._version) for x in boundaries)
     key = what, Where.of(boundaries[0]), *known
     found = _FOUND.recent(key)
@@ -147,13 +147,13 @@ def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
 
 
 def follow_groups(layer: torch.nn.Module) -> bool:
-    """Have an attention layer rotate packed samples over a micro-batch's own group.
+    """Make an attention layer apply RoPE to packed samples over a micro-batch's own group.
 
-    Megatron rotates over the layer's (transformer/attention.py:1505), which is another one for as
-    long as the layer's forward runs.
+    Megatron applies it over the layer's group (transformer/attention.py:1505), which is swapped
+    while the layer's forward runs.
 
     Returns:
-        whether it does: not with CUDA graphs, which Megatron makes of layers without hooks alone
+        whether it does: not with CUDA graphs, which Megatron makes only of layers without hooks
         (transformer/cuda_graphs.py:1964).
     """
     if any(getattr(layer.config, name, None) not in (None, *OFF) for name in CUDA_GRAPHS):
@@ -168,8 +168,8 @@ def follow_groups(layer: torch.nn.Module) -> bool:
 def check_rotated(
     params: PackedSeqParams | None, cp_group: dist.ProcessGroup, follows: bool
 ) -> None:
-    """Refuse samples that Megatron's RoPE would rotate as others: of a group of the micro-batch's
-    own in a layer that does not follow it, or of documents that begin anywhere."""
+    """Refuse samples that Megatron's RoPE would rotate wrongly: with a micro-batch's own group in a
+    layer that does not follow it, or with documents that start at any token."""
     if not is_packed(params):
         return
     group = group_of(params, cp_group)
@@ -188,7 +188,7 @@ def check_rotated(
 
 
 def _rotates_anywhere() -> bool:
-    """Whether burst's RoPE is in force."""
+    """Whether burst's RoPE is applied."""
     return all(patch.live for patch in patches.rows("anywhere"))
 
 
@@ -233,16 +233,16 @@ def partitioned_indices(
     Equal to TransformerEngine's `thd_get_partitioned_indices`, on any device.
 
     Args:
-        cu_seqlens: int32 [documents + 1], where documents begin and the last one ends.
-        total_tokens: of the sample; what follows the last document counts as more of it.
+        cu_seqlens: int32 [documents + 1], where documents begin, and the last one's end.
+        total_tokens: of the sample; rows after the last document count as part of it.
         world_size: ranks of the context-parallel group.
-        rank: the one that is asked for.
+        rank: whose rows to return.
 
     Returns:
         int32 [total_tokens / world_size], on the device of `cu_seqlens`.
 
     Raises:
-        BurstError: if documents cannot be cut into chunks, as far as that is known on the CPU.
+        BurstError: if documents cannot be split into chunks, as far as the CPU knows.
     """
     require("packed samples", _of_boundaries(cu_seqlens, total_tokens, world_size))
     starts = cu_seqlens // world_size
@@ -274,7 +274,7 @@ def _of_boundaries(cu_seqlens: Tensor, total_tokens: int, world_size: int):
 
 
 def shard_without_te(shard, /, batch, cp_group):
-    """What shards each document of a batch, by rows that TransformerEngine tells, or burst."""
+    """Shards each document of a batch, by row indices from TransformerEngine, else from burst."""
     if utils.tex is not None:
         return shard(batch, cp_group)
     utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
@@ -287,7 +287,7 @@ def shard_without_te(shard, /, batch, cp_group):
 def rotate_anywhere(
     rotate, /, t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, *more, **options
 ):
-    """`apply_rotary_pos_emb`, for documents that begin anywhere in a sample too."""
+    """`apply_rotary_pos_emb`, also for documents that start at any token."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     if cu_seqlens is None or group.size() == 1 or not documents_lie_anywhere():
         return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
@@ -298,7 +298,7 @@ def rotate_anywhere(
 
 
 def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:
-    """Of this rank's rows, in the sample or each in its document."""
+    """Positions of this rank's rows, in the sample or in their documents."""
 
     def find() -> Tensor:
         spans = positions(Layout.ZIGZAG, group.rank(), group.size(), tokens)

@@ -1,8 +1,8 @@
-"""Every name of Megatron's and torch's that burst binds anew: one table, which loads neither.
+"""Every function of Megatron and torch that burst replaces: one table, which loads neither.
 
-A row says what is replaced, by what, with which signature it is known in 0.19.2, and why.
-`releases.py` has what is otherwise in other releases. Lines in `why` are of the 0.19.2 wheel, below
-megatron/. `megatron_burst.undo_all()` gives all of it back.
+A row says what is replaced, by what, its signature in 0.19.2, and why. `releases.py` has what
+differs in other releases. Line numbers in `why` are of the 0.19.2 wheel, below megatron/.
+`megatron_burst.undo_all()` restores all of it.
 """
 
 import functools
@@ -58,12 +58,12 @@ _LOSS = "megatron_burst.mcore.fused_loss"
 _LOG = "megatron_burst.mcore.transfer_log"
 _CPU = "megatron_burst.mcore.cpu_mode"
 
-# parameters that several have
+# shared parameter lists
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
-# reasons that several have
+# shared reasons
 _CORES = (
     "specs name Megatron's own core attention, and --spec does not reach the layers of "
     "multi-token prediction"
@@ -86,41 +86,41 @@ _NO_CUDA = (
 
 
 def rows(*groups: str) -> tuple[Patch, ...]:
-    """The patches of some groups, or of all but CPU mode's, that this Megatron has a place for."""
+    """The patches of these groups, or of all but CPU mode's, whose place this Megatron has."""
     wanted = [p for p in TABLE if p.group in groups or (not groups and p.group[:3] != "cpu")]
     there = [patch for patch in wanted if _is_there(patch)]
     return tuple(patch for patch in there if patch.te is None or patch.te == _has_te())
 
 
 def _is_there(patch: Patch) -> bool:
-    """Whether this release has the place; a wheel without megatron.training has none of its."""
+    """Whether this release has the place; a wheel without megatron.training has none there."""
     megatron = find_megatron()
     if megatron is None:
-        return True  # applying it tells
+        return True  # `apply` reports it
     first, last = patch.releases
     trains = megatron.training is not None or not patch.module.startswith("megatron.training")
     return first <= minor(megatron.version) <= last and trains
 
 
 def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
-    """Put the patches of groups in force; a second time changes nothing.
+    """Apply the patches of groups. Idempotent.
 
     Args:
-        groups: of the table.
-        given: passed to what takes their places, after the originals.
+        groups: names in the table.
+        given: passed to the replacements, after the originals.
 
     Raises:
-        BurstError: if Megatron or torch is another than the table was written for.
+        BurstError: if Megatron or torch differs from what the table was written for.
     """
     for patch in rows(*groups):
         patch.apply(*given)
 
 
 def apply_when_imported(*groups: str, given: tuple[Any, ...] = ()) -> None:
-    """Put the patches of groups in force, each as soon as the module that it is for is imported.
+    """Apply the patches of groups, each as soon as its module is imported.
 
-    One that does not fit is left out, and a line says so: whoever imports the module may not want
-    burst at all.
+    One that does not fit is skipped with a log line: whoever imports the module may not want burst
+    at all.
     """
     for patch in rows(*groups):
         when_imported(patch.module, functools.partial(_try, patch, given))
@@ -134,7 +134,7 @@ def _try(patch: Patch, given: tuple[Any, ...]) -> None:
 
 
 def switch_on_keep(burst: BurstConfig) -> None:
-    """Put in force what keeping needs; of room for offloaded inputs the first counts."""
+    """Apply what keeping needs; the first limit for offloaded inputs wins."""
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
@@ -147,7 +147,7 @@ def _has_te() -> bool:
 
 
 def _of(group: str, *rows: tuple[str, str, str, str], te: bool | None = None) -> Iterator[Patch]:
-    """Patches of a group: what is replaced, what it becomes, its parameters, why."""
+    """Patches of a group: (place, becomes, parameters, why)."""
     for place, becomes, parameters, why in rows:
         yield Patch(
             group, place, becomes, tuple(parameters.split()), why,
@@ -159,7 +159,7 @@ def _of(group: str, *rows: tuple[str, str, str, str], te: bool | None = None) ->
 
 
 TABLE: tuple[Patch, ...] = (
-    # what every entry point applies
+    # applied by every entry point
     *_of(
         "flags",
         (f"{_ARGUMENTS}:add_megatron_arguments", f"{_LAUNCH}:with_flags", "parser",
@@ -167,14 +167,14 @@ TABLE: tuple[Patch, ...] = (
         (f"{_ARGUMENTS}:validate_args", f"{_LAUNCH}:validate_flags", "args defaults",
          "checks burst's flags, and switches burst on if they ask for it"),
     ),
-    # also for scripts without burst
+    # applied for scripts without burst too
     *_of(
         "helpers",
         (f"{_CORE}.datasets.utils:compile_helpers", f"{_LAUNCH}:compile_unless_built", "",
          "the wheel has the data set helpers built, but not the Makefile that would build them, "
          "and Megatron exits without it (training/initialize.py:175)"),
     ),
-    # what --context-parallel-impl burst applies, and megatron_burst.auto
+    # applied by --context-parallel-impl burst and by megatron_burst.auto
     *_of(
         "attention",
         (ATTENTION, f"{_SPECS}:build_burst",
@@ -184,7 +184,7 @@ TABLE: tuple[Patch, ...] = (
          f"{LAYER} pg_collection pp_layer_offset name",
          "builds its core attention itself, after Attention has built one"),
     ),
-    # what options that a script sets need in heterogeneous models
+    # for options that a script sets, in heterogeneous models
     *_of(
         "layers",
         (f"{_CORE}.transformer.heterogeneous.heterogeneous_config:"
@@ -192,7 +192,7 @@ TABLE: tuple[Patch, ...] = (
          "self layer_number",
          "copies only Megatron's own fields into a layer's configuration, so `burst` is lost"),
     ),
-    # what the flag applies besides
+    # also applied by the flag
     *_of(
         "asked",
         (ATTENTION, f"{_SPECS}:refuse_unset",
@@ -200,7 +200,7 @@ TABLE: tuple[Patch, ...] = (
          "a script may bypass the validate_args that sets cp_comm_type, and the flag would have "
          "no effect"),
     ),
-    # what packed samples need
+    # for packed samples
     *_of(
         "packed",
         (DOCUMENTS,
@@ -210,7 +210,7 @@ TABLE: tuple[Patch, ...] = (
         (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
         te=False,
     ),
-    # what --dataloader-inter-document-masking needs
+    # for --dataloader-inter-document-masking
     *_of(
         "anywhere",
         (ROTARY,
@@ -219,7 +219,7 @@ TABLE: tuple[Patch, ...] = (
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
          "samples are sharded as a whole"),
     ),
-    # what burst relies on as it is
+    # not replaced, but relied on
     *_of(
         "hook points",
         (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "",
@@ -232,7 +232,7 @@ TABLE: tuple[Patch, ...] = (
         (LAYER_SPEC, "", "config vp_stage",
          "--spec megatron_burst.spec layer_spec"),
     ),
-    # what megatron_burst.keep applies, with --burst-keep or without Megatron
+    # applied by megatron_burst.keep, with --burst-keep or without Megatron
     *_of(
         "checkpoints",
         ("torch.utils.checkpoint:CheckpointFunction.forward", f"{_KEEP}:in_frames",
@@ -242,7 +242,7 @@ TABLE: tuple[Patch, ...] = (
          "fn preserve_rng_state context_fn determinism_check debug early_stop args kwargs",
          "other checkpoints have context_fn, which each caller would have to pass"),
     ),
-    # what --burst-keep applies besides
+    # also applied by --burst-keep
     *_of(
         "keep",
         (f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward", f"{_KEEP}:in_frames",
@@ -258,7 +258,7 @@ TABLE: tuple[Patch, ...] = (
          f"{_FORWARD} num_splits", _OWN),
         te=True,
     ),
-    # what --burst-keep-offload inputs applies; given most GiB
+    # applied by --burst-keep-offload inputs; given: limit in GiB
     *_of(
         "inputs",
         (f"{_CORE}.tensor_parallel:checkpoint", f"{_RECOMPUTE}:inputs_on_host",
@@ -271,7 +271,7 @@ TABLE: tuple[Patch, ...] = (
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         te=True,
     ),
-    # what --burst-fused-loss applies; given its configuration
+    # applied by --burst-fused-loss; given: its configuration
     *_of(
         "loss",
         (GPT, f"{_LOSS}:build_with_loss",
@@ -288,7 +288,7 @@ TABLE: tuple[Patch, ...] = (
          f"post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage",
          _BUILT),
     ),
-    # from its zeroing to its reduction a fused loss may add to main_grad in forward
+    # between zeroing and reduction of main_grad, a fused loss may add to it in forward
     *_of(
         "main_grad",
         (f"{_DDP}.zero_grad_buffer", f"{_LOSS}:zero_and_open", "self",
@@ -297,7 +297,7 @@ TABLE: tuple[Patch, ...] = (
          "fails where main_grad has a loss's gradient without its backward pass: no hook is "
          "called before main_grad is used"),
     ),
-    # what --burst-log applies
+    # applied by --burst-log
     *_of(
         "log",
         (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
@@ -306,7 +306,7 @@ TABLE: tuple[Patch, ...] = (
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
          "names the timers that it logs (training/training.py:2624)"),
     ),
-    # what CPU mode needs to build a model and to run it; see cpu_mode.py
+    # for CPU mode, to build and run a model; see cpu_mode.py
     *_of(
         "cpu",
         ("torch.autograd.graph:_engine_run_backward", f"{_CPU}:run_backward_in_mode",

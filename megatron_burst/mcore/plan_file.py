@@ -1,4 +1,4 @@
-"""`--burst-plan FILE`: a run takes what a plan decided, and must be the run that it is for."""
+"""`--burst-plan FILE`: a run takes a plan's decisions, and must be the run that was planned."""
 
 import json
 import os
@@ -14,23 +14,23 @@ from megatron_burst.say import say
 
 FLAG = "--burst-plan"
 _OWN = "--burst-"  # what is given of burst's options wins
-_NO_FIGURE = ("--max-position-embeddings",)  # and of what no figure of a plan depends on
+_NO_FIGURE = ("--max-position-embeddings",)  # and so do options that no figure depends on
 _SIZES = {  # Megatron's names of a planned model's sizes
     "num_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads_q",
     "ffn_hidden_size": "ffn",
 }
-_SHOWN = 80  # letters of a file that is no plan
+_SHOWN = 80  # characters shown of a file that is not a plan
 _Parse = Callable[..., tuple[Namespace, list[str]]]
 
 
 def take_plans(parser: ArgumentParser) -> None:
-    """Have a parser fill in, from the file of `--burst-plan`, what its command line leaves open.
+    """Make a parser fill in what the command line leaves open from the file of `--burst-plan`.
 
-    It then raises BurstError, on every rank alike: if the file is no plan, has flags or values that
-    the parser does not know, or decides otherwise than the command line. Of burst's own options the
-    command line's win.
+    It then raises BurstError on every rank if the file is not a plan, has flags or values that the
+    parser does not know, or contradicts the command line. For burst's own options the command line
+    wins.
     """
     parse = parser.parse_known_args
 
@@ -91,7 +91,7 @@ def _parsed(
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan that `megatron-burst plan` wrote, or a file with the same `flags` and no more."""
+    """A plan that `megatron-burst plan` wrote, or a file with only the same `flags`."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -109,7 +109,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def check_plan(args: Namespace) -> None:
-    """Refuse a plan of another model or number of GPUs, and one that would not run.
+    """Refuse a plan for another model or number of GPUs, and one that would not run.
 
     `args`: Megatron's parsed arguments, not validated yet.
     """
@@ -132,7 +132,7 @@ def check_plan(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names, sizes in the plan and in the run; None where one does not tell."""
+    """Names, sizes in the plan and in the run; None if unknown."""
     model = job.get("model") or {}
     planned = {name: model.get(size) for name, size in _SIZES.items()}
     planned |= {"world_size": job.get("gpus")}

@@ -1,4 +1,4 @@
-"""Keeping under Megatron's recomputation: its checkpoints and attention, and which layers keep."""
+"""Keeping with Megatron's recomputation: its checkpoints and attention, and which layers keep."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +26,9 @@ from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Reside
 from megatron_burst.recompute.offload import host_limit_bytes, host_memory
 from megatron_burst.say import say
 
-_LEAST = 1 << 10  # elements of an input that is worth a copy
+_LEAST = 1 << 10  # elements of an input worth offloading
 
-# The one cache here: what the ranks of a group have found free on their nodes, as long as it lives.
+# The only cache here: free host memory that the ranks of a group found, for the group's life.
 _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -36,7 +36,7 @@ _FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def inputs_on_host(checkpoint, limit_gib: float | None, /, function, *args, **options):
-    """A checkpoint that puts its function's inputs into host memory."""
+    """A checkpoint that offloads its function's inputs."""
     frame = Frame()
 
     def pack(x: Tensor) -> Parcel:
@@ -66,17 +66,17 @@ def own_kept(forward, /, self, query, key, value, *args, **options):
 
 
 def for_calls(burst: BurstConfig) -> BurstConfig:
-    """Burst's options without those of the checkpoints around calls, once these are switched on."""
+    """Burst's options without those of the checkpoints around calls, which are already applied."""
     offloads = burst.offloads_results
     room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
     return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
-    """Burst's options for a layer of Megatron's own attention; refuses what it cannot keep."""
+    """Burst's options for a layer with Megatron's own attention; refuses what cannot be kept."""
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
-        check("keep", config, WHO, skip=("recompute_modules",))  # it runs: it is among them
+        check("keep", config, WHO, skip=("recompute_modules",))  # it runs only if recomputed
         burst = resolved(burst, config, layer_number, query, value, half_saves=0.0)
     check("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
     return burst
@@ -86,15 +86,15 @@ def resolved(
     burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
     half_saves: float,
 ) -> BurstConfig:  # fmt: skip
-    """Burst's options for one layer: whether it keeps is resolved, "auto" and the layers are gone.
+    """Burst's options for one layer: with `keep` resolved, no more "auto" or number of layers.
 
     Args:
-        burst: for the model, of `for_calls`.
-        config: of the layer.
-        layer_number: Megatron's.
-        query: [s_local, b, h, d_qk], of the layer's attention.
+        burst: the model's, from `for_calls`.
+        config: the layer's.
+        layer_number: as in Megatron.
+        query: [s_local, b, h, d_qk], input of the layer's attention.
         value: [s_local, b, h_kv, d_v].
-        half_saves: share of recomputation that the layer saves by keeping half; 0 if it cannot.
+        half_saves: share of recomputation saved by keeping half; 0 if unsupported.
     """
     if burst.keep != "auto" and burst.keep_layers is None:
         return burst
@@ -115,7 +115,7 @@ def resolved(
 def _problem(
     config: TransformerConfig, layers: int, query: Tensor, value: Tensor, half_saves: float
 ) -> KeepProblem:
-    """What the choice for a stage of so many layers depends on."""
+    """The inputs of the choice for a pipeline stage."""
     rows = query.shape[:-1].numel()
     layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
     tokens = query.shape[0] * config.context_parallel_size
@@ -126,9 +126,10 @@ def _problem(
 
 
 def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
-    """Options with the choice in the place of "auto".
+    """Options with "auto" replaced by the choice.
 
-    `with_them`: layers of multi-token prediction that keep as decoder layers of their number do.
+    `with_them`: number of multi-token prediction layers that keep like the decoder layers of the
+    same number.
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
@@ -143,7 +144,7 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
-    """The choice for a stage; made, and told, once."""
+    """The choice for a stage; made and logged once."""
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
@@ -152,11 +153,11 @@ def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepCh
 
 
 def _host_bytes(burst: BurstConfig) -> int:
-    """Most host memory of a rank: as asked, or what the one with least has free.
+    """Limit of host memory per rank: the given one, or the least that any rank has free.
 
-    Ranks that attend to one sequence must choose alike, or some would communicate in recomputation
-    and others not. Those that share a layer's weights would wait for the slowest. So both agree,
-    once: they come to their first layer together, which pipeline stages do not.
+    Ranks that share a sequence must make the same choice, or only some would communicate in
+    recomputation. Ranks that share a layer's weights would wait for the slowest. So both agree,
+    once: they reach their first layer together, unlike pipeline stages.
     """
     if burst.tuning.keep_host_gib is not None:
         return host_limit_bytes(burst.tuning.keep_host_gib)
@@ -171,8 +172,8 @@ def _host_bytes(burst: BurstConfig) -> int:
 def stage_layers(config: TransformerConfig) -> list[int]:
     """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
 
-    A layer of multi-token prediction counts as the one with its number, if there is one. Of each
-    chunk "block" recomputes the first layers only; where these are quantised, others may be.
+    A multi-token prediction layer counts as the decoder layer of the same number, if there is one.
+    "block" recomputes only the first layers of each chunk; with quantized layers it may be others.
     """
     if config.recompute_method == "block" and not (config.fp8 or config.fp4):
         most = config.recompute_num_layers

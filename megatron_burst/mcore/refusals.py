@@ -16,31 +16,31 @@ FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
 OFF = (False, "none", [], ())
 
-type Options = Any  # whatever has fields of Megatron's names: arguments, a configuration, a view
+type Options = Any  # anything with Megatron's field names: arguments, a configuration, a view
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A value that a feature of burst cannot run with."""
+    """Values of one option that features of burst do not support."""
 
-    features: str  # which refuse it, separated by blanks; see `check`
-    argument: str  # Megatron's name of it
-    # values that are fine, besides None; or whether one is, of the value and all options
+    features: str  # that refuse it, separated by spaces; see `check`
+    argument: str  # Megatron's name of the option
+    # supported values, besides None; or a predicate of the value and all options
     allowed: Container[object] | Callable[[Any, Options], bool]
-    why: str  # the others are not
+    why: str  # the other values are refused
     change: str | Callable[[Options], str] = "leave it out"  # what to do
-    asked: str = ""  # what asks for it; the argument as a flag, if empty
-    # what was got, from `{value}`, `{words}` (of a list) and `{o.other_argument}`; the argument and
-    # its value, if empty
+    asked: str = ""  # the option in words; if empty, the argument as a flag
+    # template of what was got, with `{value}`, `{words}` (of a list) and `{o.other_argument}`; if
+    # empty, the argument and its value
     got: str = ""
 
     @property
     def named(self) -> str:
-        """What asks for it, as a user writes it."""
+        """The option, as a user writes it."""
         return self.asked or f"--{self.argument.replace('_', '-')}"
 
     def value_in(self, options: Options) -> object | None:
-        """The value, by name if it is an enum, if it is refused; "None" for a missing one."""
+        """The value if it is refused (by name if an enum, "None" if missing), else None."""
         value = getattr(options, self.argument, None)
         value = getattr(value, "name", value)
         if callable(self.allowed):
@@ -56,15 +56,15 @@ class Refusal:
 
 
 def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
-    """Refuse options that a feature of burst would ignore or compute wrongly.
+    """Refuse options that a feature of burst would ignore or get wrong.
 
     Args:
         feature: "run" (burst attention, of a command line), "attention" (also of a configuration or
             a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
             "recompute" (anything kept or offloaded), "keep", "half", "own" (Megatron's attention);
             "loss" (the fused one), "head"; "cpu" (CPU mode).
-        options: Megatron's arguments, or anything with fields of the same names; what they lack is
-            not asked for.
+        options: Megatron's arguments, or anything with fields of the same names; missing fields are
+            not checked.
         who: for the message.
         skip: arguments that are checked elsewhere.
     """
@@ -90,33 +90,33 @@ def _fits_zigzag(tokens: int | None, o: Options) -> bool:
 
 
 def _selective(o: Options) -> bool:
-    """As Megatron will have it."""
+    """Whether Megatron will recompute selectively."""
     given = o.recompute_granularity
     return given == "selective" or (not given and getattr(o, "recompute_activations", False))
 
 
 def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: str = "") -> Refusal:
-    """A row of CPU mode."""
+    """A row for CPU mode."""
     why, change = f"only GPUs have {needed}", "leave it out, or run on GPUs"
     return Refusal("cpu", name, allowed, why, change, asked)
 
 
 CUDA_GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"  # by release
 _BESIDE_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}
-_IN_WHOLE_LAYERS = {"mlp", "moe"}  # of Megatron's own graphs (transformer/transformer_layer.py:562)
-# as releases name it, that of 0.18 and 0.19 until their parser has moved it first
+_IN_WHOLE_LAYERS = {"mlp", "moe"}  # in Megatron's own graphs (transformer/transformer_layer.py:562)
+# by release; first that of 0.18 and 0.19 before their parser moves the value
 _CAPTURED = "cuda_graph_scope_deprecated", "cuda_graph_scope", "cuda_graph_modules"
 
 
 def _captured(o: Options) -> set[str]:
-    """Parts of the model that are captured in CUDA graphs; whole layers if none is named."""
+    """Parts of the model captured in CUDA graphs; empty means whole layers."""
     named = next(filter(None, (getattr(o, name, None) for name in _CAPTURED)), [])
     parts = named.split(",") if isinstance(named, str) else named
     return {getattr(part, "name", part) for part in (parts if isinstance(parts, list) else [parts])}
 
 
 def _spares_attention(impl: object, o: Options) -> bool:
-    """Whether no CUDA graph captures attention: layers of hybrids have it alone, or not."""
+    """Whether no CUDA graph captures attention: in hybrids attention has layers of its own."""
     parts, beside = _captured(o), _BESIDE_ATTENTION
     local = impl == "local" or getattr(o, "enable_cuda_graph", False)
     if local and not getattr(o, "hybrid_layer_pattern", None):
@@ -125,7 +125,7 @@ def _spares_attention(impl: object, o: Options) -> bool:
 
 
 def _spares_loss(impl: object, o: Options) -> bool:
-    """Whether no CUDA graph captures the loss: those of layers do not."""
+    """Whether no CUDA graph captures the loss; per-layer graphs do not."""
     return impl in (None, *OFF) or "full_iteration" not in {impl, *_captured(o)}
 
 
@@ -155,7 +155,7 @@ def _packed(o: Options) -> bool:
 
 
 def _shards_documents(o: Options) -> bool:
-    """Whether the model has parts that take a packed sample to be sharded document by document."""
+    """Whether the model has parts that expect packed samples to be sharded document by document."""
     yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
     fused_yarn = yarn and getattr(o, "multi_latent_attention", False)
     linear = {*"MG"} & {*(getattr(o, "hybrid_layer_pattern", None) or "")}
@@ -170,7 +170,7 @@ _OTHER_KEYS = "keys of another sample"
 _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
-    # burst attention, by the command line
+    # burst attention: command line
     Refusal("run", "seq_length", _fits_zigzag,
         "zigzag gives each rank two chunks, so it must be divisible by twice the context parallel "
         "size",
@@ -210,7 +210,7 @@ TABLE: tuple[Refusal, ...] = (
               "document is sharded on its own"),
     *_by_spec("sft", lambda sft, o: not sft or o.has_te, "without TransformerEngine Megatron "
               "does not know which rows of packed samples a rank holds"),
-    # burst attention, by arguments, configurations and layers
+    # burst attention: arguments, configurations and layers
     Refusal("attention", "attention_dropout", (0.0,), "burst's kernels do not support dropout",
         "pass --attention-dropout 0"),
     Refusal("attention", "reset_attention_mask", OFF,

@@ -1,8 +1,8 @@
-"""Places of Megatron that are not the same in all releases: which have them, with what parameters.
+"""Places of Megatron that differ between releases: which releases have them, and their parameters.
 
-Read off the wheels 0.16.1, 0.17.1 and 0.18.2 and off main (0.20); `patches.py` has 0.19.2. A row
-there fits a release if any form of its place does, so that a newer one needs a row here only if it
-moved something. Megatron is not loaded.
+From the wheels 0.16.1, 0.17.1 and 0.18.2 and from main (0.20); `patches.py` has 0.19.2. A row there
+fits a release if any form of its place does, so a newer release needs a row here only if it changed
+something. Megatron is not loaded.
 """
 
 from megatron_burst.patching import NEWEST
@@ -25,7 +25,7 @@ TRAIN_STEP = "megatron.training.training:train_step"
 TRAINING_LOG = "megatron.training.training:training_log"
 WARM_UP = "megatron.training.training:set_jit_fusion_options"
 
-# parameters that several have
+# shared parameter lists
 LAYER = "self config submodules layer_number attn_mask_type attention_type cp_comm_type"
 GPT_HEAD = (
     "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
@@ -52,7 +52,7 @@ _NO_CUDA_ARGUMENT = (
     "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks"
 )
 
-RELEASES = {  # the first and the last that have a place, or need its patch
+RELEASES = {  # first and last release that have a place, or need its patch
     DOCUMENTS: ((0, 19), NEWEST),
     FINE_TUNING: ((0, 18), (0, 18)),
     HYBRID: ((0, 18), NEWEST),
@@ -61,7 +61,7 @@ RELEASES = {  # the first and the last that have a place, or need its patch
     TE_RECOMPUTE: ((0, 18), NEWEST),
     LAYER_SPEC: ((0, 19), NEWEST),
 }
-OTHER_FORMS = {  # a place's parameters in releases in which they are not those of 0.19.2
+OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.2
     ATTENTION: {
         "0.16": f"{LAYER} pg_collection",
         "0.17": f"{LAYER} pg_collection pp_layer_offset",

@@ -1,4 +1,4 @@
-"""Specs with burst attention in place of Megatron's own: by burst_spec, or in Megatron's own."""
+"""Puts burst attention into specs: by burst_spec, or when Megatron builds its own specs."""
 
 import copy
 import dataclasses
@@ -49,10 +49,10 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     patches.apply("spec")
     from megatron.training.models.gpt import default_layer_spec
 
-    if config.transformer.context_parallel_size > 1:  # before Megatron builds the model
+    if config.transformer.context_parallel_size > 1:  # check before Megatron builds the model
         check_run()
         check("attention", config.transformer, WHO, skip=PER_LAYER)
-        if not all(patch.live for patch in patches.rows("attention")):  # else specs name burst
+        if not all(patch.live for patch in patches.rows("attention")):  # else layers build it
             _check_by_spec(config.transformer)
     if getattr(config.transformer, "burst", None) is not None:
         patches.apply("layers")
@@ -60,7 +60,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _check_by_spec(config: Any) -> None:
-    """Refuse what only functions put in place of Megatron's and torch's reach."""
+    """Refuse what works only with Megatron's and torch's functions replaced."""
     burst = burst_config_of(config)
     asked = vars(global_args() or Namespace()) | dict(
         mtp_num_layers=config.mtp_num_layers, burst_keep=burst.keep,
@@ -99,8 +99,8 @@ def _replaced(spec: Any) -> Any:
 
 
 def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> Any:
-    """Copy what leads to a core attention; `memo` keeps shared specs shared, `found` gets core
-    attentions, each with burst's in its place, or None."""
+    """Copy the path to each core attention; `memo` keeps shared specs shared, `found` collects core
+    attentions, each with burst's replacement or None."""
     if isinstance(node, type):
         core = burst_core_of(node)
         if core is not None or issubclass(node, tuple(burst_replacements())):
@@ -130,12 +130,12 @@ def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> An
 
 @functools.cache
 def _convert_alike(theirs: type, ours: type) -> None:
-    """Have Megatron-Bridge convert weights of our core attention as of the one in its place.
+    """Make Megatron-Bridge convert our core attention's weights like those of the one it replaces.
 
-    Its table has the names of classes (0.6.2, models/conversion/param_mapping.py:1409): an
-    attention sink of a class that is not there would not be loaded, but end the conversion.
+    Its table lists class names (0.6.2, models/conversion/param_mapping.py:1409): an attention sink
+    of an unlisted class would abort the conversion.
     """
-    on_undo(_convert_alike.cache_clear)  # what waits for Bridge is given back then
+    on_undo(_convert_alike.cache_clear)  # undone together with the import hook
     when_imported(_CONVERSION, functools.partial(_register, theirs.__name__, ours.__name__))
 
 
@@ -150,9 +150,9 @@ def _register(theirs: str, ours: str) -> None:
 
 
 def build_burst(init, /, self, *arguments, **options) -> None:
-    """The constructor of Megatron's attention layers: those that ask for burst build it.
+    """The constructor of Megatron's attention layers, which builds burst in those that ask for it.
 
-    Also of specs past GPT's (hybrid, heterogeneous, a user's), which name Megatron's own.
+    This covers specs other than GPT's (hybrid, heterogeneous, a user's), which name Megatron's own.
     """
     bound = inspect.signature(init).bind(self, *arguments, **options)
     given = bound.arguments
@@ -160,24 +160,24 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     if runs_burst:
         patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
         given["submodules"] = _with_burst(**given)
-        given["cp_comm_type"] = "burst"  # which only transformer layers pass on
+        given["cp_comm_type"] = "burst"  # passed on by transformer layers only
     init(*bound.args, **bound.kwargs)
     if runs_burst:
-        _check_core(type(self.core_attention), **given)  # of a function, or of params
+        _check_core(type(self.core_attention), **given)  # built by a function, or with params
         self.core_attention.burst = dataclasses.replace(
             self.core_attention.burst, follows_groups=follow_groups(self)
         )
 
 
 def with_options(config_of_layer, /, self, layer_number):
-    """A heterogeneous model's configuration of one layer, which is made of Megatron's fields."""
+    """A heterogeneous model's configuration of one layer, with burst's options added."""
     config = config_of_layer(self, layer_number)
     config.burst = getattr(self, "burst", None)
     return config
 
 
 def refuse_unset(init, /, self, *arguments, **options) -> None:
-    """The same constructor where the flag was given: what `validate_args` sets must be set."""
+    """The same constructor with the flag: requires what `validate_args` sets."""
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
     check("model", given["config"], WHO)
     init(self, *arguments, **options)
@@ -186,9 +186,9 @@ def refuse_unset(init, /, self, *arguments, **options) -> None:
 def _asks_for_burst(
     config, layer_number, cp_comm_type=None, pg_collection=None, **_
 ) -> bool:  # fmt: skip
-    """Whether a layer is given burst, or else its place in the model's `cp_comm_type` has it.
+    """Whether a layer is given burst, or else has it in the model's `cp_comm_type`.
 
-    MLA, and who builds attention without a transformer layer, give none.
+    MLA, and attention built without a transformer layer, give none.
     """
     kinds = cp_comm_type or config.cp_comm_type
     kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
@@ -196,7 +196,7 @@ def _asks_for_burst(
 
 
 def _with_burst(submodules, **layer) -> Any:
-    """A layer's submodules with burst's core attention."""
+    """A layer's submodules, with burst's core attention."""
     found: dict[type, type | None] = {}
     core = _copy(submodules.core_attention, {}, found)
     if not any(found.values()):
@@ -210,7 +210,7 @@ def _with_burst(submodules, **layer) -> Any:
 def _check_core(
     core: type | None, config, layer_number, attn_mask_type, attention_type, **_
 ) -> None:
-    """Refuse a layer that is to run burst and would build another core attention."""
+    """Refuse a layer that should run burst but would build another core attention."""
     if core is None or issubclass(core, tuple(burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
@@ -223,7 +223,7 @@ def _check_core(
 
 
 def _class_of(core_attention) -> type | None:
-    """What a spec's core attention is an object of, where that is known before it is built."""
+    """The class of a spec's core attention, if known before it is built."""
     core = getattr(core_attention, "module", core_attention)
     core = core.func if isinstance(core, functools.partial) else core
     return core if isinstance(core, type) else None

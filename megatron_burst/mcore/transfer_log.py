@@ -1,7 +1,7 @@
 """Time and bytes of attention's transfers in Megatron's log, with `--burst-log`.
 
-What each number means is in docs/how-to/profiling.md. Nothing waits for a GPU here: where Megatron
-logs, it has waited for the step already.
+What each number means is in docs/how-to/profiling.md. Nothing synchronizes here: when Megatron
+logs, it has already waited for the step.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from megatron.training.utils import print_rank_last
 from megatron_burst.engine.times import METER
 from megatron_burst.schedule.topology import Link
 
-TIMERS = {  # Megatron's name of each, by `Clock.seconds`'s
+TIMERS = {  # `Clock.seconds`'s name -> Megatron's
     "": "burst-attention",
     "exposed": "burst-attention-exposed",
     **{link: f"burst-attention-transfers-{link}" for link in Link},
@@ -28,7 +28,7 @@ BYTES = {link: f"burst-attention-sent-{link}-bytes" for link in Link}
 
 
 def count_in_step(train_step, /, *args, **options) -> Any:
-    """`train_step` whose passes of attention are counted, and timed if Megatron logs the step."""
+    """`train_step` that counts attention passes, and times them if Megatron logs the step."""
     before = _argument(train_step, args, options, "iteration")
     METER.begin_step(timed=before is not None and _is_logged(before + 1))
     try:
@@ -38,7 +38,7 @@ def count_in_step(train_step, /, *args, **options) -> Any:
 
 
 def log_transfers(training_log, /, *args, **options) -> Any:
-    """`training_log` that goes on to log the transfers of attention in the step."""
+    """`training_log` that then logs attention's transfers in the step."""
     result = training_log(*args, **options)
     iteration = _argument(training_log, args, options, "iteration")
     if _is_logged(iteration):
@@ -56,7 +56,7 @@ def _argument(function: Callable, args: tuple, options: dict, name: str) -> Any:
 
 
 def _log_times(iteration: int) -> None:
-    """Through Megatron's timers, which all ranks read together."""
+    """Log times through Megatron's timers, which all ranks read together."""
     args, timers, seconds = get_args(), get_timers(), METER.seconds()
     for name, timer in TIMERS.items():
         timers(timer, log_level=0).set_elapsed(seconds.get(name, 0.0))
@@ -71,7 +71,7 @@ def _log_times(iteration: int) -> None:
 
 
 def _log_bytes(iteration: int) -> None:
-    """Of the last rank, which prints and has the writers."""
+    """Log the bytes of the last rank, which prints and has the writers."""
     sent = METER.sent_bytes()
     words = ", ".join(f"{name} {sent[link] / 2**20:.3f}" for link, name in _LINKS.items())
     print_rank_last(f"burst attention, sent by the last rank in this step (MiB): {words}")
