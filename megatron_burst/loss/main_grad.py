@@ -47,8 +47,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
 
 
 def held_bytes(weight: Tensor) -> int:
-    """Bytes of a sum of the weight's gradient if Megatron already has one; 0 if ours is the
-    only."""
+    """Bytes of a gradient sum of the weight if Megatron already has one; else 0."""
     return 0 if main_grad_of(weight) is None else weight.numel() * sum_dtype(weight.dtype).itemsize
 
 

@@ -1,5 +1,4 @@
-"""Which tokens are computed, and communication between tensor-parallel ranks: rows, their
-gradients, statistics."""
+"""Selects tokens; sends rows, gradients and statistics between tensor-parallel ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.say import say
 
 FLAG = "--burst-plan"
-_OWN = "--burst-"  # what is given of burst's options wins
+_OWN = "--burst-"  # burst's options on the command line win
 _NO_FIGURE = ("--max-position-embeddings",)  # and so do options that no figure depends on
 _SIZES = {  # Megatron's names of a planned model's sizes
     "num_layers": "layers",

@@ -176,8 +176,7 @@ def _dense_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, rows: int, axis: int = 1) -> Tensor:
-    """An empty tensor like x [b, n, ...] of `rows` rows; if rows are outermost in memory they stay
-    so."""
+    """An empty tensor like x [b, n, ...] of `rows` rows; keeps rows outermost in memory."""
     sizes = list(x.shape)
     sizes[axis] = rows
     if axis == 1 and x.shape[0] > 1 and x.stride(0) < x.stride(1):
