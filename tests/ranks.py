@@ -41,7 +41,7 @@ def run_ranks(
         backend: of the process group; with "nccl" processes are used again by later tests.
         timeout_s: how long all of it may take.
         environment: variables to set in each process before anything else.
-        nodes: pretend to NCCL that the ranks span so many.
+        nodes: make NCCL believe that the ranks span this many nodes.
         fresh: start processes of its own for a function that changes what later ones would see.
 
     Returns:
@@ -70,7 +70,7 @@ class Crew:
     Args:
         world: number of processes.
         backend: of the process groups.
-        nodes: that are pretended to NCCL.
+        nodes: that NCCL is made to see.
         environment: variables to set in each process before anything else.
     """
 

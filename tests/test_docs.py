@@ -89,7 +89,7 @@ def test_code_and_file_names_use_the_same_words():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_reference_pages_are_what_the_code_says(name):
-    """`make docs` makes them again."""
+    """`make docs` rebuilds them."""
     assert (ROOT / "docs" / name).read_text() == PAGES[name]()
 
 

@@ -1,8 +1,8 @@
-# What is trained, and how: the flags that every launcher in examples/ passes on.
-# Sourced, not run, with WORLD set to the number of all GPUs. Llama-3 8B; change MODEL_FLAGS to your
-# own model, whose flags megatron-burst plan prints.
+# The model and training flags that every launcher in examples/ passes on.
+# Sourced, not run, with WORLD set to the total number of GPUs. Llama-3 8B; change MODEL_FLAGS for
+# your own model: megatron-burst plan prints its flags.
 #
-# How it is sharded, its length and what is recomputed come from a plan, or from the variables below:
+# Sharding, sequence length and recomputation come from a plan, or from the variables below:
 #     megatron-burst plan llama3-8b --seq-length 1M --gpus 64 --json plan.json
 #     PLAN=plan.json examples/torchrun/one_node.sh
 # With a plan those variables may stay unset; the run refuses one that contradicts it.
@@ -39,7 +39,7 @@ if [[ -n "${PLAN:-}" ]]; then
 else
     TP="${TP:-1}"
     PP="${PP:-1}"
-    CP="${CP:-$((WORLD / (TP * PP)))}" # all that is left, so that DP is 1
+    CP="${CP:-$((WORLD / (TP * PP)))}" # all remaining GPUs, so that DP is 1
     PARALLEL_FLAGS=(
         --seq-length "${SEQ_LENGTH:-1048576}"
         --max-position-embeddings "${SEQ_LENGTH:-1048576}"
@@ -65,7 +65,7 @@ else
 fi
 DOCTOR_FLAGS=(--cp "$CP" --tp "$TP" --pp "$PP")
 
-# Every token counts the same on every rank: losses then do not depend on the context parallel size.
+# Every token counts the same on every rank, so losses do not depend on the context parallel size.
 TRAINING_FLAGS=(
     --calculate-per-token-loss
     --lr "${LR:-1e-5}"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Many nodes without a batch system: run it on each of them, at about the same time.
+# Several nodes without a batch system: run it on each node at about the same time.
 #
-# Before, on one of them: megatron-burst doctor --nodes node0,node1,...
+# First, on one of them: megatron-burst doctor --nodes node0,node1,...
 # and paste its lines (interfaces, HCAs) into every shell. Then, on node number I of N:
 #     NODES=N NODE=I MASTER_ADDR=node0 MEGATRON=~/Megatron-LM examples/torchrun/many_nodes.sh
-# With a plan: PLAN=plan.json, on each of them. With other sizes: TP=2 PP=2.
+# With a plan: PLAN=plan.json, on each node. With other sizes: TP=2 PP=2.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -13,7 +13,7 @@ nodes="${NODES:?how many nodes}"
 WORLD=$((nodes * gpus))
 source "$here/llama3_8b.sh"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
 
 launch() {
     local port="$1"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node:  MEGATRON=~/Megatron-LM examples/torchrun/one_node.sh [more flags of Megatron's]
+# One node:  MEGATRON=~/Megatron-LM examples/torchrun/one_node.sh [more Megatron flags]
 # With a plan: PLAN=plan.json ...
 set -euo pipefail
 
@@ -9,7 +9,7 @@ WORLD="$gpus"
 if [[ -z "${PLAN:-}" ]]; then SEQ_LENGTH="${SEQ_LENGTH:-131072}"; fi
 source "$here/llama3_8b.sh"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
 
 torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst.cli doctor
 

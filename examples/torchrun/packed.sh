@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small GPT on packed documents (THD), on all GPUs of this machine; without GPUs on two CPU processes.
+# A small GPT on packed documents (THD), on all GPUs of this machine, or else on two CPU processes.
 #
 #     examples/torchrun/packed.sh [text files] [Megatron's flags]
 #
@@ -18,11 +18,11 @@ gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
 if ((gpus > 1)); then
     cp="$gpus"
     device=(--bf16)
-    export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
+    export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
 else
     cp=2
     device=(--distributed-backend gloo)
-    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 # one GPU is no context parallelism
+    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 # one GPU has no context parallelism
 fi
 seq="${SEQ_LENGTH:-1024}"
 

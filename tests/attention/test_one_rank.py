@@ -78,6 +78,6 @@ def test_it_is_the_kernel_alone_and_exact_for_any_length():
         assert error <= 1e-12, (name, error)
         if CONFIGS[name].keep == "none":
             assert calls == [1, 1], (name, calls)
-        else:  # one call outside of the checkpoint; in recomputation half of the rows, none or all
+        else:  # one call outside the checkpoint; in recomputation half of the rows, none or all
             recomputed = name == "half kept"
             assert calls == [2 + recomputed, 1], (name, causal, calls)

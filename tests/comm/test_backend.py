@@ -31,7 +31,7 @@ def without_a_name(rank, folder):
 
 
 def test_a_group_that_names_no_backend_is_what_it_runs_on(tmp_path):
-    """Its ranks used to compute wrong numbers once before they were told."""
+    """Its ranks used to compute wrong numbers for one more call before they were told."""
     assert run_ranks(without_a_name, 2, tmp_path) == ["gloo", "gloo"]
 
 

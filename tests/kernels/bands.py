@@ -149,7 +149,7 @@ def results_of(
         again = backend.forward(q, k, v, band.scale, visible, into=told)
         anew = backend.backward(side, k, v, band.scale, visible, into=tuple(tolds))
         assert all(a is b for a, b in zip((*again, *anew), (*told, *tolds), strict=True))
-        for x in (told[0], *tolds):  # what lies beside
+        for x in (told[0], *tolds):  # neighbouring memory
             assert x._base[..., :8].eq(7).all() and x._base[..., -8:].eq(7).all()
         (out, lse), grads = again, anew
     return dict(zip(("out", "lse", *NAMES[1:]), (out, lse, *grads), strict=True))

@@ -10,6 +10,6 @@ from tests.kernels.interpreter import interpret
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Starts anew instead of forking: what was forked may have imported Triton before."""
+    """Spawns instead of forking: a forked process may have imported Triton already."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         yield lambda *args: pool.submit(interpret, *args).result(timeout=300)

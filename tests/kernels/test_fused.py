@@ -174,7 +174,7 @@ def interpret(compare, *args):
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Starts anew instead of forking: what was forked may have imported Triton before."""
+    """Spawns instead of forking: a forked process may have imported Triton already."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         yield lambda compare, *args: pool.submit(interpret, compare, *args).result(timeout=300)
 

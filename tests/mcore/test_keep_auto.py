@@ -63,7 +63,7 @@ def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_predict
     assert second == [[5, 6, 7, 8], [5], [5, 6, 7, 8], [3, 4, 7, 8], [3, 7], [3, 4, 7, 8]]
     assert first_keep == [layers[:2] for layers in first]
     assert second_keep == [layers[:2] for layers in second]
-    # of five layers, of which two have number 1, or MTP's 5
+    # five layers, two of which have number 1, or MTP's 5
     assert recomputed == ([5, 4, 3, 2, 0] if why_not("MTP layers from 1") else [5, 3, 2, 1, 0])
 
 

@@ -1,4 +1,4 @@
-"""Scripts are planned as a shell would run them: a size that is a variable is that variable's."""
+"""Scripts are planned as a shell would run them: sizes given as variables are expanded."""
 
 from pathlib import Path
 
