@@ -124,7 +124,7 @@ def test_padding_is_no_document():
 
 @pytest.mark.parametrize("told", [None, 4])
 def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(told):
-    """FlashAttention-2 writes no longer ones. `told`: boundaries on a GPU, which nobody waits for."""
+    """FlashAttention-2 writes no longer ones. `told`: boundaries on a GPU, not waited for."""
     sample = Sample(torch.tensor([0, 3, 7]), None, told)
     documents = Documents(sample, (10, 2), Layout.ZIGZAG, torch.device("cpu"))
     if told:
