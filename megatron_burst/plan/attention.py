@@ -30,17 +30,17 @@ _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "referenc
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """An attention call and how it is to run; "auto" as in `BurstConfig`."""
+    """An attention call and how it runs; "auto" as in `BurstConfig`."""
 
     shape: AttentionShape  # sizes on one rank; `grad_bytes` is left to `grad_wire`
     topology: Topology  # of the context-parallel group
-    # GPUs of a node that run other groups' rings at the same time, for one rank of this one, plus
-    # it: the tensor-parallel size
+    # GPUs of a node per rank of this group, including those that run other groups' rings at the
+    # same time: the tensor-parallel size
     neighbours: int = 1
     intra: str = "auto"  # inside a node
     inter: str = "auto"  # between nodes
     heads_per_round: int | None = None  # of gather and a2a; None: as the engine chooses
-    pieces: bool = True  # whether there may be several rounds
+    pieces: bool = True  # whether several rounds are allowed
     circulate: str = "auto"  # in backward
     transfer: str = "auto"  # inside a node: "send", "pull" by copy engine; "auto": pulls if it can
     overlap: bool = True  # whether transfers are hidden
@@ -51,12 +51,12 @@ class AttentionCall:
     multiprocessors: int = USUAL_MULTIPROCESSORS  # of a GPU: heads of a round depend on them
     grad_wire: str = "auto"  # of gradients between ranks
     resend: str = "auto"  # whether gathered K and V go between nodes again in backward
-    kernel: Kernel | None = None  # what programs depend on of it; None: as `backend` has it
-    again: bool = False  # whether backward of a2a sends Q, K, V again: results are kept
+    kernel: Kernel | None = None  # its properties that programs depend on; None: those of `backend`
+    again: bool = False  # whether backward of a2a sends Q, K, V again, as results are kept
 
     @cached_property
     def between_why(self) -> Choice:
-        """How it goes between nodes, with the reason."""
+        """The mode between nodes, with the reason."""
         free = self.inter == "auto" and not self._of_rings and self.topology.inter_size > 1
         if free and self._wants_whole and self.mask.windowed:
             return Choice(
@@ -74,8 +74,8 @@ class AttentionCall:
 
     @cached_property
     def _travelling_share(self) -> float:
-        """Of a shard's keys, what goes round between nodes where they are gathered inside: under a
-        window what queries of other nodes see."""
+        """Share of a shard's keys that circulates between nodes if gathered inside: under a window,
+        what queries of other nodes see."""
         gathers = self.intra == "gather" or (self.intra == "auto" and self.device != "cpu")
         in_order = self.layout in (Layout.ZIGZAG, Layout.CONTIGUOUS)
         if not (self.mask.windowed and gathers and in_order) or self.topology.spans_nodes:
@@ -86,8 +86,9 @@ class AttentionCall:
 
     @property
     def _wants_whole(self) -> bool:
-        """Whether a rank may have the whole sample of some heads and that may be better: documents
-        make shards unequal in work, and windows in them need all keys of a query at once."""
+        """Whether giving a rank the whole sample for some heads is possible and may be better:
+        documents make shards unequal in work, and windows in them need all keys of a query at
+        once."""
         even = self.topology.cp_size > 1 and self.shape.heads_q % self.topology.cp_size == 0
         chunks = self.layout is not Layout.STRIPED
         gains = self.mask.windowed or self.device != "cpu"
@@ -95,7 +96,7 @@ class AttentionCall:
 
     @property
     def _of_rings(self) -> str:
-        """An option that was given and that an all-to-all over all ranks does not have, or ""."""
+        """A given option that an all-to-all over all ranks does not have, or ""."""
         given = {"intra": self.intra, "circulate": self.circulate, "transfer": self.transfer}
         given = {name: value for name, value in given.items() if value not in ("auto", "send")}
         if (self.heads_per_round or 0) > most_heads(self.shape, _flat(self.topology), "a2a"):
@@ -117,12 +118,12 @@ class AttentionCall:
 
     @cached_property
     def arranged(self) -> Topology:
-        """The topology that programs are made for: one row of all ranks, if nodes do not count."""
+        """The topology for programs: one row of all ranks, if nodes are ignored."""
         return self.topology if self.between == "ring" else _flat(self.topology)
 
     @cached_property
     def mode_why(self) -> Choice:
-        """How it goes among the ranks of a row of `arranged`, with the reason."""
+        """The mode among the ranks of a row of `arranged`, with the reason."""
         between = self.between
         one_row = self.arranged.inter_size == 1 and self.intra == "auto" and between != "a2a"
         if one_row and self.layout is Layout.DOCUMENTS and self.mask.right == 0:
@@ -140,13 +141,13 @@ class AttentionCall:
 
     @property
     def can_recall(self) -> bool:
-        """Whether K and V that are gathered come from other nodes and may stay for backward."""
+        """Whether gathered K and V come from other nodes and may be kept for backward."""
         travels = self.mode == "gather" and self.arranged.inter_size > 1
         return travels and self.circulate != "q"
 
     @cached_property
     def recalls(self) -> bool:
-        """Whether K and V that came from other nodes in forward stay there for backward."""
+        """Whether K and V received from other nodes in forward are kept for backward."""
         if not self.can_recall or self.again or self.resend == "always":
             return False
         shape, others = self.priced, self.arranged.inter_size - 1
@@ -154,7 +155,7 @@ class AttentionCall:
 
     @property
     def left_bytes(self) -> int:
-        """Memory of keys of other nodes that stay until backward."""
+        """Memory of other nodes' K and V kept until backward."""
         if not self.recalls:
             return 0
         shape = self.shape
@@ -164,7 +165,7 @@ class AttentionCall:
 
     @cached_property
     def circulate_why(self) -> Choice:
-        """What passes from rank to rank in backward, with the reason."""
+        """What circulates in backward, with the reason."""
         if self.recalls:
             return Choice(
                 Circulate.KV, "K and V stay in memory from forward; only gradients are sent back"
@@ -177,7 +178,7 @@ class AttentionCall:
 
     @cached_property
     def priced(self) -> AttentionShape:
-        """The shape, with gradients as wide as they travel."""
+        """The shape, with gradients as wide as on the wire."""
         ring = self.mode == "ring"
         hops = (self.topology.cp_size if ring else self.arranged.inter_size) - 1
         return on_wire(self.shape, self.grad_wire, hops)
@@ -193,13 +194,13 @@ class AttentionCall:
 
     @property
     def by_copy_engine(self) -> bool:
-        """Whether ranks of a node pull what they get from each other."""
+        """Whether ranks of a node pull from each other."""
         together = self.arranged.intra_size > 1 and not self.arranged.spans_nodes
         return self.transfer != "send" and together
 
     @cached_property
     def heads(self) -> int:
-        """KV heads of a round: gathered, or of a rank in an all-to-all."""
+        """KV heads of a round: gathered, or per rank in an all-to-all."""
         asked = self.multiprocessors, self.heads_per_round, self.pieces
         if self.mode == "a2a":
             return choose_heads_a2a(self.shape, self.arranged, *asked)
@@ -207,9 +208,9 @@ class AttentionCall:
         return choose_heads_gather(self.shape, self.arranged, *asked, exposed=exposed)
 
     def resolved(self, direction: Direction) -> "AttentionCall":
-        """The same call as far as a pass depends on it: calls whose pass is alike become equal.
+        """The call reduced to what a pass depends on: calls with the same pass become equal.
 
-        A choice circulates in backward only; all of an all-to-all may come again, not keys.
+        What circulates is a choice in backward only; only an all-to-all can send everything again.
         """
         backward = direction is Direction.BACKWARD
         return replace(
@@ -221,18 +222,18 @@ class AttentionCall:
         )  # fmt: skip
 
     def on_nodes(self, count: int) -> "AttentionCall":
-        """A resolved call on another number of nodes that nest."""
+        """A resolved call on another number of nodes in nested rings."""
         ranks = count * self.arranged.intra_size
         return replace(self, topology=pretend_nodes(ranks, count), inter="ring")
 
     @property
     def left(self) -> bool:
-        """Whether forward leaves for backward what came from other ranks: all of an all-to-all,
-        or keys of other nodes."""
+        """Whether forward saves for backward what it received: everything of an all-to-all, or K
+        and V of other nodes."""
         return not self.again and (self.mode == "a2a" or self.recalls)
 
     def spec(self, cp_rank: int, direction: Direction) -> Spec:
-        """What a rank's program is made for."""
+        """The spec of a rank's program."""
         backward = direction is Direction.BACKWARD
         circulate = self.circulate_why.value if backward else Circulate.KV
         whole = self.backend.partition(",")[0] in _RECTANGULAR
@@ -243,15 +244,15 @@ class AttentionCall:
         )  # fmt: skip
 
     def program(self, cp_rank: int, direction: Direction) -> Program:
-        """What the engine runs on a rank.
+        """The program that the engine runs on a rank.
 
         Raises:
-            BurstError: if the call cannot run so.
+            BurstError: if the call cannot run this way.
         """
         return self.program_of(self.spec(cp_rank, direction))
 
     def program_of(self, spec: Spec) -> Program:
-        """The same for a spec that is other than this call's in a detail."""
+        """The program of a spec that differs from this call's in a detail."""
         return program_of(self.mode, spec)
 
 

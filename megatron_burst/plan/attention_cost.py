@@ -1,5 +1,4 @@
-"""What an attention call costs: time, by simulation of its programs, and memory beside its inputs
-and outputs."""
+"""Cost of an attention call: simulated time, and memory besides its inputs and outputs."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -26,8 +25,8 @@ from megatron_burst.schedule.program import (
 )
 from megatron_burst.schedule.topology import Link
 
-_MANY_NODES = 8, 16  # whose times tell that of more
-_MOST_NODES = 4  # more of them need no more buffers; a test compares
+_MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
+_MOST_NODES = 4  # more nodes need no more buffers; a test compares
 
 
 @lru_cache(maxsize=64)
@@ -40,19 +39,19 @@ def attention_time(
     with_spans: bool = True,
     sample: Sample | None = None,
 ) -> Timeline:
-    """What happens in one pass of a call.
+    """Simulate one pass of a call.
 
     Args:
         call: the call.
         hardware: that it runs on.
         direction: which pass.
-        pass_tflop: work without pause (`KernelSpeed`); infinite in training.
+        pass_tflop: work without a pause (`KernelSpeed`); infinite in training.
         ranks: to simulate; None: as many as the time depends on.
-        with_spans: whether to write down what happened.
-        sample: whose documents there are; None: one. Its ranks are not alike.
+        with_spans: whether to record what happened.
+        sample: the documents; None: one. With documents ranks differ.
 
     Raises:
-        BurstError: if the call cannot run so.
+        BurstError: if the call cannot run this way.
     """
     timer = Timer(hardware, call.backend, pass_tflop, sample)
     some = _simulated(call) if ranks is None else ranks
@@ -63,8 +62,8 @@ def attention_time(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's search for cycles, which many new objects set off again and again; those
-    that a simulation makes it takes apart itself."""
+    """Disable Python's cycle collection, which many new objects trigger repeatedly; the simulation
+    breaks its own cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +94,7 @@ def pass_time(
 def _of_sample(
     call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
 ) -> Timeline:
-    """Of documents that are known: shards with other documents are other work."""
+    """The timeline with known documents: each shard's work depends on its documents."""
     of_heads = call.mode == "a2a" and call.arranged.inter_size == 1
     even = call.layout is Layout.DOCUMENTS or of_heads
     ranks = _simulated(call) if even else range(call.topology.cp_size)
@@ -103,7 +102,7 @@ def _of_sample(
 
 
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
-    """Bytes that the first rank sends in a pass, by the link that they take."""
+    """Bytes that the first rank sends in a pass, by link."""
     (base, times), *more = (
         (part.program(0, direction).sent_bytes(), times) for part, times in _on_few(call, direction)
     )
@@ -112,8 +111,8 @@ def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
 
 
 def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
-    """The call as it is resolved, or on fewer nodes and on still fewer, and how many times the
-    difference has to be added: each further node is one more step of each round."""
+    """The resolved call, or the call on two smaller numbers of nodes and how often to add their
+    difference: each further node is one more step of each round."""
     call = call.resolved(direction)
     few, more = _MANY_NODES
     nodes = call.arranged.inter_size
@@ -125,17 +124,17 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 
 @lru_cache(maxsize=4096)
 def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
-    """Of a resolved call; many calls are alike on few nodes."""
+    """The timeline of a resolved call, cached: on few nodes many calls are equal."""
     return attention_time(call, hardware, direction, with_spans=False)
 
 
 def _simulated(call: AttentionCall) -> range:
-    """Ranks to simulate: the first and the last of a group in which all do alike; on many nodes the
-    last one, for which they wait.
+    """Ranks to simulate: the first and the last of a group in which all do the same; on many nodes
+    the last one, which the others wait for.
 
     In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
-    queries and half of the keys; the others' times lie between theirs. In an all-to-all
-    over all nodes ranks have equal tiles.
+    queries and half of the keys; the others' times are in between. In an all-to-all over all nodes
+    ranks have equal tiles.
     """
     topology = call.arranged
     nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
@@ -149,7 +148,8 @@ def _simulated(call: AttentionCall) -> range:
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
-    """Of a network card for a rank: all of a node send at the same time, but in a flat ring one."""
+    """A rank's share of a network card: all ranks of a node send at once, in a flat ring only
+    one."""
     topology = call.arranged
     flat_ring = topology.spans_nodes and call.mode == "ring"
     together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))
@@ -158,10 +158,10 @@ def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
 
 @lru_cache(maxsize=4096)
 def buffer_bytes(call: AttentionCall) -> int:
-    """Memory that a rank needs beside q, k, v, out and their gradients, in the backward pass.
+    """Memory that a rank needs in backward besides q, k, v, out and their gradients.
 
-    What its group keeps from call to call, and what there is at the fullest moment of backward.
-    The forward pass needs less, except for its output in float32 where results are merged.
+    What its group keeps from call to call, plus the peak of backward. The forward pass needs less,
+    except for its output in float32 where results are merged.
     """
     if call.arranged.inter_size > _MOST_NODES:
         return buffer_bytes(call.resolved(Direction.BACKWARD).on_nodes(_MOST_NODES))
@@ -170,8 +170,8 @@ def buffer_bytes(call: AttentionCall) -> int:
 
 
 def kept_bytes(programs: Iterable[Program]) -> int:
-    """Of buffers of the group, which serve all of these programs: as many, and as large, as the
-    one wants that wants most."""
+    """Bytes of the group's buffers, shared by all of these programs: as many, and as large, as the
+    most demanding one needs."""
     uses: dict[tuple[Home, str], tuple[int, int]] = {}
     for program in programs:
         for buffer in program.buffers.values():
@@ -183,12 +183,11 @@ def kept_bytes(programs: Iterable[Program]) -> int:
 
 
 def passing_bytes(program: Program) -> int:
-    """Of what a backward pass itself has at its fullest: what gradients that are summed where they
-    are returned are wider than those that are, parts that nobody has added up yet, and what a
-    kernel needs for its own.
+    """Peak bytes of a backward pass itself: the extra width of gradients summed in place, parts not
+    yet added up, and the kernel's workspace.
 
-    The most parts and the largest kernel count together, though one may follow the other: the
-    peaks that were measured are as high, for a reason that is not known.
+    The most parts and the largest kernel are added, though they may not coincide: measured peaks
+    are as high, for an unknown reason.
     """
     frees, parts, kernel = order(program).frees, 0, 0
     read = {ref.buffer for op in program.ops for ref in op.reads}
@@ -207,7 +206,7 @@ def passing_bytes(program: Program) -> int:
 
 
 def _wider_bytes(program: Program) -> int:
-    """Of sums that are returned in the inputs' dtype, beside what is returned."""
+    """Extra bytes of sums that are returned in the inputs' dtype."""
     wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
     sums = [
         buffer
@@ -222,7 +221,8 @@ def _size(program: Program, buffer: Buffer) -> int:
 
 
 def _kernel_bytes(program: Program, op: AttendBackward) -> int:
-    """What a backward kernel needs: lse, delta and dq in float32; with grouped heads dk and dv."""
+    """Workspace of a backward kernel: lse, delta and dq in float32; with grouped heads dk and
+    dv."""
     side = next(ref for ref in op.sides if _heads(program, ref, "q"))
     shape = {f.name: f for f in program.buffers[op.kv.buffer].fields}
     heads_q, heads_kv = _heads(program, side, "q"), _heads(program, op.kv, "k")
@@ -235,7 +235,7 @@ def _kernel_bytes(program: Program, op: AttendBackward) -> int:
 
 
 def _heads(program: Program, ref: Ref, name: str) -> int:
-    """Heads of a field of a part of a buffer; 0 if it has no such field."""
+    """Heads of a field in part of a buffer; 0 if it has no such field."""
     for field in program.buffers[ref.buffer].fields:
         if field.name == name:
             return len(ref.heads) if ref.heads else field.heads

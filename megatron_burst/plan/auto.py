@@ -1,4 +1,4 @@
-"""The ways to run a call: which have all that was asked for, and which simulates fastest."""
+"""The ways to run a call: which satisfy the options, and which simulates fastest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,25 +13,25 @@ from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
 
-_TIE = 1.01  # within measurements' spread the one with smaller buffers is taken
+_TIE = 1.01  # within measurement noise, smaller buffers win
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A way to run a call, and what speaks for it."""
+    """A way to run a call, and the reasons for it."""
 
     call: AttentionCall  # with `intra`, `inter`, `heads_per_round` and `circulate` resolved
     seconds: float  # forward and backward
     num_bytes: float  # of its buffers
-    reason: str  # in words, beside the next best mode
+    reason: str  # as text, compared with the next best mode
 
 
 @lru_cache(maxsize=1024)
 def choose_call(call: AttentionCall, hardware: Hardware) -> Chosen:
-    """The fastest way to run a call; of equally fast ones that with the smallest buffers.
+    """The fastest way to run a call; among equally fast ones, that with the smallest buffers.
 
-    A pure function of what all ranks know alike (shape, topology, machine's figures), so they
-    agree without a broadcast.
+    A pure function of what is the same on all ranks (shape, topology, the machine's figures), so
+    they agree without a broadcast.
 
     Args:
         call: options that are not "auto" or None stay as they are.
@@ -44,7 +44,7 @@ def choose_call(call: AttentionCall, hardware: Hardware) -> Chosen:
         (sum(pass_time(way, hardware, d).seconds for d in Direction), buffer_bytes(way), way)
         for way in ways(call)
     ]
-    if not found:  # refuses what its own way does not have
+    if not found:  # refuses what this way does not have
         check_asked(call)
     least = min(one[0] for one in found)
     near = [one for one in found if one[0] <= least * _TIE]
@@ -67,7 +67,7 @@ def ways(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _has_mask(call: AttentionCall) -> bool:
-    """Whether its mode has its mask in its layout."""
+    """Whether its mode supports its mask in its layout."""
     if call.topology.cp_size == 1:
         return True
     try:
@@ -89,7 +89,7 @@ def _every_way(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
-    """Every way inside the rows of ranks, between which it is resolved how it goes."""
+    """Every way inside the rows of ranks, with the mode between them resolved."""
     topology, heads = call.arranged, call.shape.heads_q
     intras = [call.mode if call.inter in ("a2a", "flat") else call.intra]
     if intras == ["auto"]:
@@ -107,7 +107,7 @@ def _ways_inside(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
-    """A call that gathers or has an all-to-all, with every number of heads a round."""
+    """A gather or all-to-all call, with every number of heads per round."""
     if call.heads_per_round is not None or not call.pieces:
         yield call
         return
@@ -118,7 +118,7 @@ def _in_rounds(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def check_asked(call: AttentionCall) -> None:
-    """Refuse an option that the call, with the group's nodes as rows, would drop.
+    """Refuse an option that the call, with the group's nodes as rows, would ignore.
 
     Raises:
         BurstError: if there is one, or the call cannot run at all.
@@ -129,13 +129,13 @@ def check_asked(call: AttentionCall) -> None:
 
 
 def misses(call: AttentionCall) -> str | None:
-    """What a call was asked for and does not have, as a sentence; None if it has all of it.
+    """The option that a call does not satisfy, as a sentence; None if it satisfies all.
 
-    What holds of itself is not refused: on one node nothing goes between nodes, one rank sends
-    nothing, and a ring takes all heads at once anyway.
+    What is trivially satisfied is not refused: on one node nothing goes between nodes, one rank
+    sends nothing, and a ring takes all heads at once anyway.
 
     Raises:
-        BurstError: if the call cannot run so at all.
+        BurstError: if the call cannot run this way at all.
     """
     several = len(set(call.topology.node_of)) > 1
     return (
@@ -186,10 +186,10 @@ def _circulate_missing(call: AttentionCall) -> str | None:
 
 
 def _resend_missing(call: AttentionCall) -> str | None:
-    """Of "never" only: nothing has to stay for "always".
+    """For "never" only: nothing has to be kept for "always".
 
-    What comes in an all-to-all over all ranks stays of itself. Under recomputation with kept
-    results backward follows no forward directly; where it does all the same, keys stay.
+    An all-to-all over all ranks keeps what it receives anyway. Under recomputation with kept
+    results, backward does not directly follow a forward; where it does, keys are kept.
     """
     if call.resend != "never" or call.between == "a2a" or call.can_recall:
         return None

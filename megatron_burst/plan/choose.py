@@ -1,4 +1,4 @@
-"""The choices that `auto` makes from a shape alone, each with its reason, and the bytes of it."""
+"""The choices that `auto` makes from shapes alone, each with its reason, and their bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direc
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import Topology
 
-# of a machine that nothing is known of: a fast kernel and a slow link, which an all-to-all of many
-# heads must not have to wait for
+# for an unknown machine: a fast kernel and a slow link, so that an all-to-all of many heads is not
+# exposed
 _GBS, _TFLOPS = 5.0, 700.0
-_PASSES = 3.5  # products of both passes, in forwards
+_PASSES = 3.5  # products of both passes, in units of forward
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, and why, in words for the user; "" where it needs no reason."""
+    """What was chosen, and why, as text for the user; "" if it needs no reason."""
 
     value: str
     reason: str = ""
@@ -29,28 +29,28 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """How an all-to-all over all ranks would go."""
+    """How an all-to-all over all ranks would run."""
 
     rounds: int
     again: bool = False  # whether backward sends Q, K and V again (`a2a_widths`)
 
 
 def on_wire(shape: AttentionShape, grad_wire: str, hops: int) -> AttentionShape:
-    """The shape with gradients as wide as they travel between ranks.
+    """The shape with gradients as wide as on the wire.
 
     Args:
         shape: sizes of the call.
-        grad_wire: "accumulate", "input" or "auto": the model's dtype where a sum makes no more than
-            one hop. It is rounded once then, as what the kernels return is, and joined in float32.
-        hops: that a sum of gradients makes.
+        grad_wire: "accumulate", "input" or "auto": the model's dtype if a sum makes at most one
+            hop. It is then rounded once, like the kernels' results, and added in float32.
+        hops: of a sum of gradients.
     """
     narrow = grad_wire == "input" or (grad_wire == "auto" and hops <= 1)
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
 def few_come(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
-    """Whether K and V of all other nodes' pieces (the share that travels) take no more memory than
-    the queries, and their gradients' way home is no longer than that of circulating Q."""
+    """Whether K and V of all other nodes' pieces (the share that circulates) take no more memory
+    than the queries, and returning their gradients takes no longer than with circulating Q."""
     keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
     sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
     return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
@@ -59,7 +59,7 @@ def few_come(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
 def hop_bytes(
     shape: AttentionShape, direction: Direction, circulate: Circulate, share: float = 1.0
 ) -> dict[Cargo, int]:
-    """Bytes of one hop of each cargo; `share`: of the keys, that travels.
+    """Bytes of one hop of each cargo; `share`: of the keys that circulates.
 
     K,V: `read` is K and V, `grad` dK and dV. Q (backward only): `read` is Q, dO and the
     statistics lse and delta, `grad` dQ.
@@ -88,19 +88,19 @@ def nested_bytes(
     shape: AttentionShape, topology: Topology, circulate: Circulate, share: float = 1.0
 ) -> int:
     """Bytes that a rank sends to other nodes in both passes of a ring between nodes; `share`: of
-    the keys, that travels."""
+    the keys that circulates."""
     forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV, share)
     backward = hop_bytes(shape, Direction.BACKWARD, circulate, share)
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
 def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
-    """Bytes of a token's heads in an all-to-all, there and back, by direction; of a shape that is
+    """Bytes of a token's heads in an all-to-all, there and back, by direction; for a shape that is
     `replicated` for its ranks.
 
     Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
-    With `again` backward sends Q, K, V and lse too: where kept results stand for the forward that
-    would have left them.
+    With `again` backward sends Q, K, V and lse too: kept results replace the forward that would
+    have saved them.
     """
     q = shape.heads_q * shape.dim_qk * shape.itemsize
     out = shape.heads_q * shape.dim_v * shape.itemsize
@@ -113,8 +113,8 @@ def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tu
 
 
 def choose_circulate(shape: AttentionShape, asked: str, share: float = 1.0) -> Choice:
-    """Which operand circulates in backward: the one with fewer bytes a hop, unless asked for; of
-    the keys a share does.
+    """Which operand circulates in backward: the one with fewer bytes per hop, unless asked for;
+    `share`: of the keys that circulates.
 
     Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
@@ -135,14 +135,14 @@ def choose_circulate(shape: AttentionShape, asked: str, share: float = 1.0) -> C
 def choose_intra(
     topology: Topology, layout: Layout, device: str, asked: str, inter: str = "ring"
 ) -> Choice:
-    """How queries and keys come together inside a node: "ring", "gather" or "a2a".
+    """The mode inside a node: "ring", "gather" or "a2a".
 
     Args:
         topology: of the group.
         layout: how tokens are sharded.
         device: torch device type.
         asked: "auto", "ring", "gather" or "a2a".
-        inter: how it goes between nodes; "a2a" and "flat" run the same over all ranks.
+        inter: the mode between nodes; "a2a" and "flat" run one mode over all ranks.
 
     Raises:
         BurstError: if gather or a2a was asked for across nodes or in the striped layout.
@@ -184,23 +184,23 @@ def choose_inter(
     over_all: AllToAll,
     share: float = 1.0,
 ) -> Choice:
-    """How queries and keys come together between nodes: "ring", "a2a" (over all ranks) or "flat".
+    """The mode between nodes: "ring", "a2a" (over all ranks) or "flat".
 
-    Bytes decide, and those that nothing hides count twice: of an all-to-all in R rounds the first
-    round there and the last one back, 1/R of all in each pass. A ring begins and ends with work on
-    the node's own shards. It is counted as if K and V went round again in backward, also where they
-    stay: counting less would change only calls of which simulation says that the all-to-all is as
-    fast or faster.
+    Bytes decide, and exposed ones count twice: for an all-to-all in R rounds, the first round there
+    and the last one back, 1/R of the total in each pass. A ring begins and ends with work on the
+    node's own shards. It is counted as if K and V circulated again in backward, even where they are
+    kept: counting less would change only calls for which the simulated all-to-all is as fast or
+    faster.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group.
         layout: how tokens are sharded.
         device: torch device type.
-        asked: inter ("auto", "ring", "a2a", "flat"), and an option that was given and that an
-            all-to-all over all ranks does not have, such as "intra=gather", or "".
-        over_all: what the ring is compared with.
-        share: of the keys, that travels in a ring.
+        asked: inter ("auto", "ring", "a2a", "flat"), and a given option that an all-to-all over all
+            ranks does not have, such as "intra=gather", or "".
+        over_all: the all-to-all that the ring is compared with.
+        share: of the keys that circulates in a ring.
     """
     inter, of_rings = asked
     if inter != "auto":
@@ -224,12 +224,12 @@ def choose_inter(
 
 
 def choose_for_documents(shape: AttentionShape, topology: Topology, over_all: AllToAll) -> Choice:
-    """`choose_inter` for documents that begin anywhere in a sample: a ring leaves shards where they
-    are, of unequal work; in an all-to-all over all ranks all have equal work.
+    """`choose_inter` for documents that start at any token: a ring leaves shards in place, with
+    unequal work; in an all-to-all over all ranks all have equal work.
 
-    Where documents begin differs from sample to sample, so usual ones are assumed. Each way takes
-    as long as the link or the kernels of the slowest rank; beside them an all-to-all has what
-    nothing hides.
+    Documents differ from sample to sample, so typical ones are assumed. Each mode takes as long as
+    the link or the kernels of the slowest rank; an all-to-all has exposed communication in
+    addition.
     """
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     sent = a2a_bytes(shape, topology, over_all.again)
@@ -254,7 +254,8 @@ def choose_transfer(
         topology: of the group.
         device: torch device type.
         asked: "auto", "send" or "pull".
-        try_out: why ranks cannot pull here, or None; called only if nothing else speaks against it.
+        try_out: returns why ranks cannot pull here, or None; called only if nothing else rules it
+            out.
 
     Raises:
         BurstError: if pulling was asked for and cannot be done.

@@ -6,16 +6,16 @@ from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.topology import Topology
 
-_ROUND_BYTES = 128 << 20  # gathered keys and values of one round: more of them is no faster
-_ONLY_ROUND_BYTES = 256 << 20  # but what fits in a single round needs no second slot either
-_ROUNDS = 4  # on one node where nothing hides the first round's keys and the last gradients
-_PIECES = 8  # rounds on several nodes: an eighth of a transfer is all that nothing may hide
-_WAVES = 1.9  # of thread blocks that a tile has at least: shorter ones cost more than they compute
-_BUSY = 0.9  # of the multiprocessors, over the waves of all rounds
+_ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
+_ONLY_ROUND_BYTES = 256 << 20  # but a single round needs no second slot
+_ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients
+_PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
+_WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
+_BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
 
 
 def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
-    """KV heads that a round can have: all of those that are gathered, or that a rank computes."""
+    """The most KV heads that a round can have: all gathered ones, or all that a rank computes."""
     ranks = topology.intra_size if mode == "a2a" else 1
     return shape.replicated(ranks).heads_kv // ranks
 
@@ -28,24 +28,23 @@ def choose_heads_gather(
     pieces: bool = True,
     exposed: bool = False,
 ) -> int:
-    """KV heads that are gathered at a time: as few as keep the kernels busy, for small buffers.
+    """KV heads gathered at a time: as few as keep the kernels busy, for small buffers.
 
     A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last
     wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
-    which so takes two heads.
+    which therefore takes two heads.
 
-    On several nodes there are eight rounds, if heads and kernels allow: the first piece that comes
-    from another node and the last gradient that goes home are hidden by one step only, and the
-    more rounds there are, the smaller they are.
+    On several nodes there are eight rounds, if heads and kernels allow: only one step hides the
+    first piece from another node and the last returned gradient, and more rounds make them smaller.
 
     Args:
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
         multiprocessors: of a GPU.
-        asked: by the user, at most as many as there are; None lets the rule decide.
+        asked: by the user, at most all of them; None lets the rule decide.
         pieces: whether there may be several rounds.
-        exposed: whether nothing hides the first round's keys and the last gradients: on one node
-            there are four rounds then, not one of all that fits.
+        exposed: whether nothing hides the first round's keys and the last gradients: then one node
+            has four rounds, instead of one if all fits.
     """
     if asked is not None or not pieces:
         return asked or shape.heads_kv
@@ -58,7 +57,7 @@ def choose_heads_gather(
         in_bytes = min(in_bytes, -(-shape.heads_kv // _ROUNDS))
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
-    chunk = -(-shape.tokens // 2)  # of zigzag: the queries of a tile
+    chunk = -(-shape.tokens // 2)  # zigzag's: the queries of a tile
     a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
     fewest = min(shape.heads_kv, max(1, in_bytes))
     for heads in range(fewest, shape.heads_kv):
@@ -82,7 +81,7 @@ def choose_heads_a2a(
     there and the last one back. Arguments are those of `choose_heads_gather`.
     """
     ranks = topology.intra_size
-    # 0 of heads that cannot be sharded evenly, which are refused with their program
+    # 0 if heads cannot be sharded evenly, which is refused when the program is made
     group = max(1, shape.heads_q // shape.replicated(ranks).heads_kv)
     a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
     most = most_heads(shape, topology, "a2a")

@@ -1,5 +1,5 @@
-"""Recomputation that keeps the later half of a causal sequence, as data: who computes the early
-half again, who keeps the later one, and whether rows are resharded for it."""
+"""Recomputation that keeps the later half of a causal sequence, as data: which ranks recompute the
+early half, which keep the later one, and whether rows are resharded for it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.topology import Topology
 
-_KERNEL_SHARE = 0.7  # of the GPU's peak, of a good attention kernel
+_KERNEL_SHARE = 0.7  # of the GPU's peak, for a good attention kernel
 _MESSAGE_MIB = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows that one rank takes care of for another (or for itself)."""
+    """Rows that one rank computes or keeps for another (or for itself)."""
 
     source: int  # rank that holds them
     rows: Span  # of its shard
     dest: int  # rank that computes or keeps them
-    dest_rows: Span  # of what that rank computes or keeps
+    dest_rows: Span  # of the rows that rank computes or keeps
 
     @property
     def home(self) -> "Move":
-        """The way back."""
+        """The return transfer."""
         return Move(self.dest, self.dest_rows, self.source, self.rows)
 
 
@@ -38,8 +38,8 @@ class EarlyHalf:
 
     layout: Layout  # of its tokens over the ranks while it is computed
     early: tuple[Span, ...]  # by rank, rows of its shard that belong to it: the first, all or none
-    moves: tuple[Move, ...] = ()  # who computes whose rows; empty: everybody computes his own
-    kept: tuple[Move, ...] = ()  # who keeps whose later rows; empty: everybody keeps his own
+    moves: tuple[Move, ...] = ()  # which rank computes whose rows; empty: each its own
+    kept: tuple[Move, ...] = ()  # which rank keeps whose later rows; empty: each its own
 
 
 def early_half(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> EarlyHalf:
@@ -48,7 +48,7 @@ def early_half(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> Earl
     In zigzag every rank holds chunk r of the early half's P: contiguous, so the last rank would
     pay (2P - 1)/(4P) of a forward. Resharded, sub-chunk j of 2P goes to rank j or 2P-1-j, and
     all pay a quarter. In the contiguous layout the first ranks hold all of the early half, the last
-    ones all of the later: both are resharded. To `reshard` so, the `tokens` of a rank must be a
+    ones all of the later: both are resharded. To `reshard`, the `tokens` of a rank must be a
     multiple of 4; the contiguous layout of several ranks must be, striped rows need not.
     """
     halves = (Span(0, tokens // 2),) * cp_size
@@ -67,7 +67,7 @@ def early_half(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> Earl
 
 
 def _resharded(cp_size: int, size: int, of_a_rank: int) -> tuple[Move, ...]:
-    """The early half's 2P sub-chunks, of which a rank holds so many, in zigzag."""
+    """The early half's 2P sub-chunks in zigzag; a rank holds `of_a_rank` of them."""
     moves = []
     for piece in range(2 * cp_size):
         front = piece < cp_size
@@ -78,7 +78,7 @@ def _resharded(cp_size: int, size: int, of_a_rank: int) -> tuple[Move, ...]:
 
 
 def _shared(cp_size: int, size: int) -> tuple[Move, ...]:
-    """The later half's sub-chunks of the contiguous layout: two a rank; the rank that has four
+    """The later half's sub-chunks of the contiguous layout: two per rank; a rank that has four
     gives two to its mirror image, which has none."""
     moves = []
     for rank in range(cp_size):
@@ -95,36 +95,37 @@ def _rows(piece: int, size: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What resharding rows between nodes is weighed with.
+    """Rates that decide whether rows are resharded between nodes.
 
-    Unless the machine is known: a fast kernel and a slow link, so that resharding does not lose.
+    The defaults, for unknown machines, are a fast kernel and a slow link, so that resharding does
+    not lose.
     """
 
     tflops: float = 700.0  # TFLOP/s of attention's forward on a rank
-    gbs: float = 5.0  # GB/s that leave a rank for other nodes while all ranks send
+    gbs: float = 5.0  # GB/s from a rank to other nodes while all ranks send
     source: str = "assumed: pass --burst-hardware for better figures"  # in words
 
     @classmethod
     def of(cls, machine: Hardware) -> "Rates":
-        """Those of a machine that is known."""
+        """Rates of a known machine."""
         gbs = machine.links.inter.gbs.at(_MESSAGE_MIB) * machine.inter_share(machine.node.gpus)
         return cls(_KERNEL_SHARE * machine.gpu.peak_tflops, gbs, machine.name)
 
 
 @dataclass(frozen=True, slots=True)
 class HalfCall:
-    """A call of which the later half's results are to be kept."""
+    """A call whose later half's results are kept."""
 
     layout: Layout  # of tokens over ranks
     mask: Mask
     topology: Topology
     shape: AttentionShape  # sizes of the call on one rank
-    rates: Rates = Rates()  # what resharding between nodes is weighed with
+    rates: Rates = Rates()  # decide on resharding between nodes
     over_all: bool = False  # whether an all-to-all gives each rank all rows of some heads
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks compute equally much of the early rows where they are."""
+        """Whether all ranks hold equal work of the early rows without resharding."""
         over_all = self.over_all and self.layout is Layout.ZIGZAG
         return self.layout is Layout.STRIPED or over_all or self.topology.cp_size == 1
 
@@ -141,8 +142,8 @@ class HalfCall:
 
     @property
     def reshard_seconds(self) -> float:
-        """Seconds in which resharded rows pass between nodes: Q, K, V of the early ones there, out
-        and lse home; of the later ones that others keep, out and lse in both passes."""
+        """Seconds to reshard rows between nodes: Q, K, V of early rows there, their out and lse
+        back; out and lse of later rows that others keep, in both passes."""
         shape, half = self.shape, self.half(reshard=True)
         heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
         inputs = shape.batch * heads * shape.itemsize
@@ -154,7 +155,7 @@ class HalfCall:
 
 @lru_cache(maxsize=256)
 def choose_half(call: HalfCall) -> Choice:
-    """How the later half is kept: "resharded", "plain", or "none" where it gains nothing."""
+    """How the later half is kept: "resharded", "plain", or "none" if there is no gain."""
     rates, tokens = call.rates, call.shape.tokens
     if call.mask.documents or not call.mask.causal:
         return Choice(
@@ -186,7 +187,7 @@ def choose_half(call: HalfCall) -> Choice:
 
 
 def recomputed_share(call: HalfCall) -> float:
-    """Share of a forward that the slowest rank computes again if the later half is kept."""
+    """Share of a forward that the slowest rank recomputes if the later half is kept."""
     how = choose_half(call).value
     return 0.25 if how == "plain" and call.is_even else _share(how, call.topology.cp_size)
 

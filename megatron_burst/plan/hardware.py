@@ -1,7 +1,7 @@
-"""What a cluster's GPUs, links and nodes can do, as data.
+"""Speeds and sizes of a cluster's GPUs, links and nodes, as data.
 
-Speeds are what programs reach, not what data sheets promise, wherever somebody measured; every
-figure of a preset names its source (`sources`).
+Speeds are measured rather than from data sheets, where measurements exist; every figure of a preset
+names its source (`sources`).
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from functools import cached_property
 from math import log
 
 MIB, GIB = 1 << 20, 1 << 30
-USUAL_MULTIPROCESSORS = 132  # of a GPU that nothing is known of: a Hopper's
+USUAL_MULTIPROCESSORS = 132  # of an unknown GPU: a Hopper's
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Curve:
 class LinkSpeed:
     """How long messages take over a link."""
 
-    latency_us: float  # of a message of no bytes
-    gbs: Curve  # GB/s in one direction by MiB of a message
+    latency_us: float  # of an empty message
+    gbs: Curve  # GB/s in one direction, by message size in MiB
 
     def seconds(self, num_bytes: float, share: float = 1.0) -> float:
         """Time of a message that gets a share of the link."""
@@ -46,10 +46,10 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeed:
-    """How fast an attention kernel is, whole GPU, causal or not.
+    """How fast an attention kernel is on a whole GPU, causal or not.
 
-    Speeds are TFLOP/s by the TFLOP that the GPU computes without pause: after some 10 ms it reaches
-    its power limit and lowers its clock.
+    Speeds are TFLOP/s, by the TFLOP computed without a pause: after some 10 ms the GPU reaches its
+    power limit and lowers its clock.
     """
 
     backend: str  # its name in `--burst-backend`
@@ -69,7 +69,7 @@ class Gpu:
     matmul_tflops: float  # dense bf16 in the GEMMs of a transformer's layers, sustained
     memory_gbs: float  # GB/s that element-wise kernels reach
     launch_us: float  # between two dependent kernels
-    nccl_share: float  # of the multiprocessors, while a transfer of NCCL's runs
+    nccl_share: float  # of the multiprocessors, during an NCCL transfer
     host_gbs: float  # GB/s to pinned host memory while all GPUs of the node copy
 
     @property
@@ -80,10 +80,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One NVLink domain: a server, or a rack of those that are one domain."""
+    """One NVLink domain: a server, or a rack that is one domain."""
 
     gpus: int
-    nics: int  # shared evenly by those GPUs that send at the same time
+    nics: int  # shared evenly by GPUs that send at the same time
     memory_gib: float
 
 
@@ -98,7 +98,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of cluster; looked up all the time, so its hash is computed once."""
+    """A kind of cluster; looked up often, so its hash is cached."""
 
     name: str  # of the preset, or of the machine that was measured
     gpu: Gpu
@@ -129,5 +129,5 @@ class Hardware:
         return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
 
     def inter_share(self, senders: int) -> float:
-        """How much of one network card each of so many senders of a node gets."""
+        """Share of a network card that each sender gets, with this many senders on a node."""
         return min(1.0, self.node.nics / max(senders, 1))

@@ -1,4 +1,4 @@
-"""Hardware from TOML: presets, files like theirs, and what `megatron-burst calibrate` wrote."""
+"""Hardware from TOML: presets, files in their format, and output of `megatron-burst calibrate`."""
 
 import math
 import tomllib
@@ -17,7 +17,7 @@ from megatron_burst.plan.hardware import MIB, Curve, Hardware
 _FOLDER = files("megatron_burst.plan") / "machines"
 _MAY_BE_ZERO = ("latency_us", "launch_us", "_share", "reserved_gib")
 _LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
-_LEAST = 0.05  # of a message's time is its bytes', however noisy the measured latency is
+_LEAST = 0.05  # least share of a message's time spent on bytes, however noisy the measured latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LinkSpeed:
     kind: Literal["intra", "inter", "copy_engine", "host"]
     message_bytes: int  # that a rank sends in the call
     gb_per_s: float  # message_bytes over the time of the call, start included
-    latency_us: float  # of the same call with next to nothing in it
+    latency_us: float  # of the same call with a tiny message
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def to_toml(calibration: Calibration) -> str:
 
 
 def _lines(values: Mapping[str, object]) -> list[str]:
-    # a JSON string is a TOML basic string, but for surrogate pairs and DEL
+    # a JSON string is a TOML basic string, except for surrogate pairs and DEL
     return [
         f"{key} = {dumps(one, ensure_ascii=False)}".replace("\x7f", "\\u007f")
         for key, one in values.items()
@@ -214,7 +214,7 @@ def _curve(value: Any, at: str) -> Curve:
 
 
 def _measured(found: Calibration, name: str) -> Hardware:
-    """The preset of the measured GPU with what was measured in place of its figures.
+    """The preset of the measured GPU, with measured figures in place of its own.
 
     Speeds of kernels are those of the longest sequence: shorter calls never reach the power limit
     that training runs at.
@@ -223,7 +223,7 @@ def _measured(found: Calibration, name: str) -> Hardware:
     links = {}
     for kind, ours in _LINKS.items():
         if rows := [row for row in found.links if row.kind == kind]:
-            # ranks that shared a network card while all of them sent
+            # ranks that shared a network card while all sent
             ranks = max(1.0, base.node.gpus / base.node.nics) if kind == "inter" else 1.0
             links[ours] = _link(rows, ranks)
     copies = [row.gb_per_s for row in found.links if row.kind == "host"]
@@ -241,7 +241,7 @@ def _measured(found: Calibration, name: str) -> Hardware:
 
 
 def preset_of(gpu: str, name: str) -> Hardware:
-    """The preset of a GPU of that own name; `name` is of what names it, for complaints.
+    """The preset of a GPU with this device name; `name`: the file that names it, for errors.
 
     Raises:
         BurstError: if there is none.
@@ -257,7 +257,7 @@ def preset_of(gpu: str, name: str) -> Hardware:
 
 
 def _kernels(rows: Sequence[KernelSpeed]) -> list[planned.KernelSpeed]:
-    """Those of which both directions were measured."""
+    """Kernels measured in both directions."""
     longest: dict[tuple[str, int], dict[str, Curve]] = {}
     for row in sorted(rows, key=lambda row: row.seq):
         speed = Curve(((1.0, row.tflops),))
