@@ -1,1 +1,1 @@
-"""Measures burst beside its peers, from a checkout: `python -m benchmarks.attention --help`."""
+"""Compares burst with its peers, from a checkout: `python -m benchmarks.attention --help`."""

@@ -1,4 +1,4 @@
-"""Attention over a process group, beside its peers.
+"""Attention over a process group, compared with its peers.
 
 torchrun --nproc-per-node 4 -m benchmarks.attention --preset quick --out quick.csv
 python -m benchmarks.attention --help
@@ -64,7 +64,7 @@ class Plan:
 
     Attributes:
         cases: problems, in order.
-        impls: what each is measured with; of all alike, or of each.
+        impls: what each is measured with; the same for all, or per problem.
         reps: repetitions; None: 10, or 3 of what takes over 0.5 s.
         budget_s: seconds after which no problem and no repetition is started; None: no end.
         out: CSV that rank 0 appends to; None: nowhere.
@@ -79,7 +79,7 @@ class Plan:
     kind: Kind = ATTENTION
 
     def of(self, case: Case) -> Sequence[Impl]:
-        """What a problem is measured with."""
+        """The implementations that a problem is measured with."""
         return self.impls[case] if isinstance(self.impls, Mapping) else self.impls
 
 
@@ -137,7 +137,7 @@ def main(
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
-    """Attention over all ranks, beside its peers; alone or under torchrun."""
+    """Attention over all ranks, compared with its peers; alone or under torchrun."""
     with in_one_sentence():
         grid = grid_of(seq, heads, batch, mask)
         plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)

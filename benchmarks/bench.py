@@ -1,4 +1,4 @@
-"""Implementations of one problem take turns: tried out, warmed up, timed, written down."""
+"""Runs implementations of one problem in turns: tries, warms up, times and records them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,13 +64,13 @@ class Bench:
         return rows
 
     def _tell(self, trial: Trial, peer: Peer) -> None:
-        """By how much its results differ from the first one's, before any time is told."""
+        """Report how much its results differ from the first one's, before any time."""
         if trial.errors and self.world.rank == 0:
             words = (f"{name} {error:.2g}" for name, error in trial.errors.items())
             self.world.progress.say(f"{peer.impl}: differs by {', '.join(words)}")
 
     def _run_group(self, peers: Sequence[Peer], shard: Any) -> list:
-        """Time implementations in turns, then let them go."""
+        """Time implementations in turns, then release them."""
         for peer in self._able(peers):
             failure = attempt(partial(self._warm_up, peer, shard), self.world)
             if failure:

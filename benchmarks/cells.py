@@ -8,12 +8,12 @@ from megatron_burst.errors import BurstError
 
 
 def cells_of(row: Any) -> list[object]:
-    """A dataclass's values as a CSV has them; None is empty."""
+    """A dataclass's values as CSV cells; None is empty."""
     return [_cell(value) for value in asdict(row).values()]
 
 
 def row_of(cells: Sequence[str], kind: type, where: str) -> Any:
-    """The row that cells are.
+    """The row that cells stand for.
 
     Args:
         cells: of one line.

@@ -49,7 +49,7 @@ type Curve = Mapping[int, float]  # losses by step
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Curves of one kind of sample.
+    """Loss curves for one kind of sample.
 
     Attributes:
         peer: Megatron's curve; its name.
@@ -116,7 +116,7 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
 
 
 def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
-    """Write `STEM.png`: curves one over the other, and how far they are apart below, one column a
+    """Write `STEM.png`: curves on top, their distance below, one column a
     kind of sample.
 
     Returns:

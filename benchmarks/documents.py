@@ -56,7 +56,7 @@ def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]
 
 
 def parents_of(kind: str, documents: int) -> tuple[int, ...] | None:
-    """Of documents that are segments of a tree, each one's parent; -1: none."""
+    """The parent of each document that is a segment of a tree; -1: none."""
     return (-1, *(documents - 1) * (0,)) if kind.startswith("tree-") else None
 
 
@@ -91,7 +91,7 @@ def _sample(ends: np.ndarray, start: int, seq: int, multiple: int) -> tuple[int,
 
 
 def area(lengths: Sequence[int], window: int | None = None) -> float:
-    """Pairs of queries and keys that are seen: half of each document's square, or its band.
+    """Attended query-key pairs: half of each document's square, or its band.
 
     Args:
         lengths: of the documents.
@@ -113,7 +113,7 @@ def _rounded(edges: np.ndarray, multiple: int) -> tuple[int, ...]:
 
 @lru_cache
 def _histogram() -> tuple[np.ndarray, np.ndarray]:
-    """Middles of the bins, and how many documents each has."""
+    """Midpoints of the bins, and the number of documents in each."""
     with _HISTOGRAM.open(newline="") as file:
         bins = [tuple(map(int, row.values())) for row in csv.DictReader(file)]
     low, high, counts = (np.array(column, dtype=np.int64) for column in zip(*bins, strict=True))

@@ -1,4 +1,4 @@
-"""What a measurement depends on besides its options: software, state of the device, links."""
+"""What a measurement depends on besides its options: software, device state, links."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ def versions() -> str:
 
 @lru_cache
 def commit() -> str:
-    """The commit that runs, and whether other files differ from it than predictions and results.
+    """The checked-out commit, and whether files other than predictions and results differ.
 
     In a copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells.
     """
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """Versions of the cuDNN libraries in this process, as they tell them themselves.
+    """Versions of the cuDNN libraries in this process, as they report them.
 
     Torch and TransformerEngine may each have loaded one of their own.
 
@@ -65,7 +65,7 @@ def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
 
 
 def gpu_state(device: torch.device) -> str:
-    """Name, clock and temperature of a device, as far as it tells."""
+    """Name, clock and temperature of a device, as far as available."""
     if device.type != "cuda":
         return "CPU"
     name = torch.cuda.get_device_name(device)

@@ -55,7 +55,7 @@ def _parse(text: str) -> tuple[Impl, ...]:
 
 
 def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
-    """What is known by a list of names; none named means all.
+    """The known things in a list of names; an empty list means all.
 
     Args:
         names: what was asked for.

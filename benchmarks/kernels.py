@@ -1,4 +1,4 @@
-"""Each attention kernel on one GPU: forward and backward, beside FlashAttention-4 in the same run.
+"""Each attention kernel on one GPU, forward and backward, against FlashAttention-4 in one run.
 
 python benchmarks/kernels.py OUT.csv                  time all backends
 python benchmarks/kernels.py SWEEP.csv --sweep        time blocks of our Triton kernels
@@ -61,7 +61,7 @@ class Case:
         return CAUSAL if self.causal else FULL
 
     def flops(self, backward: bool) -> float:
-        """As everyone counts them: two products forward, five backward, half of it if causal."""
+        """The usual count: two products forward, five backward, half of that if causal."""
         pairs = self.seq**2 * (0.5 if self.causal else 1)
         return (10 if backward else 4) * pairs * self.heads_q * self.dim
 
@@ -130,7 +130,7 @@ def main(
 
 
 def _usable(names: list[str]) -> list[str]:
-    """Of the backends that were asked for those that can be used here; prints why others cannot."""
+    """The requested backends that can be used here; prints why others cannot."""
     reasons = {name: backends()[name].missing() for name in names}
     for name, reason in reasons.items():
         if reason:
@@ -176,7 +176,7 @@ def run_once(case: Case, name: str) -> None:
 
 
 def compile_all(jobs: list[tuple], deadline: float) -> list[str]:
-    """Do jobs in processes that fill the compilers' caches; what failed, in words."""
+    """Run jobs in processes that fill the compilers' caches; returns what failed."""
     failures = []
     workers = max(1, min(len(jobs), (os.cpu_count() or 1) - 1, 24))
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

@@ -47,7 +47,7 @@ class Widths:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a forward and a backward pass: causal, nothing computed twice counted."""
+        """Model FLOPs of a forward and a backward pass: causal, recomputation not counted."""
         projections = self.hidden * self.head_dim * (2 * self.heads_q + 2 * self.heads_kv)
         weights = self.layers * (projections + 3 * self.hidden * self.ffn)
         attention = self.layers * self.heads_q * self.head_dim * self.seq
@@ -69,7 +69,7 @@ class Mode:
         recompute: "full", "selective" or "off".
         keep: burst's keeping.
         half_of_layers: whether only half of the layers keep.
-        offload: whether it waits on the host.
+        offload: whether it is offloaded.
         least_ranks: of a context-parallel group that it needs.
     """
 
@@ -85,7 +85,7 @@ class Mode:
         return f"{self.impl}:{self.name}"
 
     def apply(self, stack: "Stack", widths: Widths, options: BurstConfig) -> None:
-        """Have the layers recompute this way."""
+        """Set the layers to recompute this way."""
         offload = "results" if self.offload else "none"
         burst = replace(options, keep=self.keep, keep_offload=offload)
         layers = max(1, widths.layers // 2) if self.half_of_layers else None

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 -m benchmarks.log_cost --seq 64K --out cost.csv
 torchrun --nproc-per-node 4 -m benchmarks.log_cost --nodes 2 --mode intra=ring --out cost.csv
 
-A step is forward and backward of attention in some layers, without what else a model does in it.
-"off" is without the log, "off again" too: what lies between the two is noise. "log" logs each step.
+A step is forward and backward of attention in some layers, without the rest of a model.
+"off" and "off again" are without the log: their difference is noise. "log" logs each step.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""The LM head and loss, beside its peers.
+"""The LM head and loss, compared with peers.
 
 torchrun --nproc-per-node 4 -m benchmarks.loss --tokens 32K,128K --hidden 8192 --vocab 256K
 python -m benchmarks.loss --help
@@ -103,7 +103,7 @@ def matmul_tflops(world: World, dtype: str) -> float:
 
 @dataclass(slots=True)
 class _Trial:
-    """How an implementation did alone: errors of loss, dX, dW; peak memory; why it failed."""
+    """Results of an implementation alone: errors of loss, dX, dW; peak memory; why it failed."""
 
     errors: tuple[float | None, ...] = (None, None, None)
     peak_gib: float | None = None
@@ -123,7 +123,7 @@ class _Head:
     warm: set[str] = field(default_factory=set)
 
     def rows(self) -> list[LossRow]:
-        """Measure, and let everything go."""
+        """Measure, then free everything."""
         world = self.world
         x = draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
@@ -150,7 +150,7 @@ class _Head:
             peer.run(x)
 
     def _give_buffer(self, peer: LossPeer, x: HeadTensors) -> None:
-        """Only those have Megatron's buffer who add to it; it has zeros, whose time is not theirs.
+        """Give Megatron's buffer to implementations that add to it; zeroing it is not timed.
 
         Megatron sets it to zero once a step, whatever the loss is.
         """

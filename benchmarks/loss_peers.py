@@ -35,7 +35,7 @@ def burst_in_training(x: HeadTensors) -> Tensor:
 
 
 def megatron(fused: bool, x: HeadTensors) -> Tensor:
-    """Megatron's own head and loss, all of whose logits exist; put together as GPTModel does.
+    """Megatron's own head and loss with all logits in memory, combined as in GPTModel.
 
     Args:
         fused: with --cross-entropy-loss-fusion, whose steps torch compiles.

@@ -87,7 +87,7 @@ def _ms(time: float) -> str:
 
 
 def _short(note: str) -> str:
-    """A reason that fits a table; the CSV has all of it."""
+    """A reason shortened for a table; the CSV has all of it."""
     return textwrap.shorten(note.replace("|", "/"), 60, placeholder=" ...")
 
 

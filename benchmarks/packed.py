@@ -1,4 +1,4 @@
-"""Causal attention in packed samples, and with sliding windows, beside its peers.
+"""Causal attention in packed samples and with sliding windows, compared with its peers.
 
 torchrun --nproc-per-node 2 -m benchmarks.packed --preset one-node --out packed.csv
 python -m benchmarks.packed --help
@@ -82,7 +82,7 @@ def main(
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
-    """Packed samples and windows over all ranks, beside its peers; alone or under torchrun."""
+    """Packed samples and windows over all ranks, compared with peers; alone or under torchrun."""
     with in_one_sentence():
         problems = packed_problems(preset, _grid(seq, heads, documents, window), impl or ())
         sizes = {"head_dim_qk": head_dim, "head_dim_v": head_dim, "seed": seed, "dtype": dtype}

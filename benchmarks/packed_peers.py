@@ -1,4 +1,4 @@
-"""Who attends in packed samples and windows: burst, TransformerEngine, the kernel alone."""
+"""Attention for packed samples and windows: burst, TransformerEngine, the kernel alone."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""The implementations that are compared: burst, and kernels without any communication.
+"""The compared implementations: burst, and kernels without communication.
 
 Each is prepared for a problem, run, and releases what it holds.
 """
@@ -59,7 +59,7 @@ class Peer(ABC):
 
     Attributes:
         alone: it holds so much that nobody else may hold anything meanwhile.
-        comparable: its results belong to the shard, and are everyone's who is comparable.
+        comparable: its results are for this shard and must match other comparable peers'.
         note: what its rows say besides.
     """
 
@@ -72,7 +72,7 @@ class Peer(ABC):
 
     @property
     def gpus(self) -> int:
-        """How many devices share the work."""
+        """The number of devices that share the work."""
         return self.world.size
 
     def refusal(self, case: Case) -> str | None:
@@ -80,7 +80,7 @@ class Peer(ABC):
         return None
 
     def skip(self, case: Case) -> str | None:
-        """Why it is better not tried, or None; asked like `refusal`."""
+        """Why it should be skipped, or None; called like `refusal`."""
         return None
 
     @abstractmethod
@@ -93,14 +93,14 @@ class Peer(ABC):
 
     @abstractmethod
     def run_forward_backward(self) -> tuple[Tensor, ...]:
-        """Both passes; returns (out, dq, dk, dv), which nobody else holds."""
+        """Both passes; returns (out, dq, dk, dv), and keeps no reference to them."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of everything that takes device memory; all ranks together."""
+        """Free everything in device memory; all ranks together."""
 
     def uncounted_bytes(self) -> int:
-        """Device memory that it holds past torch's caching allocator."""
+        """Device memory that it holds outside torch's caching allocator."""
         return 0
 
     def sample(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -169,7 +169,7 @@ class Kernel(Peer):
         """Query and KV heads that this rank computes; none if no query head."""
 
     def mask_of(self, case: Case) -> Mask:
-        """What the kernel must be able to do."""
+        """The mask that the kernel must support."""
         return Mask.CAUSAL if case.mask == "causal" else Mask.FULL
 
     def visible_of(self, case: Case) -> Visible:
@@ -211,7 +211,7 @@ class Kernel(Peer):
 
 
 class Ceiling(Kernel):
-    """Each rank computes 1/P of the heads, all at once: the bound for all who communicate."""
+    """Each rank computes 1/P of the heads at once: the single-GPU kernel bound."""
 
     def heads(self, case: Case) -> tuple[int, int]:
         return case.heads_q // self.gpus, max(1, case.heads_kv // self.gpus)

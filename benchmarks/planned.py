@@ -1,4 +1,4 @@
-"""What the planner says of a row of the benchmarks: before it is measured, or beside it."""
+"""The planner's prediction for a benchmark row, before or after it is measured."""
 
 import re
 from dataclasses import dataclass, replace
@@ -53,12 +53,12 @@ def is_of_layers(row: Row) -> bool:
 
 
 def is_standin(row: Row) -> bool:
-    """Whether a row is TransformerEngine's ring, which a ring of ours stands in for."""
+    """Whether a row is TransformerEngine's ring, predicted by a ring of ours."""
     return (row.impl, row.mode) == ("te", "p2p")
 
 
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
-    """The prediction for a row; None where the planner has nothing to say.
+    """The prediction for a row; None if the planner has none.
 
     Links between nodes are those that the row's run measured, if it did.
 
@@ -129,7 +129,7 @@ def _left_bytes(call: AttentionCall) -> int:
 
 
 def _call(row: Row, hardware: Hardware) -> AttentionCall:
-    """The call of a row, as the engine would have it on that hardware."""
+    """The call of a row, as resolved on that hardware."""
     mode = row.mode if row.impl == "burst" else "auto"
     (impl,) = impls_of((f"burst:{mode}",))
     shape = AttentionShape(

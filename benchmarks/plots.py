@@ -81,7 +81,7 @@ def _legend(figure: Figure) -> None:
 
 
 def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
-    """Bars of those who communicate, a cross where one failed; lines of the bounds."""
+    """Bars for implementations that communicate, crosses for failures, lines for the bounds."""
     bars = [name for name in colours if name.split(":")[0] not in _LINES]
     width = 0.8 / max(len(bars), 1)
     for place, name in enumerate(bars):

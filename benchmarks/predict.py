@@ -1,4 +1,4 @@
-"""Predictions of the planner for problems that are yet to be measured, as a CSV like theirs.
+"""The planner's predictions for problems not yet measured, as a benchmark CSV.
 
 python benchmarks/predict.py attention --ranks 8 --preset one-node --out attention_8xh200.csv
 python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
@@ -42,7 +42,7 @@ Link = Annotated[
 
 
 def _write(rows: list[Row], hardware: str, out: Path) -> None:
-    """Fill in what the planner says, and append those rows of which it says something."""
+    """Fill in predictions, and append the rows that have one."""
     machine, said = hardware_of(hardware), f"planner at commit {commit()}"
     check_appendable(out, PREDICTED_CSV)
     now = datetime.now(UTC).isoformat(timespec="seconds")

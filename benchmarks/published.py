@@ -1,4 +1,4 @@
-"""What others published beside what the planner says of the same set-ups, as a Markdown table.
+"""Published measurements against the planner's predictions for the same setups, in Markdown.
 
 python benchmarks/published.py            as they ran: nested rings
 python benchmarks/published.py --auto     as burst would
@@ -73,7 +73,7 @@ PUBLISHED = (
 
 
 def predicted(row: Published) -> Candidate:
-    """What the planner says of it.
+    """The planner's prediction for it.
 
     Raises:
         BurstError: if its sizes do not fit.

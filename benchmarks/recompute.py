@@ -118,7 +118,7 @@ class _Part:
         self.alone: dict[str, list[float]] = {}  # ms of the run whose memory is measured
 
     def rows(self) -> list[Row]:
-        """Measure, and let everything go."""
+        """Measure, then free everything."""
         modes = [mode for mode in self.plan.modes if mode.impl == self.impl]
         failure = attempt(self._build, self.world)
         for mode in modes:
@@ -152,7 +152,7 @@ class _Part:
         return self._row(Mode(self.impl, ATTENTION), ms, "fwd", self.widths.attention_flops)
 
     def _try_out(self, mode: Mode) -> str | None:
-        """Run it twice: the first pass makes what lasts, the second's memory counts."""
+        """Run it twice: the first pass allocates what stays, the second's memory counts."""
         world, name, mine = self.world, str(mode), []
         failure = attempt(partial(self._run, mode), world)
         clean_up(world)

@@ -126,7 +126,7 @@ ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py")
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
     """Add rows to a CSV, with a head line where it is new; on disk when this returns.
 
-    Who measures looks at all lines before, with `check_appendable`; here at the first and the last.
+    Checks the first and last line only; before measuring, `check_appendable` checks all.
 
     Args:
         path: of the file.
@@ -225,7 +225,7 @@ def _check_row(row: Any, sheet: Sheet, where: str) -> None:
 
 
 def _lines(path: Path, sheet: Sheet) -> Iterator[tuple[int, list[str]]]:
-    """Numbers and cells of the lines that are not empty."""
+    """Line numbers and cells of the lines that are not empty."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)

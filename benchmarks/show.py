@@ -108,13 +108,13 @@ def recompute(csvs: Csvs) -> None:
 
 @app.command()
 def loss(csvs: Csvs) -> None:
-    """The LM head and loss, beside its peers."""
+    """The LM head and loss, compared with peers."""
     _show(csvs, loss_table.LOSS_CSV, loss_table.loss_table, loss_table.draw_if_possible)
 
 
 @app.command()
 def curves(csvs: Csvs) -> None:
-    """Loss curves: how far runs are apart at the end."""
+    """Loss curves: how far apart runs are at the end."""
     _show(csvs, curves_table.CURVES_CSV, curves_table.curves_table, curves_table.draw_if_possible)
 
 

@@ -61,7 +61,7 @@ def device_flags() -> list[str]:
 
 
 def training(gpus: int, flags: Sequence[str], log: Path) -> list[str]:
-    """The command that trains with these flags; steps go to `log`."""
+    """The training command with these flags; steps go to `log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(gpus), "-m", "megatron_burst"]
     command += [str(ROOT / "examples" / "pretrain_gpt.py"), *flags, *device_flags()]
@@ -69,7 +69,7 @@ def training(gpus: int, flags: Sequence[str], log: Path) -> list[str]:
 
 
 def start(command: Sequence[str], output: Path) -> subprocess.Popen:
-    """Run it, with all that it tells in a file."""
+    """Run it, with all its output in a file."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with output.open("w") as file:
         environment = {**os.environ, "PYTHONPATH": paths}
@@ -83,7 +83,7 @@ def steps_in(log: Path) -> list[dict]:
 
 
 def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
-    """What trains; lengths of documents go to a file beside `log`."""
+    """The training command; document lengths go to a file next to `log`."""
     command = training(gpus, [*what.flags, *IMPLS[impl].split()], log)
     if what.documents:
         lengths = log.with_suffix(".txt")

@@ -93,7 +93,7 @@ class Stack:
         return [grad]
 
     def attention_alone(self) -> Callable[[], None]:
-        """What runs attention's forward pass once for each layer, on tensors of the first one."""
+        """A function that runs attention's forward once per layer, on the first layer's tensors."""
         cores = [layer.self_attention.core_attention for layer in self._model.decoder.layers]
         taken: list[tuple] = []
         hook = cores[0].register_forward_pre_hook(

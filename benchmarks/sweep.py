@@ -1,4 +1,4 @@
-"""What the run loops share: options, the file that rows go to, time that runs out, the loop."""
+"""Shared by the run loops: options, the output file, the time budget, the loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ def new_app() -> Typer:
 
 
 def usual_dtype(world: World) -> str:
-    """What is measured unless told."""
+    """The default dtype."""
     return "bfloat16" if world.device.type == "cuda" else "float32"
 
 
@@ -45,7 +45,7 @@ def save(
 
 
 def clock(budget_s: float | None) -> Callable[[], bool]:
-    """Tells whether so many seconds have passed since now; None: never."""
+    """Returns a function: have this many seconds passed since now? None: never."""
     return partial(_is_over, budget_s, monotonic())
 
 

@@ -1,4 +1,4 @@
-"""Burst beside its peers: which rows belong together, their ratios, and tables of them."""
+"""Burst compared with its peers: groups of rows, their ratios, and tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times as fast, with the least and the most that the spreads allow."""
+    """A speedup, with the least and the most that the spreads allow."""
 
     value: float
     low: float
@@ -52,7 +52,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, row: Row | None, other: Row | None) -> "Ratio | None":
-        """How many times as fast as the other a row is; None if one was not measured."""
+        """A row's speedup over the other; None if one was not measured."""
         if row is None or other is None or not row.ms or not other.ms:
             return None
         return cls(other.ms / row.ms, other.ms_min / row.ms_max, other.ms_max / row.ms_min)
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def anywhere(self) -> Row | None:
-        """Burst where documents begin anywhere in a sample, which is not padded."""
+        """Burst with documents that start at any token of an unpadded sample."""
         return self.rows.get("burst:auto@zigzag")
 
     @property
@@ -121,7 +121,7 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
 
 
 def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:
-    """Names of the facts in which problems differ, after those that are always told."""
+    """Names of the facts in which problems differ, after those that are always shown."""
     every = [comparison.problem.words() for comparison in comparisons]
     return [
         *always,
@@ -134,7 +134,7 @@ def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[
 
 
 def terminal_table(rows: Sequence[Row]) -> Table:
-    """One line a problem and pass: TFLOP/s of everybody, ratios, memory."""
+    """One line per problem and pass: TFLOP/s of every implementation, ratios, memory."""
     comparisons = compare(rows)
     facts = differing(comparisons, ("S", "heads", "pass"))
     impls = list(dict.fromkeys(name for each in comparisons for name in each.rows))

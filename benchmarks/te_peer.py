@@ -34,7 +34,7 @@ class TransformerEngine(Autograd):
 
     @staticmethod
     def kernel_note() -> str:
-        """Which kernel the last call took."""
+        """Names the kernel that the last call used."""
         return f"kernel {_chosen_kernel()}"
 
     def release(self) -> None:
@@ -43,7 +43,7 @@ class TransformerEngine(Autograd):
 
 
 def _chosen_kernel() -> str:
-    """Which of its kernels the last call took, as its own debug output would say."""
+    """The kernel that the last call used, as in its own debug output."""
     module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     chosen = getattr(sys.modules.get(module), "_attention_backends", {})
     if chosen.get("use_flash_attention"):

@@ -1,4 +1,4 @@
-"""What an implementation does when tried alone, before it is timed beside others."""
+"""Tries an implementation alone, before it is timed along with others."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from megatron_burst.cli.world import Memory, World, attempt, clean_up, disagreem
 
 @dataclass(slots=True)
 class Trial:
-    """How an implementation did when tried alone.
+    """Results of trying an implementation alone.
 
     Attributes:
         status: "ok", "failed" or "skipped".
@@ -20,7 +20,7 @@ class Trial:
         peak_gib: see `Memory`.
         seconds: of one forward and backward pass, on the slowest rank.
         sample: some rows of (out, dq, dk, dv).
-        errors: by which they differ from another one's, by name.
+        errors: relative to another implementation's results, by name.
     """
 
     status: str = "ok"
@@ -34,9 +34,9 @@ class Trial:
 def try_out(
     peer: Peer, shard: Shard, world: World, truth: tuple[Tensor, ...] | None = None
 ) -> Trial:
-    """One implementation alone: can it run, does it agree, how much memory, about how long.
+    """Run one implementation alone: does it run and agree, its memory, roughly its time.
 
-    The first pass makes what lasts (compiled kernels, communicators, buffers), the second counts.
+    The first pass creates what stays (kernels, communicators, buffers); the second counts.
 
     Args:
         peer: the implementation.

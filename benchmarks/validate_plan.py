@@ -1,4 +1,4 @@
-"""The planner beside measurements: a table, a picture, and what was fitted.
+"""The planner's predictions against measurements: a table, a plot, and what was fitted.
 
 python benchmarks/validate_plan.py             all results; writes docs/planner_errors.*
 python benchmarks/validate_plan.py MINE.csv    prints the table
@@ -128,7 +128,7 @@ def _order(one: Compared) -> tuple:
 
 
 def choices(compared: Sequence[Compared]) -> list[float]:
-    """How much slower than the best measured schedule the one is that is predicted to be fastest.
+    """How much slower the schedule predicted fastest is than the best measured one.
 
     One number for each problem and pass that was measured with several schedules in one run.
     """
@@ -179,7 +179,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
 
 
 def report(rows: Sequence[Row], compared: Sequence[Compared]) -> list[str]:
-    """How good the predictions are, a paragraph a kind of rows."""
+    """The prediction errors, one paragraph per kind of rows."""
     said = [f"{len(compared)} of {len(rows)} rows are predicted and could run."]
     for kind in KINDS:
         some = [one for one in compared if one.kind == kind]

@@ -1,4 +1,4 @@
-"""Burst in the place of others' context parallelism, in the process that imports this.
+"""Replaces the peers' context parallelism by burst, in the process that imports this.
 
 `install` replaces TransformerEngine's function and turns Megatron's cp_comm_type "p2p", or none,
 into "burst", as soon as somebody imports them.
@@ -51,7 +51,7 @@ TE_KERNEL = Patch(
 
 
 def install() -> None:
-    """Have burst take their places; loads neither of them."""
+    """Install the replacements; imports neither TransformerEngine nor Megatron."""
     when_imported(f"{_CP}.backends", TE_FUNCTION.apply)
     when_imported(f"{_CP}.utils", TE_KERNEL.apply)
     when_imported(_CONFIG, _turn_configurations)
@@ -61,7 +61,7 @@ def install() -> None:
 
 @functools.cache
 def _note(what: str) -> None:
-    """Write once a process that burst has attended: tests would pass without it, too."""
+    """Record once per process that burst ran: the tests would also pass without it."""
     if os.environ.get("RANK", "0") == "0" and "CONFORMANCE_RESULTS" in os.environ:
         row = Outcome(os.environ["CONFORMANCE_SUITE"], "", "attended", detail=what)
         write(Path(os.environ["CONFORMANCE_RESULTS"]), row)
@@ -71,10 +71,10 @@ def _note(what: str) -> None:
 
 
 def attend(attn_forward_func_with_cp, /, *args, **options):
-    """TransformerEngine's function by `burst_attention`; out as q, [..., h, d_v].
+    """Replaces TransformerEngine's function by `burst_attention`; out like q, [..., h, d_v].
 
     Raises:
-        BurstError: for what burst has no counterpart of.
+        BurstError: for a feature that burst lacks.
     """
     from megatron_burst.attention import burst_attention
     from megatron_burst.config import BurstConfig
@@ -108,7 +108,7 @@ def mode_of(call: Any) -> str:
 
 
 def _needs(call: Any):
-    """What must hold of a call, as `require` takes it."""
+    """Requirements of a call, for `require`."""
     kinds: tuple[Need, ...] = (
         (call.cp_comm_type in MODES, f"cp_comm_type must be one of {', '.join(MODES)}",
          call.cp_comm_type, "leave the case out"),
@@ -168,7 +168,7 @@ def _turn_configurations() -> None:
 
 
 def turned(kinds: str | list[str] | None) -> str | list[str]:
-    """A `cp_comm_type` with burst in the place of none and "p2p"."""
+    """A `cp_comm_type` with none and "p2p" replaced by burst."""
     if isinstance(kinds, list):
         return ["burst" if kind == "p2p" else kind for kind in kinds]
     return "burst" if kinds in (None, "p2p") else kinds

@@ -1,4 +1,4 @@
-"""Megatron's test programs on CPU processes over gloo: what they take for granted of GPUs."""
+"""Runs Megatron's test programs on CPU processes over gloo: replaces what they assume of GPUs."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Megatron's CUDA calls go to the CPU, its "nccl" groups to gloo; one device a process."""
+    """Send Megatron's CUDA calls to the CPU and its "nccl" groups to gloo; one device a process."""
     from megatron_burst.mcore import cpu_mode
 
     for name in ("transformer_engine", "transformer_engine_torch"):

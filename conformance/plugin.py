@@ -1,6 +1,6 @@
-"""The pytest plugin: leaves out what the table leaves out, and writes each outcome as it comes.
+"""The pytest plugin: deselects cases by the table, and writes each outcome as it comes.
 
-Asked for by `-p conformance.plugin`; CONFORMANCE_SUITE and CONFORMANCE_RESULTS name the suite and
+Enabled by `-p conformance.plugin`; CONFORMANCE_SUITE and CONFORMANCE_RESULTS name the suite and
 the CSV, which all ranks and runs share.
 """
 
@@ -49,7 +49,7 @@ def _suite() -> Suite:
 
 
 def _without_downloads() -> ModuleType:
-    """In the place of what fetches data that none of these programs reads."""
+    """Replaces a download of data that none of these programs reads."""
 
     def download_and_extract_asset(assets_dir: Path) -> None:
         raise ImportError("conformance needs no data")  # Megatron's conftest goes on then
@@ -88,7 +88,7 @@ class Selection:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list) -> None:
-        """Leave out cases by the table, and those that an earlier run is through with."""
+        """Deselect cases by the table, and those that an earlier run has finished."""
         done = {row.case for row in self.before if row.is_final}
         kept, dropped = [], []
         for item in items:
@@ -107,7 +107,7 @@ class Selection:
                 self._write("left out", "", count=count, detail=reason)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Whoever starts this program knows by it what was running when it hung."""
+        """Record the case, so that the caller knows what was running if the program hangs."""
         if _RANK == 0:
             self._write("started", case_of(nodeid))
 
@@ -126,7 +126,7 @@ class Selection:
             self._write("passed", case, report.duration)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Nothing left to run is no failure."""
+        """An empty selection is not a failure."""
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
 
@@ -140,7 +140,7 @@ def case_of(nodeid: str) -> str:
 
 
 def _last_words(report: pytest.TestReport) -> str:
-    """The exception of a failure, and of what another process told of its own the end."""
+    """The exception of a failure, and the end of another process's output about its own."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return (crash.message if crash else report.longreprtext)[-800:]
 

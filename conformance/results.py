@@ -1,4 +1,4 @@
-"""Outcomes of cases in a CSV, which grows as they come, and the table of them."""
+"""Outcomes of cases in a CSV that is appended to as they come, and their table."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a case is through."""
+        """Whether a case has finished."""
         return self.outcome in FINAL
 
 
@@ -53,7 +53,7 @@ def read(path: Path) -> list[Outcome]:
 
 
 def forget(path: Path, suites: Container[str]) -> None:
-    """Drop what some suites will say again: what failed, and how many cases there are."""
+    """Drop rows that some suites will write again: failures and case counts."""
     kept = [row for row in read(path) if row.suite not in suites or row.outcome in _STAYS]
     path.unlink(missing_ok=True)
     for row in kept:
@@ -61,7 +61,7 @@ def forget(path: Path, suites: Container[str]) -> None:
 
 
 def running(rows: Iterable[Outcome]) -> str | None:
-    """The case that was started last and is not through."""
+    """The case that was started last and has not finished."""
     last = None
     for row in rows:
         if row.outcome == "started":

@@ -55,7 +55,7 @@ class Place:
 
 
 def main() -> int:
-    """Run what was asked for and print the table; 1 if anything failed or did not run."""
+    """Run the selected suites and print the table; 1 if anything failed or did not run."""
     options = _options()
     place = _place(options)
     place.out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def run(suite: Suite, place: Place) -> None:
-    """Run one suite until all its cases are through or its time is up."""
+    """Run one suite until all its cases have finished or its time is up."""
     end = min(time.monotonic() + suite.limit_s, place.end)
     if suite.launch == "script":
         write(place.results, Outcome(suite.name, "", "selected"))
@@ -95,7 +95,7 @@ def run(suite: Suite, place: Place) -> None:
 
 
 def _run_on(suite: Suite, place: Place, end: float) -> bool:
-    """Run what is left of it; whether that was the last time."""
+    """Run the remaining cases; returns whether the suite is done."""
     before = len(_through(suite, place))
     code = _run_once(suite, place, end)
     if time.monotonic() >= end:
@@ -124,7 +124,7 @@ def _through(suite: Suite, place: Place) -> dict[str, Outcome]:
 
 
 def _run_once(suite: Suite, place: Place, end: float) -> int:
-    """The exit status; of a program that was ended for its time that of the signal."""
+    """The exit status; for a program ended by its time limit, that of the signal."""
     log = place.out / f"{suite.name.replace(' ', '_').replace(',', '')}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -139,7 +139,7 @@ def _run_once(suite: Suite, place: Place, end: float) -> int:
 
 
 def _wait(process: subprocess.Popen, suite: Suite, place: Place, end: float) -> int:
-    """Wait for it, as long as the suite has time and outcomes keep coming."""
+    """Wait while the suite has time left and outcomes keep coming."""
     known, since = 0, time.monotonic()
     patience = suite.case_s if place.gpus else 10 * suite.case_s
     while True:
@@ -240,7 +240,7 @@ def _place(options: argparse.Namespace) -> Place:
 
 
 def _gpus() -> int:
-    """How many there are, without torch."""
+    """The number of GPUs, found without torch."""
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)

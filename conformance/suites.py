@@ -41,7 +41,7 @@ class Exclusion:
     on_cpu: bool = False
 
     def holds(self, case: str, ranks: int, on_cpu: bool) -> bool:
-        """Whether a case is left out with so many ranks."""
+        """Whether a case is left out with this many ranks."""
         asked = (not self.ranks or ranks < self.ranks) and (on_cpu or not self.on_cpu)
         return asked and bool(re.search(self.case, case))
 
@@ -85,7 +85,7 @@ class Suite:
         return self.path.startswith("conformance/")
 
     def why_left_out(self, case: str, ranks: int, on_cpu: bool) -> str | None:
-        """The reason for which a case is left out; None: it is not."""
+        """Why a case is left out; None if it runs."""
         rows = (row.reason for row in self.exclusions if row.holds(case, ranks, on_cpu))
         return next(rows, None)
 
