@@ -1,4 +1,4 @@
-"""`megatron-burst bench`: burst beside what is installed here, on one attention problem."""
+"""`megatron-burst bench`: burst compared with what is installed here, on one attention problem."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.units import in_units, nearest_multiples
 
 BURST, KERNEL = "burst", "kernel alone"
-_WIDTH = 160  # where no terminal says
+_WIDTH = 160  # if there is no terminal
 Results = tuple[Tensor, ...]
 
 
@@ -61,7 +61,7 @@ class Problem(NamedTuple):
         return 7.0 * self.heads[0] * self.dim * self.seq**2
 
     def draw(self, world: World) -> Results:
-        """This rank's q, k, v, which take gradients, and dout: [s_local, 1, h, d]."""
+        """This rank's q, k, v, which require gradients, and dout: [s_local, 1, h, d]."""
         torch.manual_seed(world.rank)
         options = {"dtype": _dtype(world), "device": world.device}
         counts = self.heads[0], self.heads[1], self.heads[1], self.heads[0]
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class Contender:
-    """One implementation, tried out."""
+    """One implementation, and its results."""
 
     forward: Callable[[], object] = lambda: None  # as in inference
     both: Callable[[], Results] = tuple  # a forward and a backward pass
@@ -151,7 +151,7 @@ def _engine(mode: str, problem: Problem, world: World, tensors: Results) -> Cont
 
 
 def _kernel(problem: Problem, world: World) -> Contender:
-    """Whole heads on each rank, no communication: the bound for all who shard the sequence."""
+    """Whole heads on each rank, no communication: the bound for all that shard the sequence."""
     heads = problem.heads[0] // world.size, max(1, problem.heads[1] // world.size)
     if problem.heads[0] % world.size or heads[0] % heads[1]:
         each = f"{problem.heads[0]}/{problem.heads[1]} heads over {world.size} ranks"
@@ -184,7 +184,7 @@ def _try_out(one: Contender, name: str, world: World, truth: Results) -> Results
 
 
 def show(problem: Problem, found: dict[str, Contender], ranks: int) -> None:
-    """Print the table, and why others are not in it."""
+    """Print the table, and why others are missing."""
     width = None if Console().is_terminal else _WIDTH
     console = Console(width=width, markup=False, highlight=False)
     console.print(table(problem, found, ranks))
@@ -197,7 +197,7 @@ def show(problem: Problem, found: dict[str, Contender], ranks: int) -> None:
 
 
 def table(problem: Problem, found: dict[str, Contender], ranks: int) -> Table:
-    """One line an implementation that could run, beside burst."""
+    """One line per implementation that could run, compared with burst."""
     sizes = f"{in_units(problem.seq)} tokens, heads {problem.heads[0]}/{problem.heads[1]}"
     many = f"{ranks} rank{'s' * (ranks > 1)}"
     shown = Table("", title=f"causal attention, {sizes} x {problem.dim}, {many}")

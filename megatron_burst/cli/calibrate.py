@@ -19,7 +19,7 @@ _NOTHING = 64  # bytes of a message that takes as long as an empty one
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on a kind of device."""
+    """The sizes measured on a kind of device."""
 
     dtype: torch.dtype  # of products and attention
     matmul: int  # width of a square matrix
@@ -41,10 +41,10 @@ _SIZES = {
 def calibrate(
     world: World, name: str | None, budget_s: float, say: Callable[[str], None]
 ) -> Calibration:
-    """Measure, all ranks together; the same on all ranks.
+    """Measure, all ranks together; returns the same on all ranks.
 
-    After `budget_s` seconds nothing new is measured; `say` takes lines on rank 0. A machine without
-    a name is called by its GPU's.
+    After `budget_s` seconds nothing new is started; `say` takes lines on rank 0. Without a name,
+    the machine gets its GPU's.
     """
     run = _Run(world, _SIZES[world.device.type], monotonic() + budget_s)
     tell = say if world.rank == 0 else lambda text: None
@@ -105,7 +105,7 @@ class _Run:
         return max(max(rank_ms(run, self.world)) for run in runs)
 
     def _starts(self, what: str) -> bool:
-        """Whether there is time for it; says so."""
+        """Whether there is time for it; if so, reports it."""
         late = self.world.decide(monotonic() > self.deadline)
         if late:
             self.left_out.append(what)
@@ -123,5 +123,5 @@ def _device(device: torch.device) -> tuple[str, float]:
 
 
 def _rounded(figure: float) -> float:
-    """To the digits that a measurement has."""
+    """Round to a measurement's significant digits."""
     return float(f"{figure:.4g}")

@@ -1,4 +1,4 @@
-"""How fast ranks compute and move data; all of them together, each call timed on each rank."""
+"""How fast ranks compute and move data: all of them at once, each call timed on each rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def rank_ms(run: Run, world: World, reps: int = 5) -> list[float]:
 
 
 def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
-    """Rings inside each node, and between nodes through equal places; none of one rank.
+    """Rings inside each node, and between nodes through equal places; none for one rank.
 
     Where nodes are uneven, ranks beyond the smallest node's are in no ring between nodes.
     """
@@ -48,7 +48,7 @@ class Mover:
             self.node_group = group if world.rank in row else self.node_group
 
     def shift(self, link: Link, num_bytes: int) -> Run:
-        """Each rank sends to the next of its ring; those in none do nothing."""
+        """Each rank sends to the next of its ring; ranks in no ring do nothing."""
         rank, group = self.world.rank, self.world.group
         ring = next((ring for ring in self.rings[link] if rank in ring), None)
         if ring is None:
@@ -59,8 +59,8 @@ class Mover:
         return partial(shift_once, send, recv, to, source, group)
 
     def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
-        """Makes runs in which each rank reads the next one's symmetric memory, up to so many bytes;
-        None where GPUs cannot."""
+        """Makes runs in which each rank reads up to `most_bytes` of the next one's symmetric
+        memory; None if GPUs cannot."""
         made: list[Window] = []
 
         def make() -> None:
@@ -83,17 +83,17 @@ class Window:
         self.target = bytes_on(world, num_bytes)
 
     def read(self, num_bytes: int) -> Run:
-        """Copies so many of the next rank's bytes."""
+        """Copies `num_bytes` from the next rank."""
         return partial(self.target[:num_bytes].copy_, self.theirs[:num_bytes])
 
 
 def bytes_on(world: World, num_bytes: int) -> Tensor:
-    """Of this rank's device."""
+    """A byte tensor on this rank's device."""
     return torch.ones(num_bytes, dtype=torch.uint8, device=world.device)
 
 
 def host_copies(world: World, num_bytes: int) -> tuple[Run, Run]:
-    """To the device from pinned memory, and back."""
+    """Copies from pinned memory to the device, and back."""
     pin, device = world.device.type == "cuda", bytes_on(world, num_bytes)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
     ends = (device, pinned), (pinned, device)

@@ -40,7 +40,7 @@ class TransformerEngine:
             importlib.import_module("transformer_engine.pytorch")
 
     def refusal(self, heads_kv: int) -> str | None:
-        """Why it cannot run with so many KV heads, or None."""
+        """Why it cannot run with this many KV heads, or None."""
         size, rows = self.world.size, self.rows
         if self.missing:
             return self.missing
@@ -52,7 +52,8 @@ class TransformerEngine:
         return None
 
     def prepare(self, heads: tuple[int, int], dims: tuple[int, int], causal: bool) -> None:
-        """Make it for query and KV heads, widths of q, k and of v, and a mask; all ranks."""
+        """Set it up for query and KV heads, head dimensions of q, k and of v, and a mask; all
+        ranks."""
         from transformer_engine.pytorch import DotProductAttention
 
         self.attention = DotProductAttention(
@@ -75,5 +76,5 @@ class TransformerEngine:
         return [mesh.get_group("a2a"), mesh.get_group("p2p")], stream
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        """The output of this rank's rows, [s_local, b, h * d_v]; options are of this call."""
+        """The output of this rank's rows, [s_local, b, h * d_v]; options apply to this call."""
         return self.attention(q, k, v, **options)

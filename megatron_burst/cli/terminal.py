@@ -1,4 +1,4 @@
-"""What commands share: options, refusals in one sentence, and how far a run is."""
+"""What commands share: options, refusals in one sentence, and progress."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: cuda if 
 
 
 def check_writable(who: str, option: str, path: Path) -> None:
-    """Refuse a file, of an option, that could not be written, before anything is computed.
+    """Refuse an option's file that cannot be written, before anything is computed.
 
     Raises:
         BurstError: if its folder is missing, it is a folder, or the system will not write it.
@@ -35,7 +35,7 @@ def check_writable(who: str, option: str, path: Path) -> None:
 
 @contextmanager
 def writing(who: str, option: str, path: Path) -> Iterator[None]:
-    """A file that the system will not write is refused in one sentence."""
+    """Refuse a file that the system will not write, in one sentence."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """A refusal ends the command with its sentence, said by one rank, and code 2."""
+    """A refusal ends the command with its sentence, printed by one rank, and exit code 2."""
     try:
         yield
     except BurstError as error:
@@ -75,26 +75,26 @@ def without_warnings() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Progress:
-    """What a user sees of a run on standard error: what is done at the moment on a terminal, lines
-    elsewhere, nothing where nobody looks."""
+    """Progress on standard error: the current activity on a terminal, lines elsewhere, nothing on
+    ranks that do not show it."""
 
     talks: bool = False  # whether lines are printed
     status: RichStatus | None = field(default=None, repr=False)  # of a terminal
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self.status:
             self.status.console.print(text, markup=False, highlight=False)
         elif self.talks:
             typer.echo(text, err=True)
 
     def now(self, text: str) -> None:
-        """What is done at the moment."""
+        """Show the current activity."""
         if self.status:
             self.status.update(Text(text))
 
     def end(self) -> None:
-        """Take it away: what follows is the result."""
+        """Clear the current activity: the result follows."""
         if self.status:
             self.status.stop()
             self.status, self.talks = None, True
@@ -102,7 +102,7 @@ class Progress:
 
 @contextmanager
 def shown(rank: int) -> Iterator[Progress]:
-    """The progress of a command; of several ranks the first one's is shown."""
+    """The progress of a command, shown by the first rank."""
     console = Console(stderr=True)
     if rank or not console.is_terminal:
         yield Progress(talks=rank == 0)

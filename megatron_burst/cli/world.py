@@ -32,7 +32,7 @@ class World:
     device: torch.device
     nodes: int  # NVLink domains
     machines: int  # fewer where nodes are pretended
-    control: dist.ProcessGroup  # gloo: what ranks tell each other passes by the device's streams
+    control: dist.ProcessGroup  # gloo: messages between ranks bypass the device's streams
     progress: Progress = field(default_factory=Progress)  # silent unless a command shows it
 
     @property
@@ -53,7 +53,7 @@ class World:
         return answer[0]
 
     def refuse_together(self, check: Callable[[], None]) -> None:
-        """Have all refuse what rank 0 refuses of its own, such as the file that it writes.
+        """Have all ranks refuse what rank 0 refuses, such as the file that it writes.
 
         Raises:
             BurstError: rank 0's, on all ranks.
@@ -84,7 +84,7 @@ def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[
     Args:
         who: refuses.
         device: "cuda", "cpu"; None takes GPUs where there are any.
-        nodes: that this machine pretends to be, of contiguous ranks: with sockets between them.
+        nodes: that this machine pretends to be, of contiguous ranks, connected by sockets.
 
     Raises:
         BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.
@@ -104,7 +104,7 @@ def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **alone)
-    stuck = device == "cuda"  # after a failure kernels may wait forever for another rank's
+    stuck = device == "cuda"  # after a failure, kernels may wait forever for another rank's
     try:
         with shown(dist.get_rank()) as progress:
             yield replace(world_of(device), progress=progress)
@@ -172,7 +172,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     try:
         action()
         failure = None
-    except Exception as error:  # whatever a peer raises becomes a row with its reason
+    except Exception as error:  # any error of a peer becomes a row with its reason
         kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
         failure = (kind + " ".join(str(error).split()))[:400]
     failures = world.gather(failure)
@@ -190,7 +190,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
 
 @dataclass(slots=True)
 class Memory:
-    """Device memory of a call above what was there when this was made."""
+    """Device memory of a call above what was allocated before."""
 
     world: World
     before: int = 0  # bytes that were allocated
@@ -205,8 +205,8 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def peak_gib(self, outputs: int, uncounted: int = 0) -> float | None:
-        """The worst rank's peak in GiB above what was there; None on CPU. Bytes of `outputs` do not
-        count, those that torch's caching allocator does not see (`uncounted`) do."""
+        """The worst rank's peak in GiB above what was allocated before; None on CPU. Excludes bytes
+        of `outputs`, includes those that torch's caching allocator does not see (`uncounted`)."""
         if self.world.device.type != "cuda":
             return None
         extra = (
@@ -216,7 +216,7 @@ class Memory:
 
 
 def clean_up(world: World) -> None:
-    """Collect what failed calls left in cycles, and give unused memory back."""
+    """Collect reference cycles left by failed calls, and free unused memory."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -236,8 +236,8 @@ def errors_of(sample: Sequence[Tensor], truth: Sequence[Tensor], world: World) -
 
 
 def disagreement(errors: Mapping[str, float]) -> str | None:
-    """Why results are not those of the others, or None: a fast wrong answer is no peer."""
-    if max(errors.values()) <= _TOLERANCE:  # NaN is not
+    """Why results differ from the others', or None: a fast wrong answer does not count."""
+    if max(errors.values()) <= _TOLERANCE:  # False for NaN
         return None
     words = (f"{name} is off by {error:.2g}" for name, error in errors.items())
     return f"its results are wrong: {', '.join(words)}"

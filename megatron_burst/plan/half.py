@@ -125,7 +125,7 @@ class HalfCall:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold equal work of the early rows without resharding."""
+        """Whether all ranks have equal work on the early rows without resharding."""
         over_all = self.over_all and self.layout is Layout.ZIGZAG
         return self.layout is Layout.STRIPED or over_all or self.topology.cp_size == 1
 

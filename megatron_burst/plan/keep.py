@@ -9,7 +9,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KeepProblem:
-    """What is known of a pipeline stage."""
+    """What is known about a pipeline stage."""
 
     layers: int  # attention layers of the stage, all its chunks together
     # how often each layer's results wait for backward at the same time, on average
@@ -22,11 +22,11 @@ class KeepProblem:
 
 @dataclass(frozen=True, slots=True)
 class KeepChoice:
-    """What is kept, and why, in words for the user."""
+    """What is kept, and why, as text for the user."""
 
     keep: str  # "none", "half" or "all"
     layers: int  # how many layers of the stage keep; the others recompute
-    offload: bool  # whether it waits on the host
+    offload: bool  # whether it is offloaded
     reason: str  # figures
 
     def __str__(self) -> str:
@@ -50,9 +50,9 @@ def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
 def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0) -> KeepChoice:
     """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
-    Everything if it fits; else everything on the host if the copy hides behind attention, which
-    for any model depends on the sequence's length alone; else half of it or all of some layers,
-    whichever saves more of the recomputation.
+    Everything if it fits; else everything offloaded if attention hides the copy, which for any
+    model depends on the sequence length alone; else half of it, or all for some layers, whichever
+    saves more recomputation.
     """
     per_layer = problem.layer_bytes * problem.in_flight
     total, layers = per_layer * problem.layers, problem.layers
@@ -72,8 +72,8 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
 
 
 def hides_copy(tokens: int) -> bool:
-    """Whether causal attention over so many tokens takes longer than copying its output.
+    """Whether causal attention over this many tokens takes longer than copying its output.
 
-    A row of one head with dimension d takes 2 S d operations on average and is 2 d bytes in bf16.
+    A row of one head with dimension d takes 2 S d FLOPs on average and is 2 d bytes in bf16.
     """
     return 2 * tokens / (_KERNEL_TFLOPS * 1e12) >= 2 / (_HOST_GBS * 1e9)

@@ -1,4 +1,4 @@
-"""How long kernels, and the operations of a program, keep the GPU on given hardware."""
+"""How long kernels and the operations of a program take on given hardware."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import Home, Op, Program, Ref
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
-# What a query of packed documents costs beside the keys that it sees, in keys: kernels begin anew
-# with each document. Of documents of 2K FlashAttention-4 alone, on H200, has 0.76 of its speed
-# forward and 0.79 of both passes (packed_2xh200_one_node.csv): 270 to 320 keys.
+# Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with
+# each document. With documents of 2K, FlashAttention-4 alone on H200 has 0.76 of its speed forward
+# and 0.79 in both passes (packed_2xh200_one_node.csv): 270 to 320 keys.
 _BEGIN = 300
 _BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 
 
 def thread_blocks(rows: int) -> int:
-    """Thread blocks of a tile with so many rows, for each head of each sequence."""
+    """Thread blocks of a tile with `rows` rows, for each head of each sequence."""
     return ceil(rows / _BLOCK)
 
 
 def share_busy(kernels: Sequence[int], multiprocessors: int) -> float:
-    """Share of the multiprocessors that compute, over all waves of kernels with so many blocks."""
+    """Share of the multiprocessors that are busy, over all waves of kernels with these blocks."""
     waves = sum(ceil(blocks / multiprocessors) for blocks in kernels)
     return sum(kernels) / (multiprocessors * waves)
 
@@ -37,14 +37,14 @@ class Timer:
     """Times kernels."""
 
     hardware: Hardware
-    backend: str = "auto"  # of attention; "auto" for the first one that the hardware lists
-    pass_tflop: float = inf  # what the GPU computes without pause: in training it never rests
-    sample: Sample | None = None  # whose documents there are; None: one
+    backend: str = "auto"  # of attention; "auto": the first one that the hardware lists
+    pass_tflop: float = inf  # TFLOP computed without a pause; training has no pauses
+    sample: Sample | None = None  # the documents; None: one
 
     def tile(
         self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0
     ) -> float:
-        """Seconds of a tile of a call with these heads, of whose pairs a share is computed.
+        """Seconds of a tile of a call with these heads, if a share of its pairs is computed.
 
         A pair costs two products forward and five backward. A GPU with fewer blocks than
         multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
@@ -57,14 +57,14 @@ class Timer:
         return self._kernel(pairs, rows, tile.mask.causal, shape, direction)
 
     def pairs(self, tile: Tile) -> float:
-        """Of queries and keys that a tile computes."""
+        """(query, key) pairs that a tile computes."""
         return self.sample.pairs(tile) if self.sample else tile.pairs
 
     def window(self, keys: float, shape: AttentionShape, direction: Direction) -> float:
         """Seconds of sliding-window attention of a call's queries.
 
-        Kernels skip what no query of a block sees, and compute the blocks at both ends of a window
-        whole: a block more than the `keys` that a query sees on average.
+        Kernels skip keys that no query of a block sees, and compute the blocks at both ends of a
+        window whole: one block more than the `keys` that a query sees on average.
         """
         return self._kernel(shape.tokens * (keys + _BLOCK), shape.tokens, False, shape, direction)
 
@@ -83,7 +83,7 @@ class Timer:
         return launches * self._launch + flops / (speed * 1e12 * busy)
 
     def memory(self, num_bytes: float) -> float:
-        """Seconds of an element-wise kernel with so much memory traffic."""
+        """Seconds of an element-wise kernel with this much memory traffic."""
         if not num_bytes:
             return 0.0
         return self._launch + num_bytes / (self.hardware.gpu.memory_gbs * 1e9)
@@ -101,7 +101,7 @@ Bytes = dict[str, int]  # by field
 
 
 class OpTimer:
-    """Times the operations of a program; what has been timed is not timed again."""
+    """Times the operations of a program, with caching."""
 
     def __init__(self, program: Program, timer: Timer) -> None:
         self._program, self._timer = program, timer
@@ -109,7 +109,7 @@ class OpTimer:
         self._bytes: dict[Ref, Bytes] = {}
 
     def seconds(self, op: Op) -> float:
-        """Of an operation that is no transfer, with the GPU to itself."""
+        """Seconds of an operation other than a transfer, with the GPU to itself."""
         if isinstance(op, ops.Attend):
             return self._tile(op.q, op.kv, op)
         if isinstance(op, ops.AttendBackward):
@@ -130,8 +130,8 @@ class OpTimer:
         return self._tiles[key]
 
     def _share(self, tile: Tile) -> float:
-        """Of a tile's pairs, in usual documents. All ranks have equal work if each has chunks of
-        every document, or all rows; else all are taken to be the slowest one."""
+        """Share of a tile's pairs in typical documents. All ranks have equal work if each has
+        chunks of every document, or all rows; else each is assumed to be the slowest."""
         size = self._program.topology.cp_size
         own = next(
             buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
@@ -142,7 +142,7 @@ class OpTimer:
     def tile_of(
         self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward
     ) -> tuple[Tile, AttentionShape]:
-        """The tile of a kernel, and the shape of a call with its heads."""
+        """The tile of a kernel, and the shape with its heads."""
         fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
         rows, keys = self._rows(q), self._rows(kv)
         shape = AttentionShape(
@@ -162,7 +162,7 @@ class OpTimer:
         return next(field.heads for field in fields if field.name == name)
 
     def _fields(self, ref: Ref) -> Bytes:
-        """Bytes of each field of a part of a buffer."""
+        """Bytes of each field in part of a buffer."""
         if ref not in self._bytes:
             rows = self._rows(ref) * self._program.batch
             self._bytes[ref] = {
@@ -173,7 +173,7 @@ class OpTimer:
         return self._bytes[ref]
 
     def _first(self, refs: Iterable[Ref]) -> Bytes:
-        """Of several fields with one name the first."""
+        """Bytes by field; the first of each name."""
         found: Bytes = {}
         for ref in refs:
             found = self._fields(ref) | found

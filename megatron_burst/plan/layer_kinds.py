@@ -1,4 +1,4 @@
-"""Kinds of attention layers in a model's description: windows, sinks, and what nobody here counts.
+"""Kinds of attention layers in a model's description: windows, sinks, and unsupported ones.
 
 Sources: the configuration classes of transformers 4.57 (defaults of keys that a published
 config.json leaves out), is_layer_window_attention and the argument parser of Megatron-Core 0.19.
@@ -14,7 +14,7 @@ from megatron_burst.plan.model import Windows
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PERIODS = {"gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # the last of them is full
-_NOT_COUNTED = (  # keys of models with layers that are no softmax attention over a causal range
+_NOT_COUNTED = (  # keys of models with layers that are not softmax attention over a causal range
     "attn_logit_softcapping", "attention_chunk_size", "full_attention_interval",
     "linear_attn_config", "attn_type_list", "attn_layer_period", "hybrid_override_pattern",
     "block_types", "index_topk", "cross_attention_layers", "mamba_d_state", "ssm_state_size",
@@ -22,7 +22,7 @@ _NOT_COUNTED = (  # keys of models with layers that are no softmax attention ove
 
 
 def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> Windows | None:
-    """The windows in a Hugging Face config of so many layers; `name` is the file's.
+    """The windows in a Hugging Face config with this many layers; `name` is the file's.
 
     Raises:
         BurstError: if there are layers that the planner does not count, or kinds that contradict
@@ -46,7 +46,7 @@ def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> W
 
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Of a config without layer_types."""
+    """Layer kinds of a config without layer_types."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return [_FULL] * layers
     if config.get("use_sliding_window") and "max_window_layers" in config:  # Qwen: the later ones
@@ -61,7 +61,7 @@ def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def has_sinks(config: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face config is of a model with attention sinks."""
+    """Whether a Hugging Face config describes a model with attention sinks."""
     return config.get("model_type") == "gpt_oss" or any(
         value is True and "attention_sink" in key for key, value in config.items()
     )
@@ -88,7 +88,7 @@ def megatron_windows(arguments: Mapping[str, Any], layers: int, name: str) -> Wi
 
 
 def dense_layers(arguments: Mapping[str, Any], layers: int, name: str) -> int:
-    """Layers without experts, of Megatron's --moe-layer-freq.
+    """Layers without experts, from Megatron's --moe-layer-freq.
 
     Raises:
         BurstError: if it cannot be read.

@@ -9,31 +9,32 @@ from megatron_burst.plan.keep import in_flight
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_layers
 
-_LOSS_BYTES = 1 << 30  # of the fused loss, whatever the number of tokens (docs/loss.md)
+_LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the first pipeline stage's GPU, which holds most micro-batches; node is a node's."""
+    """Bytes on a GPU of the first pipeline stage, which holds most micro-batches; `node`: per
+    node."""
 
     weights: float  # bf16
     gradients: float  # float32
     # float32 weights and two moments, sharded over data- and context-parallel ranks
     optimizer: float
     saved: float  # activations that wait for backward, all layers and micro-batches
-    kept: float  # attention's results, kept for layers that wait
-    # of the one in backward, at its fullest moment: what recomputation brings back, gradients,
-    # attention's buffers if it is attention's moment
+    kept: float  # attention's results, kept for layers whose backward is to come
+    # of the layer in backward, at its peak: recomputed activations, gradients, attention's buffers
+    # if the peak is in attention
     layer: float
     # logits, or the fused loss's tiles, and the gradient of its input; with PP what the last
     # stage has of it beyond the micro-batches that it need not hold
     head: float
-    attention: float  # hop buffers, slots, sums of one attention call; no part of the sum
+    attention: float  # hop buffers, slots, sums of one attention call; not added to the total
     node: float  # pinned memory of all GPUs of a node
 
     @property
     def peak(self) -> float:
-        """Of a GPU: the head's turn and a layer's backward are not at the same time."""
+        """Peak of a GPU: the head and a layer's backward are not at the same time."""
         static = self.weights + self.gradients + self.optimizer
         return static + self.saved + self.kept + max(self.layer, self.head)
 
@@ -49,7 +50,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
     waiting = layers * flights
-    # no other sizes and nothing on the host change what a layer needs
+    # other sizes and offloading do not change what a layer needs
     alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
     a_layer = _layer_bytes(job, alike)
     tokens = job.seq // strategy.cp / strategy.tp
@@ -58,9 +59,9 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     if strategy.recompute == "full":
         share = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep]
         kept = share * model.heads_q * (2 * model.dim_v + 4) * tokens
-    all_kept = kept * (waiting - 1)  # the layer that is computed again has them among its own
+    all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
     on_node = 0.0
-    if strategy.offload:  # the next layer's are on their way
+    if strategy.offload:  # the next layer's are being copied back
         on_node, all_kept = on_node + kept * waiting, min(all_kept, kept)
     if strategy.offload_inputs:
         on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
@@ -77,7 +78,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
 def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
     """Weights, gradients, optimizer.
 
-    Source: 6 + 12 / ranks bytes a weight of Megatron's distributed optimizer
+    Source: 6 + 12 / ranks bytes per weight of Megatron's distributed optimizer
     (megatron/training/theoretical_memory_usage.py); its ranks are those of DP x CP.
     """
     model, layers = job.model, stage_layers(job.model, strategy)
@@ -100,13 +101,13 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
 class _LayerBytes:
     """Activations of one layer for one sequence.
 
-    Weight gradients need no room of their own at the fullest moments: the largest is there while
-    what the activation has saved is gone, which is more once a rank has two thirds as many tokens
-    as the model is wide.
+    Weight gradients add nothing to the peak: the largest exists after the activation's saved
+    tensors are freed, which are larger once a rank has two thirds as many tokens as the hidden
+    size.
     """
 
     saved: float  # what waits for backward, the layer's input included
-    working: float  # what backward of the layer needs beside that at its fullest moment
+    working: float  # what backward of the layer needs in addition, at its peak
     buffers: float  # of its attention call
 
 
@@ -127,9 +128,9 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
-    # recomputation brings the rest back, and its output is held while backward goes through it
+    # recomputation restores the rest, and its output is held during backward
     again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
-    gone = after + (hidden if how == "selective" else 0.0)  # when it is attention's turn
+    gone = after + (hidden if how == "selective" else 0.0)  # when backward reaches attention
     buffers = buffer_bytes(call)
     attending = hidden + out + qkv + buffers  # gradients: of the layer, out, q, k, v
     working = again + max(feed.working, attending - gone)
@@ -140,15 +141,14 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
 class _FeedForward:
     """Bytes of a feed-forward for one sequence."""
 
-    # its input after the norm, what the first products gave, and the activation's output
+    # its input after the norm, the first products' outputs, and the activation's output
     saved: float
-    # what backward needs beside that at its fullest moment, the gradient of the layer's output
-    # included
+    # what backward needs in addition at its peak, including the gradient of the layer's output
     working: float
 
 
 def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
-    """A layer's feed-forward; of models with experts the kind of layer that needs most."""
+    """A layer's feed-forward; with experts, the kind of layer that needs most."""
     dense = _dense(model, model.ffn, tp, tokens)
     if not model.experts:
         return dense
@@ -156,7 +156,7 @@ def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
     shared = _dense(model, experts.shared_ffn, tp, tokens)
     came, width = experts.active * hidden, 2 * experts.active * experts.ffn * tokens
     first = _first(model, width)
-    # gradients of what came back from the experts lie beside that of the activation's output
+    # gradients of the experts' outputs exist together with that of the activation's output
     working = hidden + max(first, came + width)
     if experts.shared_ffn:
         working = max(working, shared.working)
@@ -166,11 +166,11 @@ def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
 
 
 def _dense(model: Model, ffn: int, tp: int, tokens: float) -> _FeedForward:
-    """A feed-forward that every token passes.
+    """A dense feed-forward.
 
-    Backward is fullest at the activation: the gradients of its output and input are there, its
-    output is gone. Sequence-parallel layers gather the gradient before that, and after it the input
-    again, beside whose gradient it lies until that is scattered.
+    Backward peaks at the activation: the gradients of its output and input exist, its output is
+    freed. Sequence-parallel layers gather the gradient before that; after it they gather the input
+    again, held together with its gradient until that is scattered.
     """
     hidden, width = 2 * model.hidden * tokens, 2 * ffn * tokens
     first, whole = _first(model, width), hidden * tp if tp > 1 else 0.0
@@ -179,18 +179,18 @@ def _dense(model: Model, ffn: int, tp: int, tokens: float) -> _FeedForward:
 
 
 def _first(model: Model, width: float) -> float:
-    """What the products before the activation give."""
+    """Bytes of the outputs of the products before the activation."""
     return (2 if model.gated else 1) * width
 
 
 def _qkv_bytes(model: Model, strategy: Strategy, tokens: float) -> float:
-    """Of q, k, v; or of their gradients."""
+    """Bytes of q, k, v; or of their gradients."""
     heads_kv = max(model.heads_kv, strategy.tp)  # KV heads are repeated on surplus TP ranks
     return 2 * tokens * (model.heads_q * model.dim_qk + heads_kv * (model.dim_qk + model.dim_v))
 
 
 def _beside_values(model: Model, strategy: Strategy, tokens: float) -> float:
-    """Of the fused projection that values are a slice of: those of grouped heads are copied."""
+    """Bytes of the fused projection that V is a slice of; V of grouped heads is copied."""
     if strategy.cp == 1 or model.latent or model.heads_q != model.heads_kv:
         return 0.0
     return 2 * tokens * 2 * model.heads_q * model.dim_qk

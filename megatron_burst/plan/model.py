@@ -1,4 +1,4 @@
-"""What a transformer is, as far as time and memory of its training depend on it."""
+"""The properties of a transformer that its training time and memory depend on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Experts:
     """Mixture-of-experts layers."""
 
     count: int  # routed experts
-    active: int  # that a token goes to
+    active: int  # experts per token
     ffn: int  # width of one
-    shared_ffn: int = 0  # width of what every token passes besides
+    shared_ffn: int = 0  # width of the shared expert
     dense_layers: int = 0  # layers without experts, at the front
 
 
@@ -25,7 +25,7 @@ class Latent:
 
     q_rank: int  # of queries
     kv_rank: int  # of keys and values
-    rope_dim: int  # part of `dim_qk` that carries positions
+    rope_dim: int  # part of `dim_qk` with rotary embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Windows:
         return sum(self.layers)
 
     def keys(self, seq: int, share: float = 1.0) -> float:
-        """Keys that a query sees on average, the first ones of the sequence included; `share`: of
-        the pairs of a causal sequence, those that packed documents have."""
+        """Keys that a query sees on average, including queries at the start; `share`: of a causal
+        sequence's pairs that packed documents have."""
         size = min(self.size, seq)
         return min(size - size * size / (2 * seq), share * seq / 2)
 
@@ -68,7 +68,7 @@ class Model:
     latent: Latent | None = None
     windows: Windows | None = None  # of models with layers of sliding-window attention
     sinks: bool = False  # whether the softmax has a learned sink for each head
-    # Megatron's flags for what neither time nor memory depend on, with their values
+    # Megatron's flags that affect neither time nor memory, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,14 +113,14 @@ class Model:
 
     @property
     def shared_params(self) -> int:
-        """Weights of an MoE layer's feed-forward that every token passes, the router included."""
+        """Weights of an MoE layer's shared expert and router."""
         if not self.experts:
             return 0
         return self._mlp(self.experts.shared_ffn) + self.hidden * self.experts.count
 
     @property
     def active_params(self) -> int:
-        """Weights of an MoE layer's feed-forward that one token passes."""
+        """Weights of an MoE layer's feed-forward that are active for one token."""
         if not self.experts:
             return 0
         return self.shared_params + self.experts.active * self._mlp(self.experts.ffn)
@@ -136,7 +136,7 @@ class Model:
 
     @property
     def params(self) -> int:
-        """All weights of matrices."""
+        """All matrix weights."""
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * (self.expert_params + self.shared_params)
         ends = self.embedding_params * (1 if self.tied else 2)
@@ -144,14 +144,14 @@ class Model:
 
     @property
     def matmul_params(self) -> int:
-        """Weights that a token is multiplied with: experts it goes to, the head, no embedding."""
+        """Weights that multiply a token: its experts and the head, not the embedding."""
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * self.active_params
         return self.layers * self.attention_params + dense + moe + self.embedding_params
 
     @property
     def refused(self) -> str:
-        """What burst attention refuses of it, in words; empty: nothing."""
+        """What burst attention refuses about it, as text; "" if nothing."""
         return "attention sinks" if self.sinks else ""
 
     @property
@@ -162,9 +162,9 @@ class Model:
     def flops_per_token(self, seq: int, share: float = 1.0) -> float:
         """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 
-        Backward is twice forward, the causal half of attention, no recomputation; of layers with
-        windows twice the keys that a query sees stand for S. `share`: of the pairs of a causal
-        sequence, those that packed documents have.
+        Backward counts twice forward; attention's causal half only; no recomputation. In layers
+        with windows, S is twice the keys that a query sees. `share`: of a causal sequence's pairs
+        that packed documents have.
         """
         width = 3 * self.heads_q * (self.dim_qk + self.dim_v)
         attention: float = width * self.full_layers * seq * share

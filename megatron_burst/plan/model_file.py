@@ -57,7 +57,7 @@ def model_of(name_or_path: str) -> Model:
 def _cached_config(name: str) -> Path:
     """The config.json of hf:ORG/NAME, or of hf:ORG/NAME@REVISION, in the local cache.
 
-    Source of where that is: huggingface_hub/constants.py, HF_HUB_CACHE.
+    Source of its location: huggingface_hub/constants.py, HF_HUB_CACHE.
     """
     usual = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{usual}/huggingface")
@@ -131,7 +131,7 @@ class _Sizes:
         return str(value).lower() not in ("false", "0", "none", "no")
 
 
-_LEFT_OUT = {  # by published configs, since they are the defaults of the model's own class
+_LEFT_OUT = {  # by published configs, as they are defaults of the model's class
     "gemma3_text": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "vocab_size": 262208, "sliding_window": 4096, "tie_word_embeddings": True,
@@ -173,7 +173,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
 
 
 def _beside(config: Mapping[str, Any]) -> tuple[tuple[str, int | float | bool], ...]:
-    """Megatron's flags for what a config says and no figure depends on."""
+    """Megatron's flags for config entries that no figure depends on."""
     kind, flags = str(config.get("model_type")), {}
     rope = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     if isinstance(rope, int | float):

@@ -1,5 +1,4 @@
-"""What one packed sample means for attention: which rank computes how much, sends how much, and how
-long both passes take."""
+"""Attention of one packed sample: work and bytes sent by rank, and the time of both passes."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ class Way:
 
     Attributes:
         sample: with the padding that the layout needs.
-        padding: tokens of that.
+        padding: its tokens.
         call: how it runs.
         work: pairs of queries and keys that each rank computes, for as many heads as the call has.
         sent: bytes that each rank sends in both passes.
@@ -39,12 +38,12 @@ class Way:
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest rank, in that of the mean one."""
+        """Work of the slowest rank over the mean."""
         return max(self.work) * len(self.work) / sum(self.work)
 
     @property
     def tflops(self) -> float:
-        """Useful ones of both passes, a GPU: forward has two products, backward five."""
+        """Useful TFLOP/s per GPU in both passes: forward has two products, backward five."""
         shape = self.call.shape
         flops = 3.5 * 2 * sum(self.work) * shape.heads_q * (shape.dim_qk + shape.dim_v)
         return flops / len(self.work) / sum(self.seconds) / 1e12
@@ -57,7 +56,7 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
         call: heads, topology and options; its tokens are the sample's.
         given: the documents, without padding.
         hardware: the cluster's.
-        layout: ZIGZAG, where documents are anywhere in the sample, or DOCUMENTS.
+        layout: ZIGZAG, where documents start at any token, or DOCUMENTS.
 
     Raises:
         BurstError: if burst has no mode for it.
@@ -83,7 +82,8 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
 
 
 def _work(program: Program, timer: Timer, heads: int) -> float:
-    """Pairs of a forward pass, for all heads of a call: kernels of few heads count for so much."""
+    """Pairs of a forward pass, in units of all heads: a kernel of few heads counts for its
+    share."""
     timed = OpTimer(program, timer)
     kernels = (timed.tile_of(op.q, op.kv, op) for op in program.ops if isinstance(op, Attend))
     return sum(timer.pairs(tile) * shape.heads_q / heads for tile, shape in kernels)

@@ -1,5 +1,5 @@
-"""Megatron's own context parallelism, as the planner predicts it: TransformerEngine's p2p, one ring
-of K and V over all ranks with cuDNN's kernels."""
+"""Prediction for Megatron's own context parallelism: TransformerEngine's p2p, one ring of K and V
+over all ranks with cuDNN's kernels."""
 
 from dataclasses import dataclass, replace
 
@@ -21,21 +21,21 @@ class Gain:
 
     seconds: tuple[float, float]  # attention of burst, of Megatron's own, computed again alike
     kept: float  # attention of burst with what its strategy keeps
-    # beside inputs and outputs, at the fullest moment of backward, what is kept included
+    # besides inputs and outputs, at the peak of backward, including what is kept
     num_bytes: tuple[float, float]
     step: float  # seconds of Megatron's own
 
     @property
     def ratio(self) -> float:
-        """How many times as fast burst is where both compute attention again alike."""
+        """Burst's speedup if both recompute attention in the same way."""
         return self.seconds[1] / self.seconds[0]
 
 
 def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
-    """The call as TransformerEngine's p2p would run it: every shard of K and V passes all ranks,
-    whatever node they are on; each document of packed samples is sharded for itself.
+    """The call as TransformerEngine's p2p would run it: K and V circulate through all ranks,
+    whatever their nodes; documents of packed samples are sharded individually.
 
-    How far that is from what was measured: `benchmarks/validate_plan.py`.
+    For its error against measurements see `benchmarks/validate_plan.py`.
     """
     known = {kernel.backend for kernel in hardware.kernels}
     backend = "cudnn" if "cudnn" in known else "auto"
@@ -47,11 +47,11 @@ def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 
 
 def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
-    """Memory of TransformerEngine's p2p beside inputs and outputs, in backward.
+    """Memory of TransformerEngine's p2p in backward, besides inputs and outputs.
 
     Counts were fitted: those of one causal sequence to rows of 32/32, 32/8, 8/2 and 8/1 heads on 2
     and 4 ranks (0.3 % at most off), of packed documents to rows of 64/8 and 32/8 heads on 2. What
-    lies there at the fullest moment was not looked up in TransformerEngine.
+    it consists of was not looked up in TransformerEngine.
     """
     rows = shape.batch * shape.tokens
     queries = rows * shape.heads_q * shape.dim_qk * shape.itemsize
@@ -62,7 +62,7 @@ def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
 
 
 def gain(job: Job, strategy: Strategy) -> Gain:
-    """What a step gains by burst attention, and by what a strategy keeps."""
+    """What a step gains from burst attention, and from what a strategy keeps."""
     plain = replace(strategy, keep="none", offload=False, offload_inputs=False)
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
     own = replace(job, packing=packing)
@@ -84,7 +84,7 @@ def gain(job: Job, strategy: Strategy) -> Gain:
 
 
 def _attention_seconds(job: Job, strategy: Strategy, call: AttentionCall) -> float:
-    """Attention of a step by such calls, with a strategy's recomputation."""
+    """Seconds of attention per step with such calls and a strategy's recomputation."""
     sample = job.packing and job.packing.sharded(strategy.cp)
     forward, backward = (
         pass_time(call, job.hardware, direction, sample).seconds for direction in Direction

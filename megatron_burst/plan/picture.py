@@ -13,7 +13,7 @@ from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.units import in_units
 
-_MOST_RANKS = 64  # that a picture shows
+_MOST_RANKS = 64  # in one picture
 _LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height
 _KINDS = {  # what it is, and its colours in even and odd rounds
     "attention": ("attention (rounds in turn dark and light)", "#1f5fa8", "#6ea3d8"),
@@ -34,7 +34,7 @@ def base_name(model: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """An empty figure, in inches.
 
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
@@ -97,7 +97,7 @@ def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Top
         bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
         colours.append(_KINDS[_kind(span)][1 + span.round % 2])
     # one artist: there are tens of thousands of spans
-    corners: Any = numpy.array(bars)  # its types name sequences only
+    corners: Any = numpy.array(bars)  # matplotlib's types name sequences only
     ax.add_collection(PolyCollection(corners, facecolors=colours, linewidth=0), autolim=False)
     for before, after in pairwise(ranks):
         if topology.node_of[before] != topology.node_of[after]:

@@ -1,4 +1,4 @@
-"""The documents of a packed sample, and how many pairs of queries and keys they leave of a tile."""
+"""The documents of a packed sample, and how many of a tile's (query, key) pairs they leave."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from megatron_burst.schedule.mask import Mask, Places, Tile, meet
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Causal documents that lie one behind the other.
+    """Consecutive causal documents.
 
     Attributes:
         edges: where they begin, and where the last one ends; from 0 on, not decreasing.
@@ -24,7 +24,7 @@ class Sample:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> "Sample":
-        """Of boundaries, if they begin with 0 and do not decrease, else of lengths.
+        """From boundaries, if they begin with 0 and do not decrease, else from lengths.
 
         Raises:
             BurstError: if there are no documents, or a length is negative.
@@ -45,19 +45,19 @@ class Sample:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of documents that have tokens."""
+        """Lengths of documents that have tokens."""
         return tuple(stop - start for start, stop in pairwise(self.edges) if stop > start)
 
     @property
     def share(self) -> float:
-        """Of the pairs of one causal document as long as the sample."""
+        """Share of the pairs of one causal document as long as the sample."""
         return sum(n * (n + 1) for n in self.lengths) / (self.tokens * (self.tokens + 1))
 
     def filling(self, tokens: int) -> "Sample":
-        """With its documents repeated, and the last one cut, until there are so many tokens.
+        """Repeat the documents up to `tokens` tokens, cutting the last one.
 
         Raises:
-            BurstError: if there are more already.
+            BurstError: if there already are more.
         """
         if self.tokens > tokens:
             raise BurstError(
@@ -79,7 +79,7 @@ class Sample:
         return Sample((*self.edges, self.tokens + more)) if more else self
 
     def within(self, places: Places) -> Iterator[tuple[int, range]]:
-        """The parts of ranges of positions that lie in one document each, with its number."""
+        """Ranges of positions split at documents, each with its document's index."""
         for some in places:
             at = some.start
             while at < some.stop:
@@ -91,8 +91,8 @@ class Sample:
     def pairs(self, tile: Tile) -> float:
         """Pairs of queries and keys that a tile computes.
 
-        Where ranks have chunks of each document, all are cut alike: each has of a tile the square
-        of its share of the sample.
+        If ranks have chunks of every document, all are split alike: each document has the square of
+        its share of the sample in a tile.
         """
         if not isinstance(tile.places, tuple):
             squares = sum(length * length for length in self.lengths)
@@ -102,7 +102,7 @@ class Sample:
 
 @lru_cache(maxsize=1 << 16)
 def _pairs(sample: Sample, queries: Places, keys: Places) -> int:
-    """Of queries and the keys at or before their positions, in the same document."""
+    """Pairs of queries and keys at or before their positions, in the same document."""
     by_document: dict[int, list[range]] = {}
     for document, some in sample.within(keys):
         by_document.setdefault(document, []).append(some)
@@ -119,8 +119,8 @@ class Packing:
     """How a job's samples are packed.
 
     Attributes:
-        layout: DOCUMENTS, each one sharded for itself (THD), or ZIGZAG, boundaries anywhere.
-        sample: the documents of every sample; None: they are not known, and taken to be usual ones.
+        layout: DOCUMENTS, each sharded individually (THD), or ZIGZAG, which start at any token.
+        sample: the documents of every sample; None: unknown, assumed typical.
     """
 
     layout: Layout
@@ -128,11 +128,11 @@ class Packing:
 
     @property
     def share(self) -> float:
-        """Of the pairs of one causal sequence, those that the documents have."""
+        """Share of a causal sequence's pairs that the documents have."""
         return self.sample.share if self.sample else SHARE
 
     def sharded(self, cp_size: int) -> Sample | None:
-        """The sample with the padding that so many ranks need."""
+        """The sample with the padding that `cp_size` ranks need."""
         if not self.sample:
             return None
         chunks = 2 * cp_size

@@ -14,7 +14,7 @@ from megatron_burst.plan.strategy import Job, Strategy, attention_call, stage_la
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 
-# Parts of a step, as tables and complaints name them.
+# Parts of a step, as named in tables and errors.
 ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
@@ -42,8 +42,8 @@ class StepTime:
 def step_time(
     job: Job, strategy: Strategy, memory: Memory, call: AttentionCall | None = None
 ) -> StepTime:
-    """Time of a step that needs this memory; `misfit` must have found nothing. `call`: of
-    attention, if not burst's."""
+    """Time of a step that needs this memory; `misfit` must have found nothing. `call`: the
+    attention call, if not burst's."""
     # a layer is the same in every stage and for every micro-batch
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
     micro_batches = job.batch // strategy.dp
@@ -75,8 +75,8 @@ def _layer(
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
-    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: of
-    attention, if not burst's."""
+    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: the
+    attention call, if not burst's."""
     return sum(_Layer(job, strategy, call).parts().values())
 
 
@@ -100,7 +100,7 @@ class _Layer:
         self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
 
     def _window_seconds(self, shape: AttentionShape, direction: Direction) -> float:
-        """Of windows' kernels, over all layers on average; few keys come from other ranks."""
+        """Seconds of windowed kernels, averaged over all layers; few keys come from other ranks."""
         model = self._job.model
         if not model.windows:
             return 0.0
@@ -142,7 +142,7 @@ class _Layer:
         return parts
 
     def _reshard_seconds(self) -> float:
-        """Time in which early rows, resharded for recomputation, pass between nodes."""
+        """Time to reshard early rows between nodes for recomputation."""
         if self._strategy.recompute != "full" or self._strategy.keep != "half":
             return 0.0
         call = half_call(self._job, self._strategy)
@@ -167,7 +167,7 @@ class _Layer:
         return 4 * self._job.hardware.links.intra.seconds(moved)
 
     def _expert_seconds(self) -> float:
-        """One pass: tokens to their experts and back, nothing hidden."""
+        """One pass: tokens to their experts and back, all exposed."""
         model, strategy = self._job.model, self._strategy
         if not model.experts or strategy.ep == 1:
             return 0.0
@@ -181,7 +181,7 @@ class _Layer:
         return 2 * seconds * model.moe_layers / model.layers
 
     def _host_seconds(self, layer_seconds: float) -> float:
-        """Copies to the host in forward and back in backward, beyond what a layer hides."""
+        """Exposed time of offloading in forward and copying back in backward."""
         job, strategy = self._job, self._strategy
         kept = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep] * strategy.offload
         moved = kept * job.model.heads_q * (2 * job.model.dim_v + 4)
@@ -193,7 +193,7 @@ class _Layer:
 
 
 def recomputed(job: Job, strategy: Strategy) -> float:
-    """Share of attention's forward that backward computes again."""
+    """Share of attention's forward that backward recomputes."""
     if strategy.recompute != "full":
         return float(strategy.core_attn)
     if strategy.keep == "half":
@@ -202,7 +202,7 @@ def recomputed(job: Job, strategy: Strategy) -> float:
 
 
 def half_call(job: Job, strategy: Strategy) -> HalfCall:
-    """A layer's attention whose later half is kept."""
+    """A layer's attention, with the later half kept."""
     call = attention_call(job, strategy)
     over_all = call.mode == "a2a" and call.arranged.inter_size == 1
     known = Rates.of(job.hardware), over_all

@@ -23,19 +23,19 @@ Intra = Literal["auto", "ring", "gather", "a2a"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be trained on what."""
+    """The model to train, and the cluster."""
 
     model: Model  # the model
     seq: int  # tokens of a sequence
     gpus: int  # of the job
-    gpus_per_node: int  # of an NVLink domain; a job on a single one may be smaller
-    batch: int  # sequences of a step, all GPUs together; micro-batches hold one
+    gpus_per_node: int  # per NVLink domain; a job on a single one may use fewer
+    batch: int  # global batch in sequences; micro-batches have one
     hardware: Hardware  # the cluster's
     packing: Packing | None = None  # of the sequences; None: each is one causal document
 
     @property
     def share(self) -> float:
-        """Of the pairs of query and key in causal sequences, those that the job's have."""
+        """Share of causal sequences' (query, key) pairs that the job's have."""
         return self.packing.share if self.packing else 1.0
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Job:
 
 
 def even_share(gpus: int, gpus_per_node: int) -> int:
-    """GPUs that a job uses of each node: equally many, as most of them as comes out even.
+    """GPUs per node that a job uses: the most that divides its GPUs evenly.
 
     Nodes with unequal numbers of ranks cannot have nested rings.
 
@@ -82,18 +82,18 @@ class Strategy:
     pp: int = 1  # pipeline-parallel size
     dp: int = 1  # data-parallel size
     ep: int = 1  # expert-parallel size
-    # activations that backward computes again: none, feed-forward ("selective"), or everything
-    # but the layers' inputs
+    # activations that backward recomputes: none, feed-forward ("selective"), or everything but the
+    # layers' inputs
     recompute: Recompute = "full"
-    core_attn: bool = False  # whether "none" and "selective" compute core attention again too
-    keep: Keep = "none"  # which of attention's results full recomputation has at hand
-    offload: bool = False  # whether they wait on the host
-    offload_inputs: bool = False  # whether layers' inputs do too
+    core_attn: bool = False  # whether "none" and "selective" recompute core attention too
+    keep: Keep = "none"  # which of attention's results full recomputation keeps
+    offload: bool = False  # whether they are offloaded
+    offload_inputs: bool = False  # whether layers' inputs are too
     fused_loss: bool = True  # whether the loss is computed without all logits
     # whether weights and gradients are sharded over data-parallel ranks too (ZeRO-3), as
     # BurstEngine has it; not offered by the search
     shard_weights: bool = False
-    # how queries and keys come together inside a node; the search leaves it to burst
+    # mode inside a node; the search leaves it to burst
     intra: Intra = "auto"
 
     @property
@@ -102,13 +102,13 @@ class Strategy:
 
     @property
     def layout(self) -> str:
-        """The sizes in words."""
+        """The sizes as text."""
         experts = f" EP {self.ep}" if self.ep > 1 else ""
         return f"TP {self.tp} CP {self.cp} PP {self.pp} DP {self.dp}{experts}"
 
     @property
     def policy(self) -> str:
-        """What is computed again, in words."""
+        """What is recomputed, as text."""
         if self.recompute != "full":
             what = "core_attn" if self.recompute == "none" else f"{self.recompute} and core_attn"
             return f"recompute {what if self.core_attn else self.recompute}"
@@ -118,11 +118,11 @@ class Strategy:
 
 
 def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:
-    """Why sizes cannot be for a job, whatever those are that are not given; "" if they can."""
+    """Why sizes do not fit a job, whatever the others are; "" if they do."""
     tp, pp, dp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "dp", "ep"))
     model, heads_kv = job.model, job.model.heads_kv
     count = model.experts.count if model.experts else 1
-    shared = {name: size for name, size in sizes.items() if name != "ep"}  # EP is of the others
+    shared = {name: size for name, size in sizes.items() if name != "ep"}  # EP is inside the others
     product = " x ".join(f"{name.upper()} {size}" for name, size in shared.items())
     needs = (
         (job.on_node % tp == 0, f"TP {tp} does not divide the {job.on_node} GPUs of a node"),
@@ -140,7 +140,7 @@ def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:
 
 
 def misfit(job: Job, strategy: Strategy) -> str:
-    """Why a strategy cannot be for a job, or ""."""
+    """Why a strategy does not fit a job, or ""."""
     ranks, stage = ranks_per_node(job, strategy), job.gpus // strategy.pp
     if strategy.gpus != job.gpus:
         return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"

@@ -1,4 +1,4 @@
-"""Programs of ranks as tasks that wait for each other, and who takes part in each transfer."""
+"""Programs of ranks as tasks that wait for each other, and the ranks in each transfer."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,13 +14,13 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What comes over one link in a transfer."""
+    """What arrives over one link in a transfer."""
 
     link: Link
     seconds: float
     by_nccl: bool
     ports: tuple[tuple, ...]
-    ends: "list[Task]"  # whose transfers it is of
+    ends: "list[Task]"  # of the transfers it belongs to
     start: float = 0.0
     stop: float = 0.0
 
@@ -32,20 +32,20 @@ class Task:
     rank: int
     op: Op | None
     seconds: float = 0.0
-    needs: int = 0  # how many must be over before it is ready
+    needs: int = 0  # how many tasks must finish before it is ready
     then: "list[Task]" = field(default_factory=list)  # who needs it
     parts: list[Part] = field(default_factory=list)
-    absent: int = 0  # of those who take part in a transfer
-    tells: "list[Task]" = field(default_factory=list)  # who waits until this end is ready
-    moving: int = 0  # parts that are not over
-    cause: "Task | None" = None  # what it needed last
+    absent: int = 0  # participants of a transfer that are not ready
+    tells: "list[Task]" = field(default_factory=list)  # ends that wait until this one is ready
+    moving: int = 0  # unfinished parts
+    cause: "Task | None" = None  # the last task it waited for
     ready: float = 0.0
     start: float = 0.0
     stop: float = -1.0
 
 
 def queued(rank: int, program: Program, timer: Timer, overlap: bool) -> list[Task]:
-    """The operations of a rank and its end, each with what it has to follow."""
+    """The operations of a rank and its end, each with its dependencies."""
     timed, derived = OpTimer(program, timer), order(program)
     tasks: list[Task] = []
     last: dict[Hashable, Task] = {}  # of each queue
@@ -74,8 +74,8 @@ def join(
     programs: Mapping[int, Program], queues: Mapping[int, Sequence[Task]], hardware: Hardware,
     inter_share: float,
 ) -> None:  # fmt: skip
-    """Bring together who takes part in each transfer: those between two ranks match in order, and
-    so do those that all ranks of a row pull."""
+    """Match the ends of each transfer: in order between two ranks, and likewise for exchanges that
+    all ranks of a row pull."""
     meetings: dict[tuple, list[Task]] = defaultdict(list)
     sending: dict[tuple, Task] = {}
     taking: list[tuple[Task, list[tuple]]] = []
@@ -99,7 +99,7 @@ def join(
         for task in together:
             task.tells, task.absent = together, len(together)
 
-    @cache  # transfers are of few sizes
+    @cache  # transfers have few sizes
     def seconds(link: Link, pulled: bool, num_bytes: float) -> float:
         if link is Link.INTER:
             return hardware.links.inter.seconds(num_bytes, inter_share)
@@ -128,7 +128,7 @@ def _meet(task: Task, sources: Sequence[Task]) -> None:
 def _take(
     task: Task, sources: Sequence[Task], program: Program, seconds: Callable[..., float]
 ) -> None:
-    """The parts of a transfer, by link. Who passes something on is done when it has arrived."""
+    """The parts of a transfer, by link. A sender is done when its data has arrived."""
     op, rank = task.op, task.rank
     assert isinstance(op, Transfer)
     come: Counter[Link] = Counter()

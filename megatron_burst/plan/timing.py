@@ -1,9 +1,9 @@
-"""How long a pass takes: runs the programs of its ranks, with GPUs and links as resources.
+"""How long a pass takes: simulates the programs of its ranks, with GPUs and links as resources.
 
-What waits for what is as in the engine (`schedule.order`): kernels are queued on two streams of
-each rank, transfers on one for each link and cargo. A transfer begins when all who take part are
-there and its ports are free. While NCCL moves something, kernels have fewer multiprocessors. The
-side stream goes before the compute stream: its kernels are short and take all of the GPU.
+Waits are as in the engine (`schedule.order`): kernels are queued on two streams of each rank,
+transfers on one per link and cargo. A transfer starts when all participants are ready and its ports
+are free. During NCCL transfers, kernels have fewer multiprocessors. The side stream has priority
+over the compute stream: its kernels are short and use the whole GPU.
 """
 
 from collections import Counter, defaultdict
@@ -20,14 +20,14 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted."""
+    """An interval."""
 
     rank: int
     lane: str  # "compute", "intra" or "inter"
     what: str  # e.g. "attention", "merge", "wait for inter", "read"
     start: float  # seconds since the pass began
     stop: float
-    round: int = -1  # how many of its kind came before; kernels on the same keys count as one
+    round: int = -1  # how many of its kind came before; kernels on the same keys count once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Timeline:
 
     seconds: float  # until the last rank was done
     spans: tuple[Span, ...]  # of all simulated ranks, in order of their start on each
-    waits: tuple[tuple[Link, float], ...]  # of kernels of the last rank to finish, for each link
+    waits: tuple[tuple[Link, float], ...]  # of kernels on the last rank to finish, by link
 
     def exposed(self, link: Link) -> float:
-        """Seconds that kernels wait for a link, on the rank that is done last."""
+        """Seconds that kernels wait for a link, on the rank that finishes last."""
         return dict(self.waits).get(link, 0.0)
 
 
 @dataclass(slots=True, eq=False)
 class _Gpu:
-    """What computes on a rank."""
+    """What a rank's GPU computes."""
 
     task: Task | None = None
     left: float = 0.0  # seconds of it
@@ -60,15 +60,15 @@ def simulate(
     programs: Mapping[int, Program], timer: Timer, inter_share: float = 1.0, overlap: bool = True,
     with_spans: bool = True,
 ) -> Timeline:  # fmt: skip
-    """Run the programs of all ranks, or of some that stand for all.
+    """Simulate the programs of all ranks, or of some that represent all.
 
     Args:
-        programs: by cp rank: of all ranks of a group, or of some of them where all do alike; a rank
-            that is missing is taken to do what its partner does, at the same time.
+        programs: by cp rank: of all ranks of a group, or of some if all do the same; a missing rank
+            is assumed to do what its partner does, at the same time.
         timer: how long kernels take.
-        inter_share: of one network card for a rank that sends between nodes.
-        overlap: whether transfers run beside what follows.
-        with_spans: whether to write down what happened.
+        inter_share: share of a network card for a rank that sends between nodes.
+        overlap: whether transfers overlap with what follows.
+        with_spans: whether to record spans.
     """
     queues = {rank: queued(rank, one, timer, overlap) for rank, one in programs.items()}
     join(programs, queues, timer.hardware, inter_share)
@@ -80,13 +80,13 @@ def simulate(
     spans = tuple(s for tasks in queues.values() for s in _spans(tasks)) if with_spans else ()
     found = Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
     for tasks in queues.values():
-        for task in tasks:  # they name each other, so nothing else would free them soon
+        for task in tasks:  # they reference each other, so nothing else would free them soon
             task.then, task.tells, task.parts, task.cause = [], [], [], None
     return found
 
 
 class _World:
-    """GPUs, ports and what happens next."""
+    """GPUs, ports and the event queue."""
 
     def __init__(self, queues: Mapping[int, Sequence[Task]], slow: float) -> None:
         self._queues, self._slow = queues, slow
@@ -96,7 +96,7 @@ class _World:
         self._numbers = count()
 
     def run(self) -> None:
-        """Until nothing happens any more."""
+        """Run until no events are left."""
         begins = [task for tasks in self._queues.values() for task in tasks if not task.needs]
         for task in begins:
             self._ready(task, 0.0)
@@ -140,7 +140,7 @@ class _World:
         self._pace(gpu, now)
 
     def _pace(self, gpu: _Gpu, now: float) -> None:
-        """Go on with a kernel as fast as what runs beside it allows."""
+        """Continue a kernel at the speed that concurrent work allows."""
         if gpu.task is None:
             return
         gpu.left -= (now - gpu.since) * gpu.pace
@@ -160,7 +160,7 @@ class _World:
         self._over(task, now)
 
     def _move(self, task: Task, now: float) -> None:
-        """Begin a transfer whose ranks are all there; a port serves whoever came first."""
+        """Start a transfer whose ranks are all ready; ports serve first come, first served."""
         task.start = now
         for part in task.parts:
             part.start = max(now, *(self._ports[port] for port in part.ports))
@@ -211,7 +211,7 @@ _NAMES = {"Merge": "merge", "Add": "merge", "Fill": "merge"}
 
 
 def _spans(tasks: Sequence[Task]) -> Iterator[Span]:
-    """What a rank did, and what its kernels waited for."""
+    """A rank's spans, and its kernels' waits."""
     found, rank, rounds = [], tasks[0].rank, Counter[object]()
     keys = None
     for task in tasks:
