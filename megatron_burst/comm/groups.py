@@ -33,7 +33,7 @@ from megatron_burst.schedule.topology import Link, Topology
 
 @dataclass(slots=True)
 class Transfer:
-    """Sends and receives under way."""
+    """Sends and receives in flight."""
 
     works: Sequence[dist.Work]
     timeout_s: float | None  # for each; None on GPUs, where a wait with one would block the CPU

@@ -1,4 +1,4 @@
-"""The Megatron flags of a model and of how its training is sharded; all of a plan as JSON."""
+"""Megatron flags for a model and how its training is sharded; a whole plan as JSON."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ VERSION = 1  # of the JSON
 
 
 def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
-    """Flags as words of a shell's command, one flag with its value an entry; none that are off."""
+    """Flags as shell words, one entry per flag with its value; without flags that are off."""
     words = []
     for flag, value in flags.items():
         values = [] if value is True else value if isinstance(value, list) else [value]
@@ -109,7 +109,7 @@ def flag_values(
 
 
 def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Values:
-    """Each of the two groups as a script has it, else as the strategy needs it."""
+    """Each of the two groups of flags as the script has it, else as the strategy needs it."""
     kept = {flag: value for flag, value in own.items() if flag.startswith("--burst-")}
     again = {flag: value for flag, value in own.items() if flag not in kept}
     return (again or _again_flags(job, strategy)) | (kept or _keep_flags(strategy))
@@ -139,7 +139,7 @@ def _keep_flags(strategy: Strategy) -> Values:
 
 
 def model_flags(model: Model) -> Values:
-    """A model's sizes, and what the planner takes for granted, as Megatron's flags.
+    """A model's sizes, and what the planner assumes, as Megatron's flags.
 
     Norms, biases and position embedding are those of a Llama, unless its config says otherwise.
     """
@@ -193,7 +193,7 @@ def _expert_flags(experts: Experts, layers: int) -> Values:
 
 
 def _window_flags(windows: Windows) -> Values:
-    """Megatron counts the keys before the query's own."""
+    """Megatron's window size excludes the query's own key."""
     flags: Values = {"--window-size": f"{windows.size - 1},0"}
     numbers = range(1, len(windows.layers) + 1)
     fit = (n for n in numbers if windows.layers == tuple(number % n > 0 for number in numbers))

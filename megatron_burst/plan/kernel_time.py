@@ -123,7 +123,7 @@ class OpTimer:
         key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
         if key not in self._tiles:
             tile, shape = self.tile_of(q, kv, op)
-            # windows are short beside documents
+            # windows are short compared with documents
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)

@@ -1,4 +1,4 @@
-"""Every way to shard a job: what fits in memory, how fast it is, why the others lose."""
+"""Every way to shard a job: whether it fits in memory, how fast it is, why it loses."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from megatron_burst.units import nearest_multiples
 Fixed = tuple[tuple[str, Any], ...]
 Named = tuple[tuple[str, str], ...]
 Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
-_MOST_GPUS = 1 << 16  # that are tried where fewer do not do
+_MOST_GPUS = 1 << 16  # most that are tried if fewer do not fit
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
 _POLICIES = (
     Strategy(recompute="none"),
@@ -61,10 +61,10 @@ class Candidate:
 
 
 def candidate(job: Job, strategy: Strategy) -> Candidate:
-    """A strategy, looked at.
+    """A strategy with its memory and time.
 
     Raises:
-        BurstError: if it cannot be for the job.
+        BurstError: if it does not fit the job.
     """
     if reason := misfit(job, strategy):
         raise BurstError(
@@ -86,7 +86,7 @@ def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
     """Memory that a GPU and a node lack; negative where it fits."""
     over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
     host_gib = job.hardware.node.memory_gib * job.on_node
-    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for programs and the page cache
+    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for processes and the page cache
     return over, memory.node / GIB - host_gib
 
 
@@ -132,7 +132,7 @@ def _given_sizes(fixed: Fixed) -> dict[str, int]:
 
 
 def options_of(fixed: Fixed) -> list[str]:
-    """The options that fix what is given."""
+    """The command-line options of the given fields."""
     return [f"--{name}".replace("_", "-") for name, _ in fixed if name != "core_attn"]
 
 
@@ -164,7 +164,7 @@ def _divisors(number: int, given: int | None) -> list[int]:
 
 
 def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
-    """Why nothing makes up a job; a length alone that is in the way is named."""
+    """Why nothing fits a job; if only the length is in the way, it says so."""
     sizes: dict[str, Any] = _given_sizes(fixed)
     named = [name for name, _ in of_script]
     options = " or ".join(options_of(tuple(pair for pair in fixed if pair[0] not in named)))
@@ -188,9 +188,9 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
 
 
 def length_step(job: Job, sizes: dict[str, int]) -> int:
-    """What a length should be a multiple of, so that TP and CP may be what they like.
+    """What a length should be a multiple of, so that TP and CP are free.
 
-    That is 2 x CP x TP; of those that are not given, powers of two that divide the GPUs.
+    That is 2 x CP x TP; sizes that are not given count as powers of two that divide the GPUs.
     """
     least = least_multiple(Strategy(tp=sizes.get("tp", 1), cp=sizes.get("cp", 1)))
     if {"tp", "cp"} <= sizes.keys():
@@ -205,7 +205,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     """The strategies of a layout with the policies that are given."""
     sizes = {name: getattr(layout, name) for name in SIZES}
     asked = {name: value for name, value in fixed if name not in SIZES}
-    again = asked.pop("core_attn", False)  # what a job has, and the search would never choose
+    again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
     for policy in _POLICIES:
         strategy = replace(policy, **sizes, core_attn=again)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
@@ -214,14 +214,14 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
 
 
 def _rank(one: Candidate) -> tuple:
-    if one.time:  # of equal ones the one without host copies, which are free on paper only
+    if one.time:  # among equals, the one without host copies, which are free on paper only
         copies = one.strategy.offload + one.strategy.offload_inputs
         return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
     return 2, one.over_gib + one.host_over_gib, 0
 
 
 def loses(one: Candidate, best: Candidate) -> str:
-    """Why a candidate is not the best, in words."""
+    """Why a candidate is not the best, as text."""
     if one.over_gib:
         parts = one.memory.in_gib()
         names = [n for n in parts if n not in ("attention", "node", "peak")]
