@@ -77,7 +77,7 @@ def test_output_of_other_programs_is_one_word():
 
 
 def test_switches_before_other_words_are_switches():
-    found = megatron_arguments('run --sft "$@"; run --swiglu $ARGS --bf16 "${MORE[@]}"')
+    found = megatron_arguments('run --sft "$@"; run --swiglu $NOT_SET_ANYWHERE --bf16 "${MORE[@]}"')
     assert found == {"sft": True, "swiglu": True, "bf16": True}
 
 
