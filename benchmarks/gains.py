@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
 from pathlib import Path
+from statistics import geometric_mean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def _bars(axis: Axes, kinds: Sequence[Sequence[float]], unit: str) -> None:
     for y, values in enumerate(kinds):
         if not values:
             continue
-        mean = exp(sum(map(log, values)) / len(values))
+        mean = geometric_mean(values)
         axis.barh(y, mean, 0.62, color=_BURST, alpha=0.75)
         axis.plot(values, [y] * len(values), "|", color=_POINT, markersize=9)
         axis.annotate(

@@ -17,6 +17,7 @@ import torch
 import typer
 from typer import Option
 
+from benchmarks.cases import Heads, one_head_count
 from benchmarks.facts import gpu_state, versions
 from benchmarks.impls import burst_config
 from benchmarks.rows import Sheet
@@ -79,13 +80,13 @@ class Problem:
     """Attention of some layers."""
 
     seq: int
-    heads: str
+    heads: Heads
     layers: int
     mode: str
 
     def step(self, world: World):
         """What a step runs: forward of all layers, then backward."""
-        num_q, num_kv = map(int, self.heads.split("/"))
+        num_q, num_kv = self.heads
         q, k, v, dout = (
             torch.randn(self.seq // world.size, 1, heads, 128, device=world.device).bfloat16()
             for heads in (num_q, num_kv, num_kv, num_q)
@@ -115,7 +116,8 @@ def main(
     """Measure on all ranks together."""
     with in_one_sentence(), started(_WHO, device, nodes) as world:
         mode += f",nodes={nodes}" if nodes else ""
-        problem = Problem(whole_number(seq, "--seq", _WHO), heads, layers, mode)
+        counts = one_head_count(heads, _WHO)
+        problem = Problem(whole_number(seq, "--seq", _WHO), counts, layers, mode)
         check_out(out, world, LOG_CSV)
         rows = measure(problem, world, reps)
         save(out, world, rows, LOG_CSV)
@@ -157,7 +159,8 @@ def _row(
         log |= {f"{link}_mib": METER.sent_bytes()[link] / 2**20 for link in Link}
     return CostRow(
         datetime.now(UTC).isoformat(timespec="seconds"), versions(), gpu_state(world.device),
-        world.nodes, world.size, problem.seq, problem.heads, problem.layers, problem.mode, way,
+        world.nodes, world.size, problem.seq, "/".join(map(str, problem.heads)), problem.layers,
+        problem.mode, way,
         median(mine), min(mine), max(mine), above, **log,
     )  # fmt: skip
 

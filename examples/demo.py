@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -86,9 +85,8 @@ def device_flags() -> list[str]:
     """fp32 over gloo on the CPU; bf16 over NCCL on GPUs, with TransformerEngine if installed."""
     if torch.cuda.device_count() < 2:
         return ["--distributed-backend", "gloo", "--use-cpu-initialization"]
-    impl = "transformer_engine" if find_spec("transformer_engine") else "local"
     plain = "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
-    return ["--bf16", "--transformer-impl", impl, *plain.split()]
+    return ["--bf16", *plain.split()]
 
 
 def make_data(text: Path, files: list[Path], console: Console) -> None:

@@ -39,7 +39,7 @@ def range_of_pass(direction: Direction, layer: int, way: AttentionCall) -> Abstr
     if not profiled():
         return _NONE
     where = f", layer {layer}" if layer else ""
-    return range_of(f"burst {direction}{where}, {way.mode}")
+    return profiler.record_function(f"burst {direction}{where}, {way.mode}")
 
 
 def with_ranges(executor: Executor) -> tuple[Step, ...]:

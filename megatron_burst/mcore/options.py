@@ -14,11 +14,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags, global_args, with_attention_backend
 
 VARIABLE = "MEGATRON_BURST"
-_OF_COMMAND_LINES = (
-    "burst_plan",
-    "burst_tune",
-    "burst_log",
-)  # which the variable names differently, or lacks
+# which the variable names differently, or lacks
+_OF_COMMAND_LINES = "burst_plan", "burst_tune", "burst_log"
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 

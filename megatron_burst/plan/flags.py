@@ -11,7 +11,14 @@ from megatron_burst.plan.model import Experts, Latent, Model, Windows
 from megatron_burst.plan.search import Candidate, loses
 from megatron_burst.plan.strategy import Job, Strategy, stage_layers
 
-_OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
+SIZES = {  # fields of a strategy: Megatron's flags
+    "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+# by (`offload`, `offload_inputs`) of a strategy, values of --burst-keep-offload
+OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
 
 Values = dict[str, int | float | str | bool | list[str]]
 VERSION = 1  # of the JSON
@@ -81,17 +88,14 @@ def flag_values(
         "--max-position-embeddings": job.seq,
         "--micro-batch-size": 1,
         "--global-batch-size": job.batch,
-        "--tensor-model-parallel-size": strategy.tp,
-        "--context-parallel-size": strategy.cp,
-        "--pipeline-model-parallel-size": strategy.pp,
-    }
+    } | {SIZES[name]: getattr(strategy, name) for name in ("tp", "cp", "pp")}
     if strategy.tp > 1:
         flags["--sequence-parallel"] = True
     last = job.model.layers - stage_layers(job.model, strategy) * (strategy.pp - 1)
     if strategy.pp > 1 and last != stage_layers(job.model, strategy):
         flags["--decoder-last-pipeline-num-layers"] = last
     if job.model.experts:
-        flags |= {"--expert-model-parallel-size": strategy.ep, "--expert-tensor-parallel-size": 1}
+        flags |= {SIZES["ep"]: strategy.ep, "--expert-tensor-parallel-size": 1}
         flags["--moe-token-dispatcher-type"] = "alltoall"
     flags |= {"--bf16": True, "--attention-dropout": 0, "--use-distributed-optimizer": True}
     flags |= {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
@@ -134,7 +138,7 @@ def _keep_flags(strategy: Strategy) -> Values:
         flags["--burst-keep"] = strategy.keep
     offloaded = (strategy.offload, strategy.offload_inputs)
     if any(offloaded):
-        flags["--burst-keep-offload"] = _OFFLOADED[offloaded]
+        flags["--burst-keep-offload"] = OFFLOADED[offloaded]
     return flags
 
 

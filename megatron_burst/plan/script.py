@@ -9,23 +9,18 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.arguments import megatron_arguments
+from megatron_burst.plan.flags import OFFLOADED, SIZES
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import MODEL_ARGUMENTS, text_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.units import whole_number
 
 Arguments = Mapping[str, Any]
-_SIZES = {  # Megatron's names, and where they go
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
-_OPTIONS = {flag: option for option, flag in _SIZES.items()} | {
+_OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
     "seq_length": "seq_length", "global_batch_size": "global_batch_size",
     "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
 }  # fmt: skip
-_OFFLOADS = {"results": (True, False), "inputs": (False, True), "both": (True, True)}
+_OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
 _COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
 _MODULES = "recompute_modules"
 
@@ -45,8 +40,7 @@ class Script:
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
         """What is given, with Megatron's flags of sizes."""
-        flags = {name: f"--{flag.replace('_', '-')}" for name, flag in _SIZES.items()}
-        return tuple((name, flags.get(name, "")) for name in (*self.sizes, *self.policy))
+        return tuple((name, SIZES.get(name, "")) for name in (*self.sizes, *self.policy))
 
     @property
     def in_words(self) -> str:
@@ -114,9 +108,9 @@ def read_script(arguments: Arguments, options: Arguments | None = None) -> Scrip
     """
     asked = {name: value for name, value in (options or {}).items() if value is not None}
     sizes = {
-        name: whole_number(str(arguments[flag]), f"--{flag}".replace("_", "-"))
-        for name, flag in _SIZES.items()
-        if flag in arguments and name not in asked
+        name: whole_number(str(arguments[argument]), SIZES[name])
+        for argument, name in _OPTIONS.items()
+        if name in SIZES and argument in arguments and name not in asked
     }
     policy = {name: value for name, value in _policy(arguments, asked).items() if name not in asked}
     flags = _flags(arguments, asked)
