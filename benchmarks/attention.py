@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Option
 
+from benchmarks.before import Before
 from benchmarks.bench import Bench
 from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
 from benchmarks.impls import Impl, impls_of
@@ -52,7 +53,13 @@ class Kind:
 
 
 ATTENTION = Kind(
-    {"burst": Burst, "te": TransformerEngine, "ceiling": Ceiling, "one_gpu": OneGpu},
+    {
+        "burst": Burst,
+        "before": Before,
+        "te": TransformerEngine,
+        "ceiling": Ceiling,
+        "one_gpu": OneGpu,
+    },
     draw_shard,
     ATTENTION_CSV,
 )
@@ -123,7 +130,7 @@ def main(
         list[str] | None,
         Option(
             help="repeatable: burst[:auto|gather|ring|a2a|FIELD=VALUE,...], te[:MODE], "
-            "ceiling[:BACKEND], one-gpu[:BACKEND]; default: burst:auto, te, ceiling"
+            "ceiling[:BACKEND], one-gpu[:BACKEND], before; default: burst:auto, te, ceiling"
         ),
     ] = None,
     preset: Annotated[

@@ -1,25 +1,33 @@
 #!/usr/bin/env bash
-# All tables of one machine, planned for 8 GPUs and less than 25 minutes, the most telling rows first. Each part has a
-# budget of its own, nothing is started after TOTAL_S, and what was measured is in its CSV when time is up.
+# All tables of one machine in parts of at most 9 minutes on 4 or 8 GPUs, the most informative rows first. Rows are in
+# their CSV as soon as a problem is done.
 #
-#   benchmarks/everything.sh OUT [GPUS] [PART...]     OUT: folder of the CSVs; GPUS: all of them unless told
-#   TINY=1 benchmarks/everything.sh OUT 2             small sizes, to see that it runs; on CPU processes too
+#   benchmarks/everything.sh OUT GPUS [PART...]       OUT: folder of the CSVs; without PART: all parts, in over an hour
+#   TINY=1 benchmarks/everything.sh OUT 4             small sizes, to see that it runs; on CPU processes too
 #
-# Parts, in order: one_node, slices, two_nodes, four_nodes, accuracy, million, more_slices, loss, layers.
+# correctness   tests, conformance (needs TE=, MEGATRON_LM=: their checkouts)
+# one node      one_node, one_node_long, packed, layers, layers_long, layers_megatron
+# several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
+# other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), slices, more_slices,
+#               accuracy, million, loss
+#
+# TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
 set -uo pipefail
 out=$(realpath -m "${1:?folder for the CSVs}")
-gpus=${2:-$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')}
-shift $(($# < 2 ? $# : 2))
-total=${TOTAL_S:-1400} # what runs then may take `grace` more
-grace=90
+gpus=${2:?number of GPUs}
+shift 2
+total=${TOTAL_S:-100000}
+grace=40
 tiny=${TINY:-}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 mkdir -p "$out"
-export PYTHONPATH=$PWD:${PYTHONPATH:-} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-between_nodes=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=4) # pretended ones
-all_te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
-te=("${all_te[@]:0:6}") # without the slowest
-heads=32/8,32/32
+export PYTHONPATH=$PWD:${PYTHONPATH:-} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+between_nodes=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=4) # emulated ones
+te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
+burst=(--impl burst:auto --impl ceiling)
+same_kernel=(--impl burst:backend=cudnn --impl ceiling:cudnn)
+all_heads=32/8,32/32,8/2,8/1
 
 sized() { # arguments of a full run, of a tiny one
     if [[ -z $tiny ]]; then echo "$1"; else echo "$2"; fi
@@ -33,26 +41,41 @@ within() { # seconds, then a command that takes --budget-s; less if TOTAL_S is n
         return
     fi
     timeout $((seconds + grace)) "$@" --budget-s "$seconds"
-    echo "== $SECONDS s since the start"
 }
 
 bench() { within "$1" torchrun --nproc-per-node "$gpus" -m "benchmarks.$2" "${@:3}"; }
 
-attention() { # seconds, lengths, file, more options
+attention() { # seconds, lengths, heads, file, more options
     local sizes
-    sizes=$(sized "--seq $2 --heads $heads" "--seq 1K --heads 4/2,4/4 --head-dim 8")
+    sizes=$(sized "--seq $2 --heads $3" "--seq 1K --heads 8/4,8/8 --head-dim 8 --reps 2")
     # shellcheck disable=SC2086
-    bench "$1" attention $sizes --impl burst:auto --impl ceiling --out "$out/$3.csv" "${@:4}"
+    bench "$1" attention --out "$out/$4.csv" "${@:5}" $sizes
 }
 
-nodes() { # number, seconds, lengths, file
-    if ((gpus % $1 == 0 && gpus > $1)); then
-        export "${between_nodes[@]}"
-        attention "$2" "$3" "$4" --nodes "$1" "${te[@]}" --reps 3
-        unset "${between_nodes[@]%%=*}"
-    else
+packed() { # seconds, lengths, file, more options
+    local sizes
+    sizes=$(sized "--seq $2 --heads 64/8" "--seq 1K --heads 8/4 --head-dim 8 --reps 2")
+    # shellcheck disable=SC2086
+    bench "$1" packed --documents drawn --out "$out/$3.csv" "${burst[@]}" --impl burst:auto@zigzag "${te[@]}" "${@:4}" \
+        $sizes
+}
+
+layers() { # seconds, length, modes
+    local modes=() sizes
+    for mode in "${@:3}"; do modes+=(--mode "$mode"); done
+    sizes=$(sized "--seq $2 --layers 4" "--seq 1K --layers 2 --heads 8/4 --head-dim 8 --hidden 32 --ffn 64")
+    # shellcheck disable=SC2086
+    bench "$1" recompute $sizes --reps 1 "${modes[@]}" --out "$out/recompute.csv"
+}
+
+on_nodes() { # number, then a function with its arguments
+    if ((gpus % $1 || gpus <= $1)); then
         echo "== $gpus GPUs are not $1 nodes"
+        return
     fi
+    export "${between_nodes[@]}"
+    "${@:2}" --nodes "$1"
+    unset "${between_nodes[@]%%=*}"
 }
 
 slices() { # seconds, runs
@@ -64,25 +87,33 @@ slices() { # seconds, runs
 
 part() {
     case $1 in
-        one_node) attention 230 64K,128K,256K,512K one_node "${all_te[@]}" --reps 3 ;;
+        tests) timeout 560 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
+            --junit-xml "$out/tests.xml" ;;
+        conformance) timeout 560 python3 -m conformance.run --lanes "$(sized 4 1)" --limit-s 500 \
+            --out "$out/conformance" ;;
+        one_node) attention 480 64K,128K,256K "$all_heads" one_node "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 10 ;;
+        one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
+        two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
+        two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
+        four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;
+        packed) packed 400 64K,128K,256K,1M packed "${same_kernel[@]}" --reps 10 ;;
+        packed_nodes) on_nodes 2 packed 400 64K,128K,256K,1M packed_nodes --reps 5 ;;
+        layers) layers 300 512K burst:{none,half,all,all-half-layers,all-offload} megatron:{full,full-keep} ;;
+        layers_long) layers 480 1M burst:{none,all,half} ;;
+        layers_megatron) layers 480 1M megatron:{full,full-keep} burst:all-half-layers ;;
+        before) attention 300 64K,128K,256K "$all_heads" before --impl burst:auto --impl before --reps 10 ;;
+        before_long) attention 300 512K "$all_heads" before --impl burst:auto --impl before --reps 5 ;;
+        before_nodes) on_nodes 2 attention 420 64K,128K,256K,512K "$all_heads" before --impl burst:auto --impl before \
+            --reps 5 ;;
         slices) slices 180 8b-1M:burst 8b-1M:megatron ;;
-        two_nodes) nodes 2 170 64K,128K,256K two_nodes ;;
-        four_nodes) nodes 4 90 64K,128K four_nodes ;;
-        accuracy)
-            timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv"
-            ;;
-        million) attention 190 1M one_node --impl te:p2p --impl te:a2a --reps 1 ;;
         more_slices)
             [[ -n $tiny ]] || slices 400 14b-1M:burst 14b-1M:megatron 8b-2M:burst 8b-2M:megatron 8b-1M:megatron-own-loss
             ;;
+        accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
+        million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
             bench 60 loss $(sized "--tokens 128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") \
                 --impl burst:auto --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
-            ;;
-        layers) # shellcheck disable=SC2046
-            bench 150 recompute $(sized "--seq 1M --layers 1" \
-                "--seq 1K --layers 1 --heads 4/2 --head-dim 8 --hidden 32 --ffn 64") --reps 1 \
-                --mode burst:all --mode burst:none --mode megatron:full --out "$out/recompute.csv"
             ;;
         *)
             echo "everything.sh: no part $1; see the first lines of it" >&2
@@ -91,11 +122,13 @@ part() {
     esac
 }
 
-for name in "${@:-one_node slices two_nodes four_nodes accuracy million more_slices loss layers}"; do
+every="tests one_node packed two_nodes layers packed_nodes before before_nodes conformance one_node_long two_nodes_long
+    layers_long layers_megatron before_long slices four_nodes accuracy million more_slices loss"
+for name in "${@:-$every}"; do
     # shellcheck disable=SC2086
     for one in $name; do
         echo "== $one"
         part "$one"
+        echo "== $one ended with $? after $SECONDS s in all"
     done
 done
-echo "== done in $SECONDS s"

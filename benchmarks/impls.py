@@ -17,7 +17,7 @@ class Impl:
     """One implementation in one mode.
 
     Attributes:
-        name: column `impl`: burst, te, ceiling or one_gpu.
+        name: column `impl`: burst, te, ceiling, one_gpu or before.
         mode: column `mode`; for the kernels alone the backend's name, or auto.
         config: of burst only.
     """
@@ -45,12 +45,12 @@ def _parse(text: str) -> tuple[Impl, ...]:
         return (Impl(name, mode, config),)
     if name == "te" and mode in ("", *te.MODES):
         return tuple(Impl(name, each) for each in ([mode] if mode else te.MODES))
-    if name in ("ceiling", "one_gpu"):
+    if name in ("ceiling", "one_gpu") or text == "before":
         return (Impl(name, mode or "auto"),)
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
         f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "
-        f"te[:{'|'.join(te.MODES)}], ceiling[:BACKEND], one-gpu[:BACKEND]"
+        f"te[:{'|'.join(te.MODES)}], ceiling[:BACKEND], one-gpu[:BACKEND], before"
     )
 
 

@@ -1,6 +1,6 @@
 """Burst compared with its peers: groups of rows, their ratios, and tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,21 +89,6 @@ class Comparison:
         """The fastest kernel without communication."""
         return self._fastest("ceiling")
 
-    @property
-    def on_cudnn(self) -> Row | None:
-        """Burst with TransformerEngine's usual kernel: what context parallelism alone brings."""
-        return self.rows.get("burst:backend=cudnn")
-
-    @property
-    def anywhere(self) -> Row | None:
-        """Burst with documents that start at any token of an unpadded sample."""
-        return self.rows.get("burst:auto@zigzag")
-
-    @property
-    def cudnn_ceiling(self) -> Row | None:
-        """That kernel without communication."""
-        return self.rows.get("ceiling:cudnn")
-
     def _fastest(self, impl: str) -> Row | None:
         measured = [row for row in self.rows.values() if row.impl == impl and row.ms]
         return min(measured, key=lambda row: row.ms, default=None)
@@ -169,15 +154,8 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     if not comparisons:
         return f"No {pass_} was measured."
     facts = differing(comparisons, ("heads", "S"))
-    same_kernel = any(each.on_cudnn for each in comparisons)
-    packed = any(each.anywhere for each in comparisons)
-    head = [*facts, *_COLUMNS]
-    head += (
-        ["burst on cuDNN", "burst on cuDNN / TE", "burst on cuDNN / cuDNN alone"]
-        if same_kernel
-        else []
-    )
-    head += ["documents at any token", "documents at any token / TE"] if packed else []
+    others = [other for other in _OTHERS if any(each.rows.get(other.impl) for each in comparisons)]
+    head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = [head, ["---"] * len(head)]
     for each in comparisons:
         words, te = each.problem.words(), each.best_te
@@ -185,8 +163,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
         line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
-        line += _on_cudnn(each) if same_kernel else ()
-        line += (_speed(each.anywhere), _text(Ratio.of(each.anywhere, te))) if packed else ()
+        line += [cell for other in others for cell in other.cells(each)]
         lines.append(line)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
@@ -216,10 +193,21 @@ def _judgement(each: Comparison) -> tuple[str, str, str, str]:
 
 
 def _on_cudnn(each: Comparison) -> tuple[str, str, str]:
-    """Burst with the kernel that TransformerEngine has: speed, ratio to the best te, share of
-    that kernel's ceiling."""
-    to_te = Ratio.of(each.on_cudnn, each.best_te)
-    return _speed(each.on_cudnn), _text(to_te), _share(Ratio.of(each.on_cudnn, each.cudnn_ceiling))
+    """Burst with TransformerEngine's usual kernel: what context parallelism alone brings."""
+    row, ceiling = each.rows.get("burst:backend=cudnn"), each.rows.get("ceiling:cudnn")
+    return _speed(row), _text(Ratio.of(row, each.best_te)), _share(Ratio.of(row, ceiling))
+
+
+def _at_any_token(each: Comparison) -> tuple[str, str]:
+    """Burst with documents that start at any token of an unpadded sample."""
+    row = each.rows.get("burst:auto@zigzag")
+    return _speed(row), _text(Ratio.of(row, each.best_te))
+
+
+def _before(each: Comparison) -> tuple[str, str, str]:
+    """An earlier commit's burst."""
+    row = each.rows.get("before:auto")
+    return _speed(row), _text(Ratio.of(each.burst, row)), _gib(row)
 
 
 def _share(ratio: Ratio | None) -> str:
@@ -232,3 +220,24 @@ def _text(ratio: Ratio | None) -> str:
 
 def _gib(row: Row | None) -> str:
     return f"{row.peak_gib:.2f}" if row and row.peak_gib is not None else "-"
+
+
+class _Other(NamedTuple):
+    """An implementation with columns of its own, if it was measured."""
+
+    impl: str
+    columns: tuple[str, ...]
+    cells: Callable[[Comparison], Sequence[str]]
+
+
+_OTHERS = (
+    _Other(
+        "burst:backend=cudnn",
+        ("burst on cuDNN", "burst on cuDNN / TE", "burst on cuDNN / cuDNN alone"), _on_cudnn,
+    ),
+    _Other(
+        "burst:auto@zigzag",
+        ("documents at any token", "documents at any token / TE"), _at_any_token,
+    ),
+    _Other("before:auto", ("before", "burst / before", "GiB before"), _before),
+)  # fmt: skip

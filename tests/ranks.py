@@ -41,7 +41,8 @@ def run_ranks(
         backend: of the process group; with "nccl" processes are used again by later tests.
         timeout_s: how long all of it may take.
         environment: variables to set in each process before anything else.
-        nodes: make NCCL believe that the ranks span this many nodes.
+        nodes: make NCCL believe that the ranks span this many nodes. More ranks than GPUs share
+            them, at other NCCL host IDs: then pass `Tuning.nodes` too.
         fresh: start processes of its own for a function that changes what later ones would see.
 
     Returns:
@@ -84,8 +85,10 @@ class Crew:
         for rank in range(world):
             pipe, theirs = context.Pipe()
             variables = dict(environment)
-            if nodes > 1:
-                variables["NCCL_HOSTID"] = f"pretended-{rank * nodes // world}"
+            if nodes > 1 or turns(world, backend) > 1:
+                turn = rank * turns(world, backend) // world
+                variables["NCCL_HOSTID"] = f"pretended-{rank * nodes // world}-{turn}"
+                variables["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             work = (theirs, rank, world, backend, variables)
             self._processes.append(context.Process(target=_serve, args=work, daemon=True))
             self._processes[-1].start()
@@ -111,6 +114,13 @@ class Crew:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def turns(world: int, backend: str) -> int:
+    """How many ranks share a GPU: 1 if there are enough."""
+    import torch
+
+    return -(-world // torch.cuda.device_count()) if backend == "nccl" else 1
 
 
 def _collect(pipes: list, timeout_s: int) -> list[Any]:
@@ -166,7 +176,7 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
         if backend == "nccl":
             import torch
 
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.set_debug_level_from_env()  # torch read it at import
         dist.init_process_group(
             backend,

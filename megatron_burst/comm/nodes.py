@@ -27,18 +27,21 @@ class Home:
 
 
 def check_devices(group: dist.ProcessGroup, board: Board) -> None:
-    """Make sure that no two ranks share a GPU: NCCL would fail or hang."""
+    """Make sure that no two ranks of a host share a GPU: NCCL would fail or hang.
+
+    As in NCCL, ranks with different NCCL_HOSTID may share one; tests use that.
+    """
     if backend_of(group) != "nccl":
         return
-    mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     ranks_of: dict[str, list[int]] = {}
-    for cp_rank, uuid in enumerate(board.share(mine, WHO)):
-        ranks_of.setdefault(uuid, []).append(cp_rank)
-    for uuid, cp_ranks in ranks_of.items():
+    for cp_rank, gpu in enumerate(board.share(f"{uuid} of {host_name()}", WHO)):
+        ranks_of.setdefault(gpu, []).append(cp_rank)
+    for gpu, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:
             raise BurstError(
                 f"{WHO}: each rank must have a GPU of its own, because NCCL moves data between "
-                f"GPUs; got cp ranks {cp_ranks} on GPU {uuid}; call torch.cuda.set_device("
+                f"GPUs; got cp ranks {cp_ranks} on GPU {gpu}; call torch.cuda.set_device("
                 "LOCAL_RANK) before, and start no more processes than GPUs"
             )
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import facts
+from benchmarks import before, facts
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.peers import Ceiling, OneGpu, draw_shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.cli import te
+from megatron_burst.errors import BurstError
 from tests.oracle import full_attention
 
 CASE = Case(64, 2, 4, 2, 8, 8, "causal", "float32")
@@ -58,6 +60,52 @@ def test_the_ceiling_refuses_heads_that_cannot_be_sharded(heads, size):
 def test_the_ceiling_keeps_one_key_head_where_there_are_fewer_than_ranks():
     peer = Ceiling(Impl("ceiling", "auto"), world(4))
     assert peer.heads(Case(64, 1, 8, 1)) == (2, 1) and peer.refusal(Case(64, 1, 8, 1)) is None
+
+
+THEN = {
+    "attention.py": """
+from megatron_burst.comm.state import FACTOR
+
+def burst_attention(q, k, v, *, group, causal, qkv_format):
+    assert (group, causal, qkv_format) == ("the group", True, "sbhd")
+    return FACTOR * q * k.mean() * v.mean()
+""",
+    "comm/state.py": """
+FACTOR, released = 2, []
+release_buffers, symmetric_bytes = released.append, len
+""",
+}
+
+
+def test_an_earlier_commit_runs_beside_todays_package(tmp_path, monkeypatch):
+    """A folder of its own, a name of its own; what is measured is the commit, not the checkout."""
+    package = tmp_path / "repository" / "megatron_burst"
+    for name, text in {"__init__.py": "", "comm/__init__.py": "", **THEN}.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    git = ["git", "-C", package.parent, "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "then"]):
+        subprocess.run([*git, *words], check=True)
+    (package / "attention.py").write_text("broken since")
+    commit = before.write("HEAD", tmp_path / "before", package.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    peer = before.Before(Impl("before", "auto"), world(1), tmp_path / "before")
+    shard = draw_shard(CASE, world(1))
+    peer.prepare(shard)
+    assert peer.note == f"commit {commit}" and peer.uncounted_bytes() == len("the group")
+    out, dq, _, _ = peer.run_forward_backward()
+    torch.testing.assert_close(out, 2 * shard.q.detach() * shard.k.mean() * shard.v.mean())
+    torch.testing.assert_close(dq, 2 * shard.dout * shard.k.mean() * shard.v.mean())
+    peer.release()
+    assert sys.modules["burst_before.comm.state"].released == ["the group"]
+
+
+def test_no_earlier_commit_is_measured_unless_it_was_written(tmp_path):
+    peer = before.Before(Impl("before", "auto"), world(1), tmp_path)
+    with pytest.raises(BurstError, match="write it with `python -m benchmarks.before COMMIT`"):
+        peer.prepare(draw_shard(CASE, world(1)))
+    with pytest.raises(BurstError, match="COMMIT must be one of this repository.*'no such'"):
+        before.write("no such", tmp_path)
 
 
 @pytest.fixture

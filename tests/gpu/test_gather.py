@@ -15,7 +15,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import Problem, backends
 from megatron_burst.schedule.layout import Layout
-from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu.test_nccl import GPUS, RANKS, alone, relative
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
@@ -74,19 +74,20 @@ def errors(rank, world, backend, shape):
     several = sorted({1, max(heads[1] // 2, 1), heads[1]})
     for transfer, heads_per_round in product(("pull", "send"), several):
         config = BurstConfig.of(
-            intra="gather", heads_per_round=heads_per_round, backend=backend, transfer=transfer
-        )
+            intra="gather", heads_per_round=heads_per_round, backend=backend, transfer=transfer,
+            nodes=1,
+        )  # fmt: skip
         way = f"{transfer} {heads_per_round}"
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
             got = relative(run(tensors, rows, config), truth, rows)
             found[way] = max(found.get(way, (0,)), got)
-    config = BurstConfig.of(intra="a2a", heads_per_round=1, backend=backend)
+    config = BurstConfig.of(intra="a2a", heads_per_round=1, backend=backend, nodes=1)
     for _ in range(3):
         got = relative(run(tensors, rows, config), truth, rows)
         found["a2a"] = max(found.get("a2a", (0,)), got)
-    config = BurstConfig(intra="ring", backend=backend)
+    config = BurstConfig.of(intra="ring", backend=backend, nodes=1)
     found["ring"] = relative(run(tensors, rows, config), truth, rows)
     return found
 
@@ -96,7 +97,16 @@ def errors(rank, world, backend, shape):
 def test_errors_are_at_most_twice_one_gpus(backend, shape):
     if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
         pytest.skip(f"{backend} does not do {SHAPES[shape]}")
-    world = max(w for w in (1, 2, 4) if w <= GPUS)
+    compare(max(w for w in (1, 2, 4) if w <= GPUS), backend, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_so_they_are_on_four_ranks(shape):
+    compare(RANKS, "auto", shape)
+
+
+def compare(world, backend, shape):
+    """Errors on so many ranks of one node next to those of one rank."""
     args = (world, backend, SHAPES[shape])
     found = run_ranks(errors, world, *args, backend="nccl", timeout_s=300)[0]
     single = found.pop("alone")

@@ -90,16 +90,19 @@ def errors(rank, world, nodes, case, heads):
     return found
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("heads", [(8, 4), (16, 2)], ids=str)
+PLACES = [(2, 1, (8, 4)), (2, 1, (16, 2)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)),
+          (4, 2, (8, 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "nodes", "heads"), PLACES)
 @pytest.mark.parametrize("case", CASES)
-def test_errors_are_at_most_twice_one_gpus(case, heads, nodes):
+def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
     settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
-    found = run_ranks(errors, 2, 2, nodes, case, heads, **settings)[0]
+    found = run_ranks(errors, world, world, nodes, case, heads, **settings)[0]
     single = found.pop("alone")
     print(f"{case} {heads} 1 rank: {single}")
     for way, several in found.items():
-        print(f"{case} {heads} 2 ranks, {nodes} nodes, {way}: {several}")
+        print(f"{case} {heads} {world} ranks, {nodes} nodes, {way}: {several}")
         for error, bar in zip(several, single, strict=True):
             assert error <= 2 * bar and bar < 1e-2, (way, several, single)
 

@@ -16,6 +16,7 @@ from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
+RANKS = max(GPUS, 4 if GPUS >= 2 else 1)  # two ranks share a GPU where there are 2 or 3
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),

@@ -12,7 +12,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.layout import Layout
 from tests.gpu.test_gather import kernels, problem_for, problem_of, run
-from tests.gpu.test_nccl import GPUS, relative
+from tests.gpu.test_nccl import GPUS, RANKS, relative
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
@@ -86,7 +86,7 @@ def compare(places, shape, ways, settings, backend="auto"):
     """Print and return errors on these ranks and nodes next to those of one GPU."""
     (alone,) = run_ranks(errors, 1, 1, 1, shape, ways, backend, **settings)
     for world, nodes in places:
-        if world > GPUS:
+        if world > RANKS:
             continue
         args = (world, nodes, shape, ways, backend)
         found = run_ranks(errors, world, *args, nodes=nodes, **settings)[0]

@@ -99,17 +99,19 @@ def errors(rank, world, nodes, name, heads, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "triton"])
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("name", TREES)
-def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(name, nodes, backend):
+def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(
+    name, world, nodes, backend
+):
     heads = (16, 2) if nodes == 1 else (8, 4)
     settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
-    found = run_ranks(errors, 2, 2, nodes, name, heads, backend, **settings)[0]
+    found = run_ranks(errors, world, world, nodes, name, heads, backend, **settings)[0]
     single = found.pop("alone")
     print(f"{name} {backend} 1 rank, prompts repeated: {single}")
     assert len(found) == 2 * len(WAYS)
     for way, several in found.items():
-        print(f"{name} {backend} 2 ranks, {nodes} nodes, {way}: {several}")
+        print(f"{name} {backend} {world} ranks, {nodes} nodes, {way}: {several}")
         for error, bar in zip(several, single, strict=True):
             assert error <= 2 * bar and bar < 1e-2, (way, several, single)
 
