@@ -21,17 +21,9 @@ from megatron_burst.engine.operations import BIND
 from megatron_burst.engine.ranges import profiled, with_ranges
 from megatron_burst.engine.times import METER, Clock
 from megatron_burst.kernels.backends import Backend
+from megatron_burst.schedule.operations import Arrange, Op, Restore, Stream, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import (
-    Arrange,
-    Buffer,
-    Home,
-    Op,
-    Program,
-    Restore,
-    Stream,
-    Transfer,
-)
+from megatron_burst.schedule.program import Buffer, Home, Program
 
 
 class Binder:

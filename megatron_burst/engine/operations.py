@@ -25,9 +25,10 @@ from megatron_burst.kernels.partial import (
     sum_rows,
 )
 from megatron_burst.kernels.visible import Visible
-from megatron_burst.schedule import program as p
+from megatron_burst.schedule import operations as ops
 from megatron_burst.schedule.layout import Runs
-from megatron_burst.schedule.program import Home, Ref
+from megatron_burst.schedule.operations import Ref
+from megatron_burst.schedule.program import Buffer, Home
 
 if TYPE_CHECKING:
     from megatron_burst.engine.executor import Binder, Run
@@ -61,7 +62,7 @@ def part(binder: Binder, ref: Ref) -> Part:
     return some if buffer.home is Home.PART else kept(binder, ref, buffer, some)
 
 
-def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
+def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
     """The same, with None for rows or heads that are all of them."""
     rows, heads = ref.rows, ref.heads
     if rows and len(rows) == buffer.rows:
@@ -71,7 +72,7 @@ def _narrowed(ref: Ref, buffer: p.Buffer) -> Ref:
     return Ref(ref.buffer, rows, heads)
 
 
-def whole(binder: Binder, buffer: p.Buffer) -> Part:
+def whole(binder: Binder, buffer: Buffer) -> Part:
     """How a run gets the tensors of a buffer."""
     if buffer.home not in (Home.CALL, Home.PART):
         make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).places)  # noqa: E731
@@ -86,7 +87,7 @@ def whole(binder: Binder, buffer: p.Buffer) -> Part:
 
 
 def kept[T](
-    binder: Binder, what: Hashable, buffer: p.Buffer, make: Callable[[Run], T]
+    binder: Binder, what: Hashable, buffer: Buffer, make: Callable[[Run], T]
 ) -> Callable[[Run], T]:
     """Something derived once from a buffer that lives as long as the run, or longer."""
     name = binder.name_of(what)
@@ -134,7 +135,7 @@ def raw(binder: Binder, ref: Ref) -> Source:
     return kept(binder, (ref, "bytes"), buffer, view)
 
 
-def copy(binder: Binder, op: p.Copy) -> Bound:
+def copy(binder: Binder, op: ops.Copy) -> Bound:
     if len(op.sources) == 1 and _alike(binder, op.sources[0], op.target):
         rows, target_rows = raw(binder, op.sources[0]), raw(binder, op.target)
         return lambda run: target_rows(run).copy_(rows(run))
@@ -156,12 +157,12 @@ def _alike(binder: Binder, source: Ref, target: Ref) -> bool:
     return one.interleaved and other.interleaved and one.fields == other.fields and whole
 
 
-def arrange(binder: Binder, op: p.Arrange) -> Bound:
+def arrange(binder: Binder, op: ops.Arrange) -> Bound:
     select = _selecting(binder, op)
     return lambda run: select(run, run.documents.arranged(op.lies, op.numbers))
 
 
-def restore(binder: Binder, op: p.Restore) -> Bound:
+def restore(binder: Binder, op: ops.Restore) -> Bound:
     each_once = sorted(op.numbers) == sorted(number for block in op.lies for number in block)
     if each_once and _alike(binder, op.source, op.target):
         select = _selecting(binder, op)
@@ -176,7 +177,7 @@ def restore(binder: Binder, op: p.Restore) -> Bound:
     return bound
 
 
-def _selecting(binder: Binder, op: p.Arrange | p.Restore) -> Callable[[Run, Tensor], None]:
+def _selecting(binder: Binder, op: ops.Arrange | ops.Restore) -> Callable[[Run, Tensor], None]:
     """Copies rows of the source by an index: as raw bytes, or field by field."""
     if _alike(binder, op.source, op.target):
         rows, target_rows = raw(binder, op.source), raw(binder, op.target)
@@ -202,7 +203,7 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
 
-def to_ranks(binder: Binder, op: p.ToRanks) -> Bound:
+def to_ranks(binder: Binder, op: ops.ToRanks) -> Bound:
     sources, targets = first_of(binder, op.sources), part(binder, op.target)
 
     def bound(run: Run) -> None:
@@ -213,7 +214,7 @@ def to_ranks(binder: Binder, op: p.ToRanks) -> Bound:
     return bound
 
 
-def from_ranks(binder: Binder, op: p.FromRanks) -> Bound:
+def from_ranks(binder: Binder, op: ops.FromRanks) -> Bound:
     source, targets = part(binder, op.source), first_of(binder, op.targets)
 
     def bound(run: Run) -> None:
@@ -228,7 +229,7 @@ def from_ranks(binder: Binder, op: p.FromRanks) -> Bound:
     return bound
 
 
-def _by_rank(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
+def _by_rank(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
     """Rows of several ranks: [b, ranks / copies, copies, n, KV heads, query heads of each, d];
     statistics have n last."""
     ranks = op.ranks // op.copies, op.copies, -1
@@ -237,7 +238,7 @@ def _by_rank(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
     return x.unflatten(2, ranks).unflatten(1, (op.heads_kv, -1)).permute(0, 3, 4, 1, 2, 5)
 
 
-def _by_heads(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
+def _by_heads(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
     """The same for heads of several ranks; keys and values are there once, without copies."""
     axis, groups = (2 if x.dim() == 4 else 1), op.ranks // op.copies
     copies = 1 if x.shape[axis] == groups * op.heads_kv else op.copies
@@ -245,7 +246,7 @@ def _by_heads(x: Tensor, op: p.ToRanks | p.FromRanks) -> Tensor:
     return x.permute((0, 2, 4, 1, 3, 5, 6) if axis == 2 else (0, 1, 3, 2, 4, 5))
 
 
-def fill(binder: Binder, op: p.Fill) -> Bound:
+def fill(binder: Binder, op: ops.Fill) -> Bound:
     target = part(binder, op.target)
 
     def bound(run: Run) -> None:
@@ -255,7 +256,7 @@ def fill(binder: Binder, op: p.Fill) -> Bound:
     return bound
 
 
-def visible(binder: Binder, op: p.Attend | p.AttendBackward) -> Callable[[Run], Visible]:
+def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Run], Visible]:
     """Which keys the queries of a kernel call see; with documents, known only at run time."""
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
@@ -266,7 +267,7 @@ def visible(binder: Binder, op: p.Attend | p.AttendBackward) -> Callable[[Run], 
     return lambda run: Visible(*bounds, run.documents.segments(*places, run.unit))
 
 
-def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
+def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
     """What the queries of a kernel call see in addition, in separate calls."""
     places = op.places if op.mask.documents else None
     if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
@@ -274,7 +275,7 @@ def branches(op: p.Attend | p.AttendBackward) -> Callable[[Run], tuple[Branch, .
     return lambda run: run.documents.branches(*places, run.unit)
 
 
-def attend(binder: Binder, op: p.Attend) -> Bound:
+def attend(binder: Binder, op: ops.Attend) -> Bound:
     q, kv, into = part(binder, op.q), part(binder, op.kv), first_of(binder, op.into)
     sees, made = visible(binder, op), is_made(binder, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
@@ -296,7 +297,7 @@ def attend(binder: Binder, op: p.Attend) -> Bound:
     return bound
 
 
-def attend_backward(binder: Binder, op: p.AttendBackward) -> Bound:
+def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
     sides, kv = first_of(binder, op.sides), part(binder, op.kv)
     dq, dkv = part(binder, op.dq), part(binder, op.dkv)
     made = [is_made(binder, ref) for ref in (op.dq, op.dkv)]
@@ -321,7 +322,7 @@ def attend_backward(binder: Binder, op: p.AttendBackward) -> Bound:
     return bound
 
 
-def merge(binder: Binder, op: p.Merge) -> Bound:
+def merge(binder: Binder, op: ops.Merge) -> Bound:
     into, parts = first_of(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
@@ -331,7 +332,7 @@ def merge(binder: Binder, op: p.Merge) -> Bound:
     return bound
 
 
-def add(binder: Binder, op: p.Add) -> Bound:
+def add(binder: Binder, op: ops.Add) -> Bound:
     into, parts = part(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
@@ -347,7 +348,7 @@ def add(binder: Binder, op: p.Add) -> Bound:
     return bound
 
 
-def delta(binder: Binder, op: p.Delta) -> Bound:
+def delta(binder: Binder, op: ops.Delta) -> Bound:
     side = part(binder, op.side)
 
     def bound(run: Run) -> None:
@@ -357,7 +358,7 @@ def delta(binder: Binder, op: p.Delta) -> Bound:
     return bound
 
 
-def stand_in(binder: Binder, op: p.StandIn) -> Bound:
+def stand_in(binder: Binder, op: ops.StandIn) -> Bound:
     sides = first_of(binder, op.sides)
 
     def bound(run: Run) -> None:
@@ -367,7 +368,7 @@ def stand_in(binder: Binder, op: p.StandIn) -> Bound:
     return bound
 
 
-def transfer(binder: Binder, op: p.Transfer) -> Bound:
+def transfer(binder: Binder, op: ops.Transfer) -> Bound:
     recvs = [(take.peer, raw(binder, take.rows)) for take in op.takes]
     if op.slot is not None:
         return _exchange(binder, op, [of for _, of in recvs])
@@ -380,7 +381,7 @@ def transfer(binder: Binder, op: p.Transfer) -> Bound:
     return bound
 
 
-def _exchange(binder: Binder, op: p.Transfer, targets: Sequence[Source]) -> Bound:
+def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bound:
     """Ranks of a node read, or are sent, parts of each other's slots."""
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
@@ -400,9 +401,9 @@ def _exchange(binder: Binder, op: p.Transfer, targets: Sequence[Source]) -> Boun
 
 
 BIND: Mapping[type, Callable[[Binder, Any], Bound]] = {
-    p.Copy: copy, p.Arrange: arrange, p.Restore: restore,
-    p.ToRanks: to_ranks, p.FromRanks: from_ranks,
-    p.Fill: fill, p.Attend: attend, p.AttendBackward: attend_backward, p.Merge: merge,
-    p.Add: add, p.Delta: delta,
-    p.StandIn: stand_in, p.Transfer: transfer,
+    ops.Copy: copy, ops.Arrange: arrange, ops.Restore: restore,
+    ops.ToRanks: to_ranks, ops.FromRanks: from_ranks,
+    ops.Fill: fill, ops.Attend: attend, ops.AttendBackward: attend_backward, ops.Merge: merge,
+    ops.Add: add, ops.Delta: delta,
+    ops.StandIn: stand_in, ops.Transfer: transfer,
 }  # fmt: skip

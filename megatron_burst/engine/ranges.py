@@ -15,7 +15,8 @@ from torch.autograd import profiler
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.call import Direction
-from megatron_burst.schedule.program import Op, Program, Ref, Transfer
+from megatron_burst.schedule.operations import Op, Ref, Transfer
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
 if TYPE_CHECKING:

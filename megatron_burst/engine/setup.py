@@ -15,10 +15,10 @@ from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
 from megatron_burst.schedule.call import AttentionShape
-from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Dtype
+from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
 
 

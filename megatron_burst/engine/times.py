@@ -18,7 +18,8 @@ import torch
 from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
 from megatron_burst.comm.groups import Transfer
 from megatron_burst.engine.ranges import link_of, profiled
-from megatron_burst.schedule import program as p
+from megatron_burst.schedule import operations as ops
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ class Clock:
         self._waits.clear()
         self._moved.clear()
 
-    def _timed(self, program: p.Program, index: int, step: Step, op: p.Op) -> Step:
-        if isinstance(op, p.Transfer):
+    def _timed(self, program: Program, index: int, step: Step, op: ops.Op) -> Step:
+        if isinstance(op, ops.Transfer):
             return replace(step, run=self._moving(index, link_of(program, op), step.run))
         if step.opens and step.queue is None:
             return replace(step, run=self._opening(step), opens=[])
@@ -187,7 +188,7 @@ class Meter:
         self._before: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
         self._runs: Counter[Executor] = Counter()
         self._clocks: dict[Executor, Clock] = {}
-        self._counted: list[tuple[p.Program, int, int, Callable[[], Clock | None]]] = []
+        self._counted: list[tuple[Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
         """Start counting; `timed`: time passes too."""

@@ -13,16 +13,9 @@ from megatron_burst.plan.sample import Sample
 from megatron_burst.plan.timing import Timeline, simulate
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.operations import AttendBackward, Ref
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import (
-    NUMBERED,
-    AttendBackward,
-    Buffer,
-    Dtype,
-    Home,
-    Program,
-    Ref,
-)
+from megatron_burst.schedule.program import NUMBERED, Buffer, Dtype, Home, Program
 from megatron_burst.schedule.topology import Link
 
 _MANY_NODES = 8, 16  # times of more nodes are extrapolated from these

@@ -7,11 +7,12 @@ from math import ceil, inf
 from megatron_burst.plan.documents import SHARE, slowest_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.sample import Sample
-from megatron_burst.schedule import program as ops
+from megatron_burst.schedule import operations as ops
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.program import Home, Op, Program, Ref
+from megatron_burst.schedule.operations import Op, Ref
+from megatron_burst.schedule.program import Home, Program
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 # Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with

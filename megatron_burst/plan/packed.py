@@ -10,7 +10,8 @@ from megatron_burst.plan.sample import Packing, Sample
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Places
-from megatron_burst.schedule.program import Attend, Program
+from megatron_burst.schedule.operations import Attend
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
 

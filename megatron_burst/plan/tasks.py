@@ -7,8 +7,9 @@ from functools import cache
 
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.kernel_time import OpTimer, Timer
+from megatron_burst.schedule.operations import Op, Stream, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Op, Program, Stream, Transfer
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
 

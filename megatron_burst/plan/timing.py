@@ -14,7 +14,8 @@ from itertools import count
 
 from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.tasks import Part, Task, join, queued
-from megatron_burst.schedule.program import Attend, AttendBackward, Program, Stream, Transfer
+from megatron_burst.schedule.operations import Attend, AttendBackward, Stream, Transfer
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
 

@@ -22,39 +22,36 @@ from collections.abc import Sequence
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, in_order, meeting, restored, seen
-from megatron_burst.schedule.emitter import (
-    Emitter,
-    Gradients,
-    Outputs,
-    Spec,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-    out_fields,
-    q_fields,
-    sums_of,
-    travelling_side_fields,
-)
+from megatron_burst.schedule.emitter import Emitter, Gradients, Outputs, sums_of
 from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, sums, whole
 from megatron_burst.schedule.layout import Layout, Numbers
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
-from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
-from megatron_burst.schedule.program import (
+from megatron_burst.schedule.operations import (
     Arrange,
     AttendBackward,
     Copy,
-    Dtype,
-    Field,
     FromRanks,
     Give,
-    Home,
-    Program,
     Ref,
     Restore,
     Stream,
     Take,
     ToRanks,
 )
+from megatron_burst.schedule.pieces import Visit, node_visits, runs, sides, tiles_between
+from megatron_burst.schedule.program import (
+    Dtype,
+    Field,
+    Home,
+    Program,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+    out_fields,
+    q_fields,
+    travelling_side_fields,
+)
+from megatron_burst.schedule.spec import Spec
 
 
 def a2a(spec: Spec) -> Program:

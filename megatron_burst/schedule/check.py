@@ -20,8 +20,9 @@ from megatron_burst.schedule.check_links import How, Links, meet, run
 from megatron_burst.schedule.check_values import Values
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.operations import Op, Ref, Stream, Transfer
 from megatron_burst.schedule.order import Order, order
-from megatron_burst.schedule.program import Home, Op, Program, Ref, Stream, Transfer
+from megatron_burst.schedule.program import Home, Program
 
 Passes = Sequence[Sequence[Program]]
 _OWN = (Home.CALL, Home.PART)  # memory of one pass

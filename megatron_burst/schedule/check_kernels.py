@@ -7,9 +7,10 @@ into it, as a bit set: keys for results and query gradients, (query, head) pairs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_burst.schedule import program as p
+from megatron_burst.schedule import operations as ops
 from megatron_burst.schedule.layout import Runs
-from megatron_burst.schedule.program import Program, Ref
+from megatron_burst.schedule.operations import Ref
+from megatron_burst.schedule.program import Program
 
 
 class Cell(NamedTuple):
@@ -47,21 +48,23 @@ def _taken(fields: Fields, name: str, refs: Sequence[Ref]) -> Rows:
     return written(name, fields[name], [ref.buffer for ref in refs])
 
 
-def _copy(values, program: Program, op: p.Copy) -> None:
+def _copy(values, program: Program, op: ops.Copy) -> None:
     targets = values.names(program, op.target)
     for name, cells in values.first_of(program, op.sources).items():
         if name in targets:
             values.write(program, op.target, name, written(name, cells, op.sources))
 
 
-def _arranged(values, program: Program, op: p.Arrange | p.Restore) -> tuple[list[int], list[int]]:
+def _arranged(
+    values, program: Program, op: ops.Arrange | ops.Restore
+) -> tuple[list[int], list[int]]:
     """Positions of the rows before, and after arranging."""
     size = program.topology.cp_size
     lies = [place for block in op.lies for place in values.places(block, size)]
     return lies, values.places(op.numbers, size)
 
 
-def _arrange(values, program: Program, op: p.Arrange) -> None:
+def _arrange(values, program: Program, op: ops.Arrange) -> None:
     lies, wanted = _arranged(values, program, op)
     rows, source = {place: row for row, place in enumerate(lies)}, values.read(program, op.source)
     for name in values.names(program, op.target):
@@ -71,7 +74,7 @@ def _arrange(values, program: Program, op: p.Arrange) -> None:
         values.write(program, op.target, name, [cells[rows[place]] for place in wanted])
 
 
-def _restore(values, program: Program, op: p.Restore) -> None:
+def _restore(values, program: Program, op: ops.Restore) -> None:
     lies, arranged = _arranged(values, program, op)
     for name, cells in values.read(program, op.source).items():
         copies: dict[int, list] = {place: [] for place in lies}
@@ -82,7 +85,7 @@ def _restore(values, program: Program, op: p.Restore) -> None:
         values.write(program, op.target, name, made)
 
 
-def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
+def _to_ranks(values, program: Program, op: ops.ToRanks) -> None:
     found = values.first_of(program, op.sources)
     for name in values.names(program, op.target):
         cells = _taken(found, name, op.sources)
@@ -91,7 +94,7 @@ def _to_ranks(values, program: Program, op: p.ToRanks) -> None:
         values.write(program, op.target, name, made)
 
 
-def _heads_of(op: p.ToRanks | p.FromRanks, rank: int, heads: int) -> list[int]:
+def _heads_of(op: ops.ToRanks | ops.FromRanks, rank: int, heads: int) -> list[int]:
     """A rank's heads among all: its KV heads, or its share of the query heads of each."""
     first, share = rank // op.copies * op.heads_kv, rank % op.copies
     group = heads * op.copies // (op.ranks * op.heads_kv)
@@ -101,7 +104,7 @@ def _heads_of(op: p.ToRanks | p.FromRanks, rank: int, heads: int) -> list[int]:
     return [kv * group + start + head for kv in kv_heads for head in range(own)]
 
 
-def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
+def _from_ranks(values, program: Program, op: ops.FromRanks) -> None:
     found = values.read(program, op.source)
     for target in op.targets:
         for name in values.names(program, target):
@@ -118,12 +121,14 @@ def _from_ranks(values, program: Program, op: p.FromRanks) -> None:
             )
 
 
-def _fill(values, program: Program, op: p.Fill) -> None:
+def _fill(values, program: Program, op: ops.Fill) -> None:
     for name, cells in values.read(program, op.target).items():
         values.write(program, op.target, name, [[Cell(name, -1, -1) for _ in row] for row in cells])
 
 
-def _seen(values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k: Rows) -> list[int]:
+def _seen(
+    values, program: Program, op: ops.Attend | ops.AttendBackward, q: Rows, k: Rows
+) -> list[int]:
     """The key rows of a tile that each query row sees, as bit sets, by `op.mask`: within its
     document, the last query row and the last key row are at the same position.
 
@@ -202,7 +207,7 @@ def _disjoint(sets: Iterable[int], what: str) -> int:
 
 
 def _tile(
-    values, program: Program, op: p.Attend | p.AttendBackward, q: Rows, k: Rows
+    values, program: Program, op: ops.Attend | ops.AttendBackward, q: Rows, k: Rows
 ) -> list[list[int]]:
     """The keys that meet each query row, by row and query head."""
     columns = list(zip(*k, strict=True))
@@ -223,7 +228,7 @@ def _tile(
     return [[keys] * len(q[0]) for keys in met]
 
 
-def _attend(values, program: Program, op: p.Attend) -> None:
+def _attend(values, program: Program, op: ops.Attend) -> None:
     q = _taken(values.read(program, op.q), "q", (op.q,))
     k = _keys(values, values.read(program, op.kv), (op.kv,))
     met = _tile(values, program, op, q, k)
@@ -241,7 +246,7 @@ def _target(values, program: Program, into: Sequence[Ref], name: str) -> Ref:
     raise WrongError(f"nothing of {[ref.buffer for ref in into]} has {name}")
 
 
-def _attend_backward(values, program: Program, op: p.AttendBackward) -> None:
+def _attend_backward(values, program: Program, op: ops.AttendBackward) -> None:
     side = values.first_of(program, op.sides)
     q = _side(values, side, op.sides)
     k = _keys(values, values.read(program, op.kv), (op.kv,))
@@ -303,7 +308,7 @@ def _join(name: str, parts: Sequence[Rows]) -> Rows:
             for rows in zip(*parts, strict=True)]  # fmt: skip
 
 
-def _merge(values, program: Program, op: p.Merge) -> None:
+def _merge(values, program: Program, op: ops.Merge) -> None:
     if not op.parts:
         raise WrongError("nothing is merged")
     parts = [values.read(program, part) for part in op.parts]
@@ -312,7 +317,7 @@ def _merge(values, program: Program, op: p.Merge) -> None:
         values.write(program, _target(values, program, op.into, name), name, made)
 
 
-def _add(values, program: Program, op: p.Add) -> None:
+def _add(values, program: Program, op: ops.Add) -> None:
     parts = [values.read(program, part) for part in op.parts]
     for name, cells in values.read(program, op.into).items():
         if not parts:
@@ -324,7 +329,7 @@ def _add(values, program: Program, op: p.Add) -> None:
         values.write(program, op.into, name, made)
 
 
-def _delta(values, program: Program, op: p.Delta) -> None:
+def _delta(values, program: Program, op: ops.Delta) -> None:
     side = values.read(program, op.side)
     dout, out = (_taken(side, name, (op.side,)) for name in ("dout", "out"))
     made = [[Cell("delta", *cell[1:3]) for cell in row] for row in dout]
@@ -333,7 +338,7 @@ def _delta(values, program: Program, op: p.Delta) -> None:
     values.write(program, op.into, "delta", made)
 
 
-def _stand_in(values, program: Program, op: p.StandIn) -> None:
+def _stand_in(values, program: Program, op: ops.StandIn) -> None:
     side = values.first_of(program, op.sides)
     dout, delta = (_taken(side, name, op.sides) for name in ("dout", "delta"))
     made = [[Cell("delta", *cell[1:3]) for cell in row] for row in dout]
@@ -349,9 +354,9 @@ def bits(of: int) -> list[int]:
 
 
 APPLY: Mapping[type, Callable] = {
-    p.Copy: _copy, p.Arrange: _arrange, p.Restore: _restore,
-    p.ToRanks: _to_ranks, p.FromRanks: _from_ranks,
-    p.Fill: _fill, p.Attend: _attend, p.AttendBackward: _attend_backward, p.Merge: _merge,
-    p.Add: _add,
-    p.Delta: _delta, p.StandIn: _stand_in,
+    ops.Copy: _copy, ops.Arrange: _arrange, ops.Restore: _restore,
+    ops.ToRanks: _to_ranks, ops.FromRanks: _from_ranks,
+    ops.Fill: _fill, ops.Attend: _attend, ops.AttendBackward: _attend_backward, ops.Merge: _merge,
+    ops.Add: _add,
+    ops.Delta: _delta, ops.StandIn: _stand_in,
 }  # fmt: skip

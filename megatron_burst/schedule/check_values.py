@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from megatron_burst.schedule import program as p
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.check_kernels import APPLY, Cell, Rows, WrongError, bits, written
 from megatron_burst.schedule.check_links import Links
@@ -19,7 +18,8 @@ from megatron_burst.schedule.layout import (
     positions,
 )
 from megatron_burst.schedule.mask import Mask, Span
-from megatron_burst.schedule.program import Home, Program, Ref
+from megatron_burst.schedule.operations import Give, Ref, Take
+from megatron_burst.schedule.program import Home, Program
 
 
 class Values:
@@ -195,7 +195,7 @@ class Values:
         for number, give in enumerate(op.gives):
             self._guarded(rank, index, lambda n=number, g=give: self._lay(program, index, n, g))
 
-    def _lay(self, program: Program, index: int, number: int, give: p.Give) -> None:
+    def _lay(self, program: Program, index: int, number: int, give: Give) -> None:
         found = self.read(program, give.rows)
         self.given[program.cp_rank, index, number] = (give.peer, found)
         for name, cells in found.items():
@@ -216,7 +216,7 @@ class Values:
         for name, cells in fields.items():
             self.write(program, rows, name, cells)
 
-    def _sent(self, peer: int, other: int, rank: int, take: p.Take) -> dict[str, Rows]:
+    def _sent(self, peer: int, other: int, rank: int, take: Take) -> dict[str, Rows]:
         """What the peer sent, as of the start of the transfer."""
         gives = self.programs[peer].ops[other].gives
         for number, give in enumerate(gives):

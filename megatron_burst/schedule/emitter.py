@@ -1,107 +1,42 @@
 """What all modes share: buffers of the call, naming of new ones, common parts of programs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, Span, Tile, cut, is_alone
-from megatron_burst.schedule.order import placed
-from megatron_burst.schedule.program import (
+from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.mask import Span, Tile, cut, is_alone
+from megatron_burst.schedule.operations import (
     Add,
     Attend,
     AttendBackward,
-    Buffer,
     Delta,
-    Dtype,
-    Field,
     Give,
-    Home,
     Merge,
     Op,
-    Program,
     Ref,
     StandIn,
     Stream,
     Take,
     Transfer,
 )
-from megatron_burst.schedule.slots import pulled_count, sent_count
-from megatron_burst.schedule.topology import Link, Topology
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """Properties of the attention kernel that programs depend on
-    (`kernels.backends.Capability`)."""
-
-    rectangular_causal: bool = True
-    takes_delta: bool = True
-    wide_grads: bool = False
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything that determines a program; equal specs have equal programs.
-
-    Attributes:
-        topology: of the group; as the mode sees it.
-        cp_rank: the rank that runs the program.
-        direction: of the pass.
-        shape: sizes on one rank.
-        layout: of the tokens.
-        mask: of the sequence.
-        circulate: what circulates, in the ring or between nodes, in backward.
-        kernel: that computes the tiles.
-        heads_per_round: KV heads of a round; unused by rings.
-        pulled: whether ranks of a node read each other's slots by copy engine.
-        left: whether forward saves for backward what it received, and backward reads it.
-        times: how many rows one row stands for at least, a power of two; the slot count depends on
-            it.
-    """
-
-    topology: Topology
-    cp_rank: int
-    direction: Direction
-    shape: AttentionShape
-    layout: Layout
-    mask: Mask
-    circulate: Circulate = Circulate.KV
-    kernel: Kernel = Kernel()
-    heads_per_round: int = 1
-    pulled: bool = False
-    left: bool = False
-    times: int = 1
-
-    def in_units(self) -> tuple["Spec", int]:
-        """The same with rows counted in halves of a shard, so that programs serve all lengths, and
-        the rows per half. Windows and stripes cannot be counted in halves: there the spec is
-        unchanged, with 1."""
-        tokens = self.shape.tokens
-        in_chunks = not self.mask.windowed and self.layout is not Layout.STRIPED
-        unit = tokens // 2 if in_chunks and tokens % 2 == 0 else 1
-        shape = replace(self.shape, tokens=tokens // unit)
-        return replace(self, shape=shape, times=_power_below(unit)), unit
-
-    @property
-    def backward(self) -> bool:
-        return self.direction is Direction.BACKWARD
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.shape.heads_q // self.shape.heads_kv
-
-    @property
-    def share_dtype(self) -> Dtype:
-        """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
-        wire's."""
-        return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
-
-    @property
-    def grad_dtype(self) -> Dtype:
-        """Dtype of the gradients that the kernel returns."""
-        return Dtype.SUM if self.kernel.wide_grads else Dtype.INPUT
+from megatron_burst.schedule.order import placed
+from megatron_burst.schedule.program import (
+    Buffer,
+    Dtype,
+    Field,
+    Home,
+    Program,
+    dkv_fields,
+    dq_fields,
+    kv_fields,
+    out_fields,
+    q_fields,
+    side_fields,
+    widths_of,
+)
+from megatron_burst.schedule.slots import power_below, pulled_count, sent_count
+from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.topology import Link
 
 
 @dataclass
@@ -161,7 +96,7 @@ class Emitter:
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens, so that lengths up to the next one have equal
         # programs
-        rounded = rows * _power_below(shape.tokens) / shape.tokens * self.spec.times
+        rounded = rows * power_below(shape.tokens) / shape.tokens * self.spec.times
         return pulled_count(cargo, exchanges, rounded * shape.batch * width)
 
     def exchange(
@@ -317,47 +252,3 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
-
-
-def _power_below(number: int) -> int:
-    """The largest power of two up to `number`."""
-    return 1 << number.bit_length() - 1
-
-
-def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
-    """Bytes of an element, by dtype."""
-    sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
-    return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
-
-
-def q_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return (Field("q", heads, shape.dim_qk),)
-
-
-def kv_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return Field("k", heads, shape.dim_qk), Field("v", heads, shape.dim_v)
-
-
-def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("out", heads, shape.dim_v, dtype), Field("lse", heads, 0, Dtype.SUM)
-
-
-def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a rank's own query side."""
-    out = Field("out", heads, shape.dim_v)
-    return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
-            Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
-
-
-def travelling_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a query side sent to other ranks: delta replaces the output."""
-    lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
-    return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
-
-
-def dq_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return (Field("dq", heads, shape.dim_qk, dtype),)
-
-
-def dkv_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("dk", heads, shape.dim_qk, dtype), Field("dv", heads, shape.dim_v, dtype)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
+from megatron_burst.schedule.spec import Spec
 from megatron_burst.schedule.topology import Link, Topology
 
 # Bytes are proportional to tokens and KV heads, so any will do.

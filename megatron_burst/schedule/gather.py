@@ -13,31 +13,16 @@ round.
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
-from megatron_burst.schedule.emitter import (
-    Gradients,
-    Outputs,
-    Spec,
-    Sum,
-    dkv_fields,
-    kv_fields,
-    sums_of,
-)
+from megatron_burst.schedule.emitter import Gradients, Outputs, Sum, sums_of
 from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import Circulating, InRounds, Sides, sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
+from megatron_burst.schedule.operations import Copy, Give, Ref, Stream, Take
 from megatron_burst.schedule.pieces import Halo, halo
-from megatron_burst.schedule.program import (
-    Copy,
-    Field,
-    Give,
-    Home,
-    Program,
-    Ref,
-    Stream,
-    Take,
-)
+from megatron_burst.schedule.program import Field, Home, Program, dkv_fields, kv_fields
+from megatron_burst.schedule.spec import Spec
 
 
 def gather(spec: Spec) -> Program:

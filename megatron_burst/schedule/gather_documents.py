@@ -11,13 +11,7 @@ On several nodes the other nodes' shards circulate (`inter_node`), as in `gather
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
-from megatron_burst.schedule.emitter import (
-    Gradients,
-    Outputs,
-    Spec,
-    dkv_fields,
-    kv_fields,
-)
+from megatron_burst.schedule.emitter import Gradients, Outputs
 from megatron_burst.schedule.inter_node import (
     Circulating,
     InRounds,
@@ -29,18 +23,9 @@ from megatron_burst.schedule.inter_node import (
 )
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.program import (
-    Arrange,
-    Copy,
-    Dtype,
-    Field,
-    Give,
-    Home,
-    Ref,
-    Restore,
-    Stream,
-    Take,
-)
+from megatron_burst.schedule.operations import Arrange, Copy, Give, Ref, Restore, Stream, Take
+from megatron_burst.schedule.program import Dtype, Field, Home, dkv_fields, kv_fields
+from megatron_burst.schedule.spec import Spec
 
 
 class Documents(InRounds):

@@ -6,11 +6,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megatron_burst.schedule.call import Circulate
-from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.gather_tiles import Leaf, Meeting, Tiling
 from megatron_burst.schedule.inter_node import Step, heads_in_rounds, steps
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.pieces import Piece, node_visits
+from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,24 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.schedule.call import Cargo, Circulate
-from megatron_burst.schedule.emitter import (
-    Emitter,
-    Sum,
-    add_up,
-    dq_fields,
-    travelling_side_fields,
-)
+from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, cut
+from megatron_burst.schedule.operations import Add, Copy, Ref, Stream
 from megatron_burst.schedule.pieces import Halo
-from megatron_burst.schedule.program import (
-    Add,
-    Copy,
-    Dtype,
-    Field,
-    Home,
-    Ref,
-    Stream,
-)
+from megatron_burst.schedule.program import Dtype, Field, Home, dq_fields, travelling_side_fields
 from megatron_burst.schedule.topology import Link
 
 

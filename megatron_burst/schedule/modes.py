@@ -3,10 +3,10 @@
 from functools import lru_cache
 
 from megatron_burst.schedule.a2a import a2a
-from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.gather import gather
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.ring import ring
+from megatron_burst.schedule.spec import Spec
 
 MODES = {"ring": ring, "gather": gather, "a2a": a2a}
 

@@ -14,9 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from megatron_burst.schedule.call import Cargo, Direction
-from megatron_burst.schedule.layout import Numbers, Runs
-from megatron_burst.schedule.mask import Mask, Places, Span
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.operations import Op, Ref, Transfer
 from megatron_burst.schedule.topology import Link, Topology
 
 
@@ -41,13 +40,6 @@ class Home(StrEnum):
 
 
 NUMBERED = (Home.SLOT, Home.STAGING, Home.SUM)
-
-
-class Stream(StrEnum):
-    """Where an operation is queued; each transfer has its own stream."""
-
-    COMPUTE = "compute"
-    SIDE = "side"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,262 +89,6 @@ class Buffer:
             return self.home, self.use, self.number
         shared = self.home in NUMBERED
         return (self.home, self.use, self.number % self.count) if shared else (self.name,)
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Rows and heads of a buffer; None: all of them."""
-
-    buffer: str
-    rows: Span | None = None
-    heads: Span | None = None
-
-    def at(self, rows: Span) -> "Ref":
-        """These rows of it, relative to its first."""
-        return Ref(
-            self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy the sources' fields to the target's fields of the same names."""
-
-    sources: tuple[Ref, ...]
-    target: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: self.sources)
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class Arrange:
-    """Reorder chunks of every document. Where documents begin is known at run time only.
-
-    Attributes:
-        source: its rows are in blocks.
-        target: gets the chunks `numbers` of each document; a chunk listed twice is copied twice.
-        lies: by block, the chunks of every document in the source.
-        numbers: of the target.
-    """
-
-    source: Ref
-    target: Ref
-    lies: tuple[Numbers, ...]
-    numbers: Numbers
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.source,))
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """The inverse of `Arrange`, from `numbers` to `lies`: sums the copies; zeros for chunks that
-    were left out."""
-
-    source: Ref
-    target: Ref
-    lies: tuple[Numbers, ...]
-    numbers: Numbers
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.source,))
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks`, with that rank's heads.
-
-    Attributes:
-        sources: of all heads.
-        target: of the heads of each rank.
-        ranks: in the order of the heads.
-        heads_kv: KV heads that each of them has.
-        copies: this many consecutive ranks have the same KV heads, and each an equal part of every
-            KV head's query heads.
-    """
-
-    sources: tuple[Ref, ...]
-    target: Ref
-    ranks: int
-    heads_kv: int
-    copies: int = 1
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: self.sources)
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class FromRanks:
-    """The inverse of `ToRanks`; copies of KV heads are summed, in the accumulation dtype and
-    rounded once."""
-
-    source: Ref
-    targets: tuple[Ref, ...]
-    ranks: int
-    heads_kv: int
-    copies: int = 1
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.source,))
-    writes = property(lambda self: self.targets)
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Initialize to empty sums: zeros, and -inf for lse."""
-
-    target: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: ())
-    writes = property(lambda self: (self.target,))
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers; `places` as in `mask.Tile`."""
-
-    q: Ref
-    kv: Ref
-    mask: Mask
-    into: tuple[Ref, ...]
-    places: tuple[Places, Places] | Runs | None = None
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.q, self.kv))
-    writes = property(lambda self: self.into)
-
-
-@dataclass(frozen=True, slots=True)
-class AttendBackward:
-    """One backward kernel; `sides` have q, dout, lse and delta or out (or a stand-in)."""
-
-    sides: tuple[Ref, ...]
-    kv: Ref
-    mask: Mask
-    dq: Ref
-    dkv: Ref
-    places: tuple[Places, Places] | Runs | None = None
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (*self.sides, self.kv))
-    writes = property(lambda self: (self.dq, self.dkv))
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Merge results over disjoint keys; the target may be among the parts."""
-
-    parts: tuple[Ref, ...]
-    into: tuple[Ref, ...]
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: self.parts)
-    writes = property(lambda self: self.into)
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Sum in the accumulation dtype, rounded once; the target may be among the parts."""
-
-    parts: tuple[Ref, ...]
-    into: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: self.parts)
-    writes = property(lambda self: (self.into,))
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """delta = rowsum(dO O) of a query side that has `dout` and `out`."""
-
-    side: Ref
-    into: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.side,))
-    writes = property(lambda self: (self.into,))
-
-
-@dataclass(frozen=True, slots=True)
-class StandIn:
-    """An output that has the same delta, for kernels that want an output."""
-
-    sides: tuple[Ref, ...]
-    into: Ref
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: self.sides)
-    writes = property(lambda self: (self.into,))
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """What another rank receives."""
-
-    peer: int
-    rows: Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """What is received from another rank: its rows there, and where they go here."""
-
-    peer: int
-    theirs: Ref
-    rows: Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Sends to and receives from other ranks; complete once both are done.
-
-    Attributes:
-        link: whose communicators carry it.
-        cargo: data to read, or gradients.
-        gives: what this rank sends, or others pull.
-        takes: what it receives, or pulls.
-        slot: of this rank, if ranks of a node share theirs; it holds what this rank gives.
-        pulled: whether it reads the others' slots by copy engine, instead of sending.
-    """
-
-    link: Link
-    cargo: Cargo
-    gives: tuple[Give, ...]
-    takes: tuple[Take, ...]
-    slot: Ref | None = None
-    pulled: bool = False
-
-    @property
-    def reads(self) -> tuple[Ref, ...]:
-        given = tuple(give.rows for give in self.gives)
-        return (*given, self.slot) if self.slot else given
-
-    writes = property(lambda self: tuple(take.rows for take in self.takes))
-
-
-Op = (
-    Copy
-    | Arrange
-    | Restore
-    | ToRanks
-    | FromRanks
-    | Fill
-    | Attend
-    | AttendBackward
-    | Merge
-    | Add
-    | Delta
-    | StandIn
-    | Transfer
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,3 +144,42 @@ class Program:
             for give in op.gives if isinstance(op, Transfer) else ():
                 sent[self.topology.link(self.cp_rank, give.peer)] += self.num_bytes(give.rows)
         return sent
+
+
+def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
+    """Bytes of an element, by dtype."""
+    sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
+    return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
+
+
+def q_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    return (Field("q", heads, shape.dim_qk),)
+
+
+def kv_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    return Field("k", heads, shape.dim_qk), Field("v", heads, shape.dim_v)
+
+
+def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return Field("out", heads, shape.dim_v, dtype), Field("lse", heads, 0, Dtype.SUM)
+
+
+def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    """Fields of a rank's own query side."""
+    out = Field("out", heads, shape.dim_v)
+    return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
+            Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
+
+
+def travelling_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+    """Fields of a query side sent to other ranks: delta replaces the output."""
+    lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
+    return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
+
+
+def dq_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return (Field("dq", heads, shape.dim_qk, dtype),)
+
+
+def dkv_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
+    return Field("dk", heads, shape.dim_qk, dtype), Field("dv", heads, shape.dim_v, dtype)

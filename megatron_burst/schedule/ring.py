@@ -15,29 +15,21 @@ Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer 
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, meeting, restored, seen
-from megatron_burst.schedule.emitter import (
-    Emitter,
-    Spec,
+from megatron_burst.schedule.emitter import Emitter
+from megatron_burst.schedule.layout import Layout, chunks_of
+from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
+from megatron_burst.schedule.operations import Add, Attend, AttendBackward, Copy, Fill, Merge, Ref
+from megatron_burst.schedule.program import (
+    Dtype,
+    Home,
+    Program,
     dkv_fields,
     dq_fields,
     kv_fields,
     out_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.layout import Layout, chunks_of
-from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
-from megatron_burst.schedule.program import (
-    Add,
-    Attend,
-    AttendBackward,
-    Copy,
-    Dtype,
-    Fill,
-    Home,
-    Merge,
-    Program,
-    Ref,
-)
+from megatron_burst.schedule.spec import Spec
 from megatron_burst.schedule.topology import Link
 
 

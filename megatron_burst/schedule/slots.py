@@ -19,3 +19,8 @@ def pulled_count(cargo: Cargo, rounds: int, num_bytes: float) -> int:
 def sent_count(rounds: int) -> int:
     """Slots that sending needs: two rounds may be in flight."""
     return min(2, rounds)
+
+
+def power_below(number: int) -> int:
+    """The largest power of two up to `number`."""
+    return 1 << number.bit_length() - 1

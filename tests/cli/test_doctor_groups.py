@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megatron_burst.cli.doctor.compare import Sizes, cp_groups
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.emitter import Spec
 from megatron_burst.schedule.flat import flat_cost, topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
+from megatron_burst.schedule.spec import Spec
 from megatron_burst.schedule.topology import Link
 
 

@@ -16,7 +16,7 @@ from megatron_burst.plan.kernel_time import OpTimer, Timer
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import Transfer
+from megatron_burst.schedule.operations import Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import H200, with_links
 from tests.schedule.cases import MASKS

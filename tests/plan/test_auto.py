@@ -17,9 +17,9 @@ from megatron_burst.plan.choose import Choice, a2a_bytes
 from megatron_burst.plan.hardware import Curve, LinkSpeed
 from megatron_burst.plan.hardware_file import preset
 from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.emitter import Kernel
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 
 ROOT = Path(__file__).parents[2]

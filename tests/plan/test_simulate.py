@@ -9,20 +9,8 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.timing import simulate
 from megatron_burst.schedule.call import Cargo, Direction
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.program import (
-    Attend,
-    Buffer,
-    Copy,
-    Dtype,
-    Field,
-    Give,
-    Home,
-    Program,
-    Ref,
-    Stream,
-    Take,
-    Transfer,
-)
+from megatron_burst.schedule.operations import Attend, Copy, Give, Ref, Stream, Take, Transfer
+from megatron_burst.schedule.program import Buffer, Dtype, Field, Home, Program
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.plan.machines import with_links
 
