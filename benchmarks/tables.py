@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 from rich.table import Table
@@ -144,7 +145,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Row], pass_: str) -> str:
-    """One line a problem: burst, TransformerEngine's best mode, ratios, memory.
+    """One line a problem: burst, TransformerEngine's best mode, ratios, memory, if measured.
 
     Args:
         rows: of results; at least one.
@@ -156,7 +157,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     facts = differing(comparisons, ("heads", "S"))
     others = [other for other in _OTHERS if any(each.rows.get(other.impl) for each in comparisons)]
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for each in comparisons:
         words, te = each.problem.words(), each.best_te
         best = f"{_speed(te)} ({te.mode})" if te else "-"
@@ -165,6 +166,8 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
         line += [cell for other in others for cell in other.cells(each)]
         lines.append(line)
+    measured = [any(cell != "-" for cell in column) for column in zip(*lines, strict=True)]
+    lines = [list(compress(line, measured)) for line in (head, ["---"] * len(head), *lines)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
 

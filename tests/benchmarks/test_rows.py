@@ -18,7 +18,7 @@ from benchmarks.rows import (
     read,
 )
 from benchmarks.show import ROOT, app, refreshed
-from benchmarks.tables import Ratio, compare
+from benchmarks.tables import Ratio, compare, markdown_table
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
@@ -264,12 +264,24 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
             assert f"got one of {impl}; show that with benchmarks.show " in said
 
 
-@pytest.mark.parametrize("name", ["docs/benchmarks/attention.md", "docs/benchmarks/packed.md"])
+DOCUMENTS = (
+    "benchmarks/attention.md", "benchmarks/packed.md", "decisions/programs-and-the-engine.md",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_tables_of_documents_are_those_of_their_csvs(name):
     """`python -m benchmarks.show docs` rebuilds them."""
-    text = (ROOT / name).read_text()
+    text = (ROOT / "docs" / name).read_text()
     assert text.count("<!-- benchmarks.show table ") and refreshed(text) == text
-    assert text.count("| burst / TE |") >= text.count("<!-- benchmarks.show table ")
+    assert len(re.findall("[|] burst / (TE|before) [|]", text)) >= text.count("<!-- benchmarks")
+
+
+def test_a_table_has_columns_of_what_was_measured():
+    rows = [row("burst:auto", (10.0, 9.0, 12.0)), row("before:auto", (11.0, 10.0, 11.0))]
+    head = markdown_table(rows, "fwd_bwd").splitlines()[2]  # no memory on a CPU
+    assert head == "| heads | S | burst | GiB burst, TE | before | burst / before |"
+    assert "| 1.10 (0.83-1.22) |" in markdown_table(rows, "fwd_bwd")
 
 
 def test_a_table_is_made_below_the_line_that_names_it():
