@@ -144,10 +144,10 @@ class Patch:
         return False
 
 
-def when_imported(module: str, then: Callable[[], None]) -> None:
+def when_imported(module: str, then: Callable[[], None], until_undone: bool = True) -> None:
     """Call `then` as soon as anyone imports the module; now, if it is already imported.
 
-    Repeating a pending request changes nothing.
+    Repeating a pending request changes nothing. `undo_all` ends it, unless `until_undone` is false.
     """
     if module in sys.modules:
         then()
@@ -156,7 +156,8 @@ def when_imported(module: str, then: Callable[[], None]) -> None:
         return
     waiting = _Waiting(module, then)
     sys.meta_path.insert(0, waiting)
-    on_undo(waiting.end)
+    if until_undone:
+        on_undo(waiting.end)
 
 
 class _Waiting(MetaPathFinder):

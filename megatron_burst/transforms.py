@@ -1,20 +1,40 @@
 """Function transforms of torch that attention and loss do not support."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from megatron_burst.errors import BurstError
+from megatron_burst.patching import when_imported
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
     """The function as one graph break of torch.compile, instead of one at each operation that it
-    cannot trace."""
-    why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
-    return torch.compiler.disable(function, reason=why)
+    cannot trace.
+
+    torch.compiler.disable imports torch._dynamo, which takes as long as torch itself; nothing is
+    compiled before someone else imports it.
+    """
+    run: Callable[..., Any] = function
+
+    def disable() -> None:
+        nonlocal run
+        why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
+        run = torch.compiler.disable(function, reason=why)
+
+    when_imported("torch._dynamo", disable, until_undone=False)
+    if run is not function:
+        return cast(F, run)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return run(*args, **options)
+
+    return cast(F, call)
 
 
 def refuse_transforms(who: str, *tensors: Tensor | None) -> None:

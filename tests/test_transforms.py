@@ -3,6 +3,8 @@
 Guards against graph breaks inside a call, and internal torch errors after something was sent.
 """
 
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -115,3 +117,22 @@ def test_a_call_is_one_graph_break_and_changes_nothing(name):
         each(leaf).backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
+
+
+SILENT = """
+import sys
+import torch
+from megatron_burst import burst_attention, keep, linear_cross_entropy, undo_all
+x = torch.randn(8, 16, requires_grad=True)
+linear_cross_entropy(x, torch.randn(32, 16), torch.arange(8)).backward()
+assert "torch._dynamo" not in sys.modules
+undo_all()
+explained = torch._dynamo.explain(
+    lambda x: linear_cross_entropy(x * 2, torch.randn(32, 16), torch.arange(8)).sin())(x)
+assert "megatron_burst runs kernels" in explained.break_reasons[0].reason, explained
+"""
+
+
+def test_torch_dynamo_is_not_imported_before_something_is_compiled():
+    """It takes as long to import as torch."""
+    subprocess.run([sys.executable, "-c", SILENT], check=True, timeout=300)

@@ -41,7 +41,6 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
     patches.apply("checkpoints")
     keeping = Keeping(debug=debug)
 
-    @uncompiled
     @functools.wraps(attention, updated=())
     def attend(*args, **options):
         return call_kept(attention, args, options, keeping)
@@ -49,6 +48,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
     return attend
 
 
+@uncompiled
 def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping: Keeping) -> Any:
     """`function(*args, **options)`, kept as `keeping` says if a checkpoint runs it."""
     if not running():
