@@ -65,6 +65,9 @@ class Tuning:
 
     def __post_init__(self) -> None:
         _check_words(self)
+        require("burst attention", self._needs())
+
+    def _needs(self) -> Iterator[Need]:
         for name, why in (
             ("heads_per_round", "nothing would be sent otherwise"),
             ("nccl_ctas", "nothing would be sent otherwise"),
@@ -72,17 +75,15 @@ class Tuning:
             ("timeout_s", "a rank waits that long for the others"),
         ):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise BurstError(
-                    f"burst attention: {name} must be positive, because {why}; got {value}; leave "
-                    "it out"
-                )
-        if not self.pieces and self.heads_per_round is not None:
-            raise BurstError(
-                "burst attention: pieces=False and heads_per_round must not both be set, "
-                "because pieces=False is one round of all heads; got "
-                f"heads_per_round={self.heads_per_round}; leave one of them out"
-            )
+            must = f"{name} must be positive, because {why}"
+            yield value is None or value > 0, must, value, "leave it out"
+        yield (
+            self.pieces or self.heads_per_round is None,
+            "pieces=False and heads_per_round must not both be set, because pieces=False is one "
+            "round of all heads",
+            f"heads_per_round={self.heads_per_round}",
+            "leave one of them out",
+        )
 
     @classmethod
     def parse(cls, text: str, who: str = "--burst-tune") -> "Tuning":
@@ -183,7 +184,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         _check_words(self)
-        self._check_ways()
+        require("burst attention", self._needs_of_modes())
         require("burst keep", self._needs_of_keep())
 
     @property
@@ -196,21 +197,22 @@ class BurstConfig:
         """Whether inputs of recomputed layers are offloaded."""
         return self.keep_offload in ("inputs", "both")
 
-    def _check_ways(self) -> None:
-        """Refuse an `intra` and an `inter` that exclude each other."""
-        flat = self.tuning.flat
-        if flat and self.inter != "auto":
-            raise BurstError(
-                "burst attention: flat and inter must not both be set, because one ring over "
-                f"all ranks ignores nodes; got inter={self.inter}; leave one of them out"
-            )
+    def _needs_of_modes(self) -> Iterator[Need]:
+        flat, change = self.tuning.flat, "leave one of them out"
+        yield (
+            not flat or self.inter == "auto",
+            "flat and inter must not both be set, because one ring over all ranks ignores nodes",
+            f"inter={self.inter}",
+            change,
+        )
         only = "ring" if flat else "a2a"
-        if (flat or self.inter == "a2a") and self.intra not in ("auto", only):
-            raise BurstError(
-                f"burst attention: with {'flat' if flat else 'inter=a2a'} intra must be {only} "
-                "or auto, because one mode then runs over all ranks, ignoring nodes; got "
-                f"intra={self.intra}; leave one of them out"
-            )
+        yield (
+            (not flat and self.inter != "a2a") or self.intra in ("auto", only),
+            f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
+            "mode then runs over all ranks, ignoring nodes",
+            f"intra={self.intra}",
+            change,
+        )
 
     def _needs_of_keep(self) -> Iterator[Need]:
         auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
@@ -219,36 +221,34 @@ class BurstConfig:
         must = "keep_budget_gib must be positive, because it limits what is kept"
         yield room is None or room > 0, must, room, "pass GiB, or leave it out"
         yield (
-            auto == (self.keep_budget_gib is not None),
+            auto == (room is not None),
             "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
             "the budget allows",
-            f"keep={self.keep}, keep_budget_gib={self.keep_budget_gib}",
+            f"keep={self.keep}, keep_budget_gib={room}",
             "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither",
         )
-        beside = {
-            "keep_layers": layers,
-            "keep_offload": self.offloads_results and self.keep_offload,
-            "keep_debug": self.tuning.keep_debug,
-        }
-        for name, value in beside.items():
-            yield (
-                self.keep != "none" or value in (None, False),
-                f"{name} must come with keep, because nothing is kept without it",
-                f"keep=none, {name}={value}",
-                "pass --burst-keep all, or leave it out",
-            )
+        for name, value in (
+            ("keep_layers", layers),
+            ("keep_offload", self.offloads_results and self.keep_offload),
+            ("keep_debug", self.tuning.keep_debug),
+        ):
+            must = f"{name} must come with keep, because nothing is kept without it"
+            change = "pass --burst-keep all, or leave it out"
+            alone = self.keep == "none" and value not in (None, False)
+            yield not alone, must, f"keep=none, {name}={value}", change
         yield (
             not auto or (layers is None and not self.offloads_results),
             "keep=auto must not be combined with keep_layers or keep_offload=results, because "
             "it chooses them",
-            f"keep_layers={self.keep_layers}, keep_offload={self.keep_offload}",
+            f"keep_layers={layers}, keep_offload={self.keep_offload}",
             "leave them out",
         )
+        host = self.tuning.keep_host_gib
         yield (
-            self.tuning.keep_host_gib is None or self.keep_offload != "none" or auto,
+            host is None or self.keep_offload != "none" or auto,
             "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
             "memory for offloading",
-            f"keep_host_gib={self.tuning.keep_host_gib} alone",
+            f"keep_host_gib={host} alone",
             "pass --burst-keep-offload, or leave it out",
         )
 

@@ -105,13 +105,14 @@ def check_packed(
     """
     if params is None:
         return
-    own = not packed.names_another(params, cp_group)
+    group = packed.group_of(params, cp_group)
+    own = group is cp_group
     call = SimpleNamespace(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
         cp_partition_mode=getattr(params, "cp_partition_mode", None),
         local_cp_size=params.local_cp_size,
-        cp_group_size=cp_group.size() if own else packed.group_size(params),
+        cp_group_size=group.size(),
         keep="none" if own else keep,
         mtp_num_layers=None if own else mtp_num_layers,
     )

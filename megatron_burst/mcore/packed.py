@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import require
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
@@ -45,27 +45,17 @@ def format_of(params: PackedSeqParams | None) -> str | None:
     return str(params.qkv_format)
 
 
-def group_size(params: PackedSeqParams) -> int:
-    """Size of a micro-batch's own group; None there means this rank alone."""
-    return 1 if params.cp_group is None else params.cp_group.size()
-
-
-def names_another(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> bool:
-    """Whether a micro-batch's own group has different ranks than the layer's."""
-    if params is None or (params.cp_group is None and params.local_cp_size is None):
-        return False
-    own = params.cp_group
-    if own is None or own is cp_group or own.size() != cp_group.size():
-        return group_size(params) != cp_group.size()
-    return dist.get_process_group_ranks(own) != dist.get_process_group_ranks(cp_group)
-
-
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The context-parallel group of a micro-batch: its own if that has different ranks than the
     layer's."""
-    if params is None or not names_another(params, cp_group):
+    if params is None or (params.cp_group is None and params.local_cp_size is None):
         return cp_group
-    return alone() if params.cp_group is None else params.cp_group
+    own, ranks = params.cp_group, dist.get_process_group_ranks
+    if own is None:
+        return cp_group if cp_group.size() == 1 else alone()
+    if own is cp_group or (own.size() == cp_group.size() and ranks(own) == ranks(cp_group)):
+        return cp_group
+    return own
 
 
 def alone() -> dist.ProcessGroup:
@@ -199,21 +189,17 @@ def _take_own_group(layer, args, options) -> None:
     if own is groups.cp:
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
-    need: Need = (
-        not fused or own.size() == groups.cp.size(),
-        "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, because "
-        "its kernels use positions in the layer's group",
-        f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
-        "pass --no-rope-fusion",
-    )
-    again: Need = (
-        not getattr(layer, "recompute_up_proj", False),
-        "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "
-        "backward, because the recomputation uses the layer's group",
-        "recomputation of mla_up_proj",
-        "leave mla_up_proj out of --recompute-modules",
-    )  # fmt: skip
-    require("packed samples", [need, again])
+    require("packed samples", [
+        (not fused or own.size() == groups.cp.size(),
+         "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, because "
+         "its kernels use positions in the layer's group",
+         f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
+         "pass --no-rope-fusion"),
+        (not getattr(layer, "recompute_up_proj", False),
+         "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "
+         "backward, because the recomputation uses the layer's group",
+         "recomputation of mla_up_proj", "leave mla_up_proj out of --recompute-modules"),
+    ])  # fmt: skip
     layer.pg_collection = copy.copy(groups)
     layer.pg_collection.cp = own
 
@@ -244,7 +230,15 @@ def partitioned_indices(
     Raises:
         BurstError: if documents cannot be split into chunks, as far as the CPU knows.
     """
-    require("packed samples", _of_boundaries(cu_seqlens, total_tokens, world_size))
+    pieces, on_cpu = 2 * world_size, cu_seqlens.device.type == "cpu"
+    cut = not on_cpu or not bool((cu_seqlens % pieces).any())
+    known = f"boundaries {cu_seqlens[:8].tolist()} of " if on_cpu else ""
+    require("packed samples", [(
+        cut and total_tokens % pieces == 0,
+        f"each document must be padded to a multiple of {pieces} tokens, because each of "
+        f"{world_size} ranks holds two chunks of it",
+        f"{known}{total_tokens} tokens", "pad them",
+    )])  # fmt: skip
     starts = cu_seqlens // world_size
     rows = torch.arange(total_tokens // world_size, dtype=torch.int32, device=starts.device)
     document = torch.searchsorted(starts[1:-1].contiguous(), rows, right=True)
@@ -253,21 +247,6 @@ def partitioned_indices(
     row = rows - start
     chunks_before = torch.where(row < chunk, rank, 2 * (world_size - 1) - rank)
     return (row + start * world_size + chunk * chunks_before).to(torch.int32)
-
-
-def _of_boundaries(cu_seqlens: Tensor, total_tokens: int, world_size: int):
-    pieces = 2 * world_size
-    on_cpu = cu_seqlens.device.type == "cpu"
-    cut = not on_cpu or not bool((cu_seqlens % pieces).any())
-    need: Need = (
-        cut and total_tokens % pieces == 0,
-        f"each document must be padded to a multiple of {pieces} tokens, because each of "
-        f"{world_size} ranks holds two chunks of it",
-        f"boundaries {cu_seqlens[:8].tolist()} of {total_tokens} tokens" if on_cpu
-        else f"{total_tokens} tokens",
-        "pad them",
-    )  # fmt: skip
-    yield need
 
 
 # ---- what functions of Megatron are replaced by: see patches.py -----------------------------
