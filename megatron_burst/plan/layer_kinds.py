@@ -4,13 +4,13 @@ Sources: the configuration classes of transformers 4.57 (defaults of keys that a
 config.json leaves out), is_layer_window_attention and the argument parser of Megatron-Core 0.19.
 """
 
-import ast
 from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.model import Windows
+from megatron_burst.plan.shell_text import arithmetic
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PERIODS = {"gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # the last of them is full
@@ -113,23 +113,9 @@ def _freq(value: Any, option: str, name: str) -> int | list[int] | None:
     if "[" not in str(value):
         return _number(value, option, name)
     try:
-        return [int(one) for one in _list(ast.parse(str(value), mode="eval").body)]
-    except (SyntaxError, ValueError, TypeError):
+        return [int(one) for one in arithmetic(str(value))]
+    except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
         raise _unread(name, option, str(value)) from None
-
-
-def _list(node: ast.AST) -> Any:
-    """Numbers, lists, their sums and products; nothing else is evaluated."""
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.List(elts=items):
-            return [_list(item) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _list(left) * _list(right)
-    raise ValueError
 
 
 def _number(value: Any, option: str, name: str) -> int:

@@ -1,15 +1,15 @@
 """What a shell would make of a launch script, as far as text alone tells: variables, arithmetic,
 conditions, arrays, and other scripts that it sources."""
 
-import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_burst.plan.shell_text import closed, expression, one_word, statements
+from megatron_burst.plan.shell_text import SUBSTITUTION, arithmetic, one_word, statements, word_at
 
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARE = re.compile(r"(?:export|readonly|local|declare|typeset)(?:\s+-\w+)*\s+")
 _CASE = re.compile(r"\(?[^()\s=]+(?:\s*\|\s*[^()\s=]+)*\)\s*")
@@ -17,10 +17,7 @@ _FUNCTION = re.compile(r"(?:function\s+)?[\w-]+\s*\(\s*\)\s*\{?\s*|function\s+[\
 _TEST = re.compile(r"(\[\[?\s.*?\s\]\]?|\(\(.*?\)\))\s*(&&|\|\|)\s*")
 _LOOPS = ("for", "while", "until", "select")
 _ENDS = {"fi": ("if",), "done": _LOOPS, "esac": ("case",), "}": ("function",)}
-_COMPARED = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt,
-    "-ge": operator.ge, "-le": operator.le,
-}  # fmt: skip
+_COMPARED = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
 
 
 @dataclass(slots=True)
@@ -96,7 +93,7 @@ class _Shell:
 
     def _command(self, text: str) -> Iterator[str]:
         if found := re.match(r"(?:source|\.)\s+", text):
-            yield from self._source(text[found.end() : closed(text, found.end())])
+            yield from self._source(word_at(text, found.end()))
             return
         bare = _DECLARE.sub("", text, count=1) if _DECLARE.match(text) else text
         if pairs := self._assignments(bare):
@@ -114,9 +111,10 @@ class _Shell:
             start = _ASSIGNED.match(text, at)
             if not start:
                 return []
-            stop = closed(text, start.end())
-            found.append((start[1], start[2], text[start.end() : stop]))
-            at = stop + len(text[stop:]) - len(text[stop:].lstrip())
+            value = word_at(text, start.end())
+            found.append((start[1], start[2], value))
+            at = start.end() + len(value)
+            at += len(text[at:]) - len(text[at:].lstrip())
         return found
 
     def _assign(self, name: str, text: str, more: bool) -> None:
@@ -161,27 +159,25 @@ class _Shell:
         one, sign, other = sides
         if sign in ("=", "==", "!="):
             return (one == other) == (sign != "!=")
-        whole = one.isdecimal() and other.isdecimal()
-        return _COMPARED[sign](int(one), int(other)) if whole and sign in _COMPARED else None
+        number = self._number(f"{one} {_COMPARED.get(sign, sign)} {other}")
+        return None if number is None else bool(number)
 
     def _number(self, text: str) -> int | None:
         """Of whole numbers and variables."""
-        text = self._expand(text)
-        names = {name: self.values.get(name) for name in re.findall(r"[A-Za-z_]\w*", text)}
-        if None in names.values() or "$" in text:
+        try:
+            text = _NAME.sub(lambda name: f"({self.values[name[0]]})", self._expand(text))
+            return int(arithmetic(text.replace("/", "//")))
+        except (KeyError, SyntaxError, ValueError, TypeError, ZeroDivisionError):
             return None
-        return expression(re.sub(r"[A-Za-z_]\w*", lambda name: f"({names[name[0]]})", text))
 
     def _expand(self, text: str) -> str:
         """With what variables stand for; the rest as it is, each a single word."""
-        text, done, at = re.sub(r"`([^`]*)`", r"$(\1)", text), "", 0
-        while (start := text.find("$", at)) >= 0:
-            done += text[at:start]
-            at = closed(text, start, name=True)
-            whole = text[start:at]
-            known = None if done.endswith("\\") else self._value(whole)
-            done += one_word(whole) if known is None else known
-        return done + text[at:]
+
+        def known(found: re.Match[str]) -> str:
+            value = None if found[0].startswith("\\") else self._value(found[0])
+            return one_word(found[0]) if value is None else value
+
+        return SUBSTITUTION.sub(known, re.sub(r"`([^`]*)`", r"$(\1)", text))
 
     def _value(self, whole: str) -> str | None:
         if whole.startswith("$(("):
@@ -223,3 +219,4 @@ def expanded(text: str, folder: Path | None = None, given: Mapping[str, str] | N
         values.setdefault("SLURM_JOB_NUM_NODES", nodes[1])
         values.setdefault("SLURM_NNODES", nodes[1])
     return "\n".join(_Shell(folder, values).run(text))
+

@@ -6,15 +6,33 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+_QUOTED = r"""\\.|'[^']*+'|"(?:\\.|[^"\\])*+\""""
+
+
+def _between(opening: str, closing: str) -> str:
+    """A pattern of brackets and what is in them, up to six brackets deep; open ones end with the
+    text."""
+    inside = rf"(?:{_QUOTED}|[^{opening}{closing}])*+"
+    for _ in range(5):
+        inside = rf"(?:{_QUOTED}|[^{opening}{closing}]|{opening}{inside}(?:{closing}|\Z))*+"
+    return rf"{opening}{inside}(?:{closing}|\Z)"
+
+
+_ROUND, _CURLY = _between(r"\(", r"\)"), _between(r"\{", r"\}")
+_CONTINUED = re.compile(r"\\[ \t]*\n")
+_COMMENT_OR_TEXT = re.compile(rf"(?<!\S)(#[^\n]*)|\\[ \t]*\n|{_QUOTED}", re.DOTALL)
+_STATEMENT = re.compile(rf"(?:{_QUOTED}|{_ROUND}|[^\n;])++", re.DOTALL)
+_WORD = re.compile(
+    rf"""(?:"(?:\\.|\$(?:{_ROUND}|{_CURLY})|[^"\\])*+"|{_QUOTED}|\$?{_ROUND}|\${_CURLY}|\S)*+""",
+    re.DOTALL,
+)
+SUBSTITUTION = re.compile(rf"\\?\$(?:{_ROUND}|{_CURLY}|\w+|[@*#?!$-])?", re.DOTALL)
 _HERE = re.compile(
     r"(?<!<)<<-?[ \t]*([\"']?)(\w+)\1([^\n]*)\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
 )
-_CLOSE = {"(": ")", "{": "}"}
-_BINARY: dict[type, Any] = {
+_OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
-_COMPARE: dict[type, Any] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
@@ -23,65 +41,23 @@ _COMPARE: dict[type, Any] = {
 def statements(text: str) -> Iterator[str]:
     """Commands without comments and continued lines; arrays and strings may have several lines."""
     text = _HERE.sub(_as_commands, text)
-    now, quote, depth, at = "", "", 0, 0
-    while at < len(text):
-        char, more = text[at], 1
-        if char == "#" and not quote and (not now or now[-1].isspace()):
-            more = (text + "\n").index("\n", at) - at
-        elif char == "\\":
-            joined = re.match(r"\\[ \t]*\n", text[at:])
-            more = joined.end() if joined else 2
-            now += " " if joined else text[at : at + 2]
-        elif char in "\n;" and not quote and not depth:
-            if now.strip():
-                yield now.strip()
-            now = ""
-        else:
-            now += char
-            if char in "\"'" and quote in ("", char):
-                quote = "" if quote else char
-            elif not quote:
-                depth = max(0, depth + (char == "(") - (char == ")"))
-        at += more
-    if now.strip():
-        yield now.strip()
+    text = _COMMENT_OR_TEXT.sub(
+        lambda found: "" if found[1] else _CONTINUED.sub(" ", found[0]), text
+    )
+    return filter(None, map(str.strip, _STATEMENT.findall(text)))
 
 
 def _as_commands(here: re.Match[str]) -> str:
     """A here document as commands that do nothing, because it is text in which any quote may be."""
-    lines = (f": {one_line}" for one_line in re.sub("[\"'()]", "", here[4]).splitlines())
+    lines = (f": {line}" for line in re.sub("[\"'()]", "", here[4]).splitlines())
     return "\n".join((here[3], *lines))
 
 
-def closed(text: str, at: int, name: bool = False) -> int:
-    """Where what begins at a place ends: with `name` a substitution, `$NAME`, `${...}`, `$(...)`,
-    else a word or an array."""
-    if name:
-        if text[at + 1 : at + 2] in _CLOSE:
-            return _bracket(text, at + 1)
-        found = re.compile(r"\$(\w+|[@*#?!$-])?").match(text, at)
-        assert found
-        return found.end()
-    quote = ""
-    while at < len(text) and (quote or not text[at].isspace()):
-        if text[at] in "\"'" and quote in ("", text[at]):
-            quote = "" if quote else text[at]
-        elif text[at] == "\\":
-            at += 1
-        elif text[at] == "(" or text[at : at + 2] == "${":
-            at = _bracket(text, at + (text[at] == "$")) - 1
-        at += 1
-    return min(at, len(text))
-
-
-def _bracket(text: str, at: int) -> int:
-    """Behind the bracket that closes the one at a place."""
-    opening, depth = text[at], 0
-    for place in range(at, len(text)):
-        depth += (text[place] == opening) - (text[place] == _CLOSE[opening])
-        if not depth:
-            return place + 1
-    return len(text)
+def word_at(text: str, at: int) -> str:
+    """The word, or the array, that begins at a place."""
+    found = _WORD.match(text, at)
+    assert found  # also matches nothing
+    return found[0]
 
 
 def one_word(text: str) -> str:
@@ -89,19 +65,24 @@ def one_word(text: str) -> str:
     return re.sub(r"[\s\"']", "", text)
 
 
-def expression(text: str) -> int | None:
-    """A shell's arithmetic of whole numbers; None if it has anything else."""
-    try:
-        return _number(ast.parse(text.strip().replace("/", "//"), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-        return None
+def arithmetic(text: str) -> Any:
+    """The value of numbers, lists, their sums and products, and comparisons of two.
+
+    Raises:
+        SyntaxError, ValueError, TypeError, ZeroDivisionError: if it has anything else.
+    """
+    return _evaluated(ast.parse(text.strip(), mode="eval").body)
 
 
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.BinOp):
-        return _BINARY[type(node.op)](_number(node.left), _number(node.right))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return int(_COMPARE[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    raise ValueError("no whole number")
+def _evaluated(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=items):
+            return [_evaluated(item) for item in items]
+        case (
+            ast.BinOp(left=left, op=sign, right=right)
+            | ast.Compare(left=left, ops=[sign], comparators=[right])
+        ) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_evaluated(left), _evaluated(right))
+    raise ValueError(ast.unparse(node))
