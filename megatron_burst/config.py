@@ -75,8 +75,10 @@ class Tuning:
             ("timeout_s", "a rank waits that long for the others"),
         ):
             value = getattr(self, name)
-            must = f"{name} must be positive, because {why}"
-            yield value is None or value > 0, must, value, "leave it out"
+            yield (
+                value is None or value > 0,
+                f"{name} must be positive, because {why}", value, "leave it out",
+            )  # fmt: skip
         yield (
             self.pieces or self.heads_per_round is None,
             "pieces=False and heads_per_round must not both be set, because pieces=False is one "
@@ -197,60 +199,49 @@ class BurstConfig:
         """Whether inputs of recomputed layers are offloaded."""
         return self.keep_offload in ("inputs", "both")
 
-    def _needs_of_modes(self) -> Iterator[Need]:
-        flat, change = self.tuning.flat, "leave one of them out"
-        yield (
-            not flat or self.inter == "auto",
-            "flat and inter must not both be set, because one ring over all ranks ignores nodes",
-            f"inter={self.inter}",
-            change,
-        )
-        only = "ring" if flat else "a2a"
-        yield (
-            (not flat and self.inter != "a2a") or self.intra in ("auto", only),
-            f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
-            "mode then runs over all ranks, ignoring nodes",
-            f"intra={self.intra}",
-            change,
-        )
+    def _needs_of_modes(self) -> list[Need]:
+        flat, only = self.tuning.flat, "ring" if self.tuning.flat else "a2a"
+        alone = flat or self.inter == "a2a"
+        return [
+            (not flat or self.inter == "auto",
+             "flat and inter must not both be set, because one ring over all ranks ignores nodes",
+             f"inter={self.inter}", "leave one of them out"),
+            (not alone or self.intra in ("auto", only),
+             f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
+             "mode then runs over all ranks, ignoring nodes",
+             f"intra={self.intra}", "leave one of them out"),
+        ]  # fmt: skip
 
-    def _needs_of_keep(self) -> Iterator[Need]:
+    def _needs_of_keep(self) -> list[Need]:
         auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
-        must = "keep_layers must not be negative, because it counts layers"
-        yield layers is None or layers >= 0, must, layers, "leave it out"
-        must = "keep_budget_gib must be positive, because it limits what is kept"
-        yield room is None or room > 0, must, room, "pass GiB, or leave it out"
-        yield (
-            auto == (room is not None),
-            "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
-            "the budget allows",
-            f"keep={self.keep}, keep_budget_gib={room}",
-            "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither",
-        )
-        for name, value in (
-            ("keep_layers", layers),
-            ("keep_offload", self.offloads_results and self.keep_offload),
-            ("keep_debug", self.tuning.keep_debug),
-        ):
-            must = f"{name} must come with keep, because nothing is kept without it"
-            change = "pass --burst-keep all, or leave it out"
-            alone = self.keep == "none" and value not in (None, False)
-            yield not alone, must, f"keep=none, {name}={value}", change
-        yield (
-            not auto or (layers is None and not self.offloads_results),
-            "keep=auto must not be combined with keep_layers or keep_offload=results, because "
-            "it chooses them",
-            f"keep_layers={layers}, keep_offload={self.keep_offload}",
-            "leave them out",
-        )
-        host = self.tuning.keep_host_gib
-        yield (
-            host is None or self.keep_offload != "none" or auto,
-            "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
-            "memory for offloading",
-            f"keep_host_gib={host} alone",
-            "pass --burst-keep-offload, or leave it out",
-        )
+        host, results = self.tuning.keep_host_gib, self.offloads_results
+        beside = dict(
+            keep_layers=layers, keep_offload=results and self.keep_offload,
+            keep_debug=self.tuning.keep_debug,
+        )  # fmt: skip
+        return [
+            (layers is None or layers >= 0,
+             "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
+            (room is None or room > 0,
+             "keep_budget_gib must be positive, because it limits what is kept", room,
+             "pass GiB, or leave it out"),
+            (auto == (room is not None),
+             "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
+             "the budget allows", f"keep={self.keep}, keep_budget_gib={room}",
+             "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither"),
+            *((self.keep != "none" or value in (None, False),
+               f"{name} must come with keep, because nothing is kept without it",
+               f"keep=none, {name}={value}", "pass --burst-keep all, or leave it out")
+              for name, value in beside.items()),
+            (not auto or (layers is None and not results),
+             "keep=auto must not be combined with keep_layers or keep_offload=results, because "
+             "it chooses them", f"keep_layers={layers}, keep_offload={self.keep_offload}",
+             "leave them out"),
+            (host is None or self.keep_offload != "none" or auto,
+             "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
+             "memory for offloading", f"keep_host_gib={host} alone",
+             "pass --burst-keep-offload, or leave it out"),
+        ]  # fmt: skip
 
     @classmethod
     def from_args(cls, args: Namespace) -> "BurstConfig":

@@ -219,4 +219,3 @@ def expanded(text: str, folder: Path | None = None, given: Mapping[str, str] | N
         values.setdefault("SLURM_JOB_NUM_NODES", nodes[1])
         values.setdefault("SLURM_NNODES", nodes[1])
     return "\n".join(_Shell(folder, values).run(text))
-
