@@ -101,6 +101,8 @@ def _rings(case: Case) -> Iterator[Case]:
 def _gathers(case: Case) -> Iterator[Case]:
     """Gather and a2a: rounds, remainders, transports, kernel abilities."""
     size, nodes = case.topology.intra_size, case.topology.inter_size
+    if case.mode == "a2a" and nodes == 1 and case.circulate is Circulate.Q:
+        return  # nothing circulates: the programs are those of circulating keys
     lefts = (False, True) if case.mode == "a2a" or nodes > 1 else (False,)
     if case.mode == "gather" and case.circulate is Circulate.Q:
         lefts = (False,)

@@ -157,13 +157,22 @@ def test_a_pass_may_follow_itself(direction):
             assert check([case.programs(direction)], case.layout, case.mask) == [], case
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_what_is_made_wrong_is_found(mutation):
-    random, tried = Random(mutation.__name__), 0
+@pytest.fixture(scope="module")
+def proven():
+    """Each case, its passes, and which operation waits for which in them."""
+    found = []
     for case in CASES:
         passes = case.passes()
         orders = [[order(program) for program in programs] for programs in passes]
         assert check(passes, case.layout, case.mask, orders) == [], case
+        found.append((case, passes, orders))
+    return found
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_what_is_made_wrong_is_found(proven, mutation):
+    random, tried = Random(mutation.__name__), 0
+    for case, passes, orders in proven:
         mutants = list(mutation(passes, orders))
         for what, wrong, claims in random.sample(mutants, min(4, len(mutants))):
             assert check(wrong, case.layout, case.mask, claims), (str(case), what)

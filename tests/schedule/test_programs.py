@@ -280,7 +280,7 @@ def test_hop_buffers_do_not_grow_with_the_group(case):
     if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask.causal:
         grad += 1  # a step without a tile adds nothing: what it sent stays until what came goes on
     for direction in Direction:
-        program = case.programs(direction)[0]
+        program = MODES[case.mode](case.spec(direction))
         assert program.count(Home.HOP, Cargo.READ) <= read
         assert program.count(Home.HOP, Cargo.GRAD) <= (grad if direction is BACKWARD else 0)
 
