@@ -1,14 +1,14 @@
 """Proves the programs of all ranks of a group, before any of them runs.
 
-What `order` derives is a claim to be verified. The check goes through a rank's operations with what
-each stream knows to be finished (one bit per operation): no two uses of the same memory, at least
-one a write, may be unordered. `check_links` checks how ranks meet, `check_values` what they
-compute.
+The waits that `order` derives are not trusted. The check goes through a rank's operations and
+keeps what each stream knows to be finished, one bit per operation. Two uses of the same memory must
+be ordered if one of them writes. `check_links` checks that transfers match, `check_values` what is
+computed.
 
-Ranks touch each other's memory only when they pull. The flow control of `comm.carrier.PulledSlots`
-is modelled here: a rank past the barrier of one exchange knows that all copies of the previous
-exchange are finished, since each rank copies in order; and a rank's slot is read from its own
-arrival on.
+Ranks read each other's memory only when they pull. The check assumes what
+`comm.carrier.PulledSlots` does. A rank that has passed the barrier of a transfer knows that all
+copies of the previous transfer have finished, because each rank copies in order. A rank's slot may
+be read once that rank has reached the barrier.
 """
 
 from collections import defaultdict
@@ -33,15 +33,14 @@ def check(
     passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None,
     boundaries: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
-    """Faults in the programs of a group; empty if they are proven.
+    """Faults in the programs of a group; none if they are correct.
 
     Args:
-        passes: for each pass, the programs of all ranks, by cp rank. Passes run one after the other
-            on the same memory, then again from the first: a forward, and the backward that reads
-            what it saved.
+        passes: for each pass, the programs of all ranks, by cp rank. A forward is followed by the
+            backward that reads what it saved. All passes run twice, on the same memory.
         layout: of the tokens.
         mask: of the sequence.
-        orders: waits to use instead of those from `order`.
+        orders: used instead of what `order` derives.
         boundaries: positions where documents begin, except the first.
     """
     orders = orders or [[order(program) for program in programs] for programs in passes]
@@ -62,8 +61,8 @@ def check(
 
 
 def _held_up(programs: Sequence[Program], links: Links, waits: Sequence) -> list[str]:
-    """Operations that hang where more blocks than streams alone. Most blocks with overlap off, so
-    what runs then always runs."""
+    """Operations that hang where a wait blocks more than its stream. With overlap off it blocks
+    most, so a program that finishes then always finishes."""
     if not (stuck := run(programs, links, waits, How.SERIAL)):
         return []
     return [*run(programs, links, waits, How.ONE_QUEUE),
@@ -93,8 +92,8 @@ class _Access:
     """A use of memory.
 
     Attributes:
-        bit: must be known before the memory is reused.
-        at: the operation: a program, and its number there.
+        bit: a stream that knows it may use the memory.
+        at: the program and the number of the operation.
     """
 
     ref: Ref
@@ -112,7 +111,7 @@ class _Access:
         return all(not (a and b) or max(a.start, b.start) < min(a.stop, b.stop) for a, b in spans)
 
     def covers(self, other: "_Access") -> bool:
-        """Whether anything that conflicts with the other access conflicts with this write."""
+        """Whether this is a write with which everything conflicts that conflicts with the other."""
         one, two = self.ref, other.ref
         whole = one.rows is None and one.heads is None
         inside = one.buffer == two.buffer and (
@@ -124,13 +123,13 @@ class _Access:
 
 @dataclass
 class _Pull:
-    """The pulled exchanges of one kind on a rank: in order on their own stream."""
+    """The pulled transfers of one cargo on a rank, which run in order on their own stream."""
 
     known: int = 0  # on that stream
     rounds: int = 0  # in total
     first: int = 0  # at the start of the pass
-    drained: int = 0  # of the last one: all ranks' copies out of this rank's slot are done
-    passed: list[int] = field(default_factory=list)  # what each barrier's event implies
+    drained: int = 0  # once known, all copies out of the last slot have finished
+    passed: list[int] = field(default_factory=list)  # known after each barrier
 
 
 class _Rank:
@@ -148,7 +147,7 @@ class _Rank:
         return self.next_bit
 
     def go(self, program: Program, claim: Order) -> list[tuple[int, ...]]:
-        """Run one pass; returns the waits, including slots' barriers."""
+        """Run one pass; returns the waits, including those for barriers of slots."""
         self.program, self.turn = program, self.turn + 1
         self.after: list[int] = []
         self.pulled = {op.cargo for op in program.ops if isinstance(op, Transfer) and op.pulled}
@@ -171,7 +170,7 @@ class _Rank:
     def _issue(self, index: int, op: Op, claim: Order) -> tuple[int, ...]:
         waits = claim.waits[index]
         if waits and max(waits) >= index:
-            self._fault(index, f"waits for {waits}, of which some are issued behind it")
+            self._fault(index, f"waits for {waits}, of which some are issued after it")
             waits = tuple(other for other in waits if other < index)
         past = self.begin if isinstance(op, Transfer) else self.known[op.stream]
         for other in waits:
@@ -204,7 +203,7 @@ class _Rank:
             pull.drained = given
             pull.rounds += 1
             self.exchanges[op.cargo].append(index)
-        tells = op.pulled or op.gives or op.takes  # waiting for an empty transfer proves nothing
+        tells = op.pulled or op.gives or op.takes  # waiting for an empty one orders nothing
         self.after.append(past | bit if tells else 0)
         for give in op.gives:
             self._touch(_Access(give.rows, False, given, (self.program, index)), past)
@@ -212,7 +211,7 @@ class _Rank:
             self._touch(_Access(take.rows, True, bit, (self.program, index)), past)
 
     def _views(self, op: Op) -> tuple[int, list[int]]:
-        """What is known, and waited for, if the operation is the first to use a pulled slot."""
+        """What the first operation that uses a pulled slot knows and waits for."""
         past, waits = 0, []
         for name in [ref.buffer for ref in (*op.reads, *op.writes)] if self.pulled else ():
             buffer = self.program.buffers[name]
@@ -241,14 +240,14 @@ class _Rank:
         for earlier in self.history[storage]:
             ordered = past & earlier.bit
             if not ordered and access.meets(earlier):
-                self._fault(access.at[1], f"is not ordered behind {name_of(*earlier.at)}: "
+                self._fault(access.at[1], f"is not ordered after {name_of(*earlier.at)}: "
                             f"{access.ref} and {earlier.ref} are the same memory")  # fmt: skip
             if not (ordered and access.covers(earlier)):
                 kept.append(earlier)
         self.history[storage] = [*kept, access]
 
     def _parts(self, op: Op, index: int) -> None:
-        """Parts belong to the compute stream: allocated and written there, and never sent."""
+        """Check that parts are allocated and written on the compute stream, and never sent."""
         for refs, writes in ((op.reads, False), (op.writes, True)):
             for ref in refs:
                 home = self.program.buffers[ref.buffer].home
@@ -268,5 +267,5 @@ class _Rank:
         for use in self.uses[part]:
             if self.after[use] & ~known:
                 self._fault(index, f"frees {part}, but the compute stream does not know that "
-                                   f"{name_of(self.program, use)} is over")  # fmt: skip
+                                   f"{name_of(self.program, use)} has finished")  # fmt: skip
         self.freed.add(part)

@@ -1,7 +1,8 @@
-"""What each operation computes, symbolically.
+"""What each operation computes, with cells instead of numbers.
 
-A cell is one row and one head of a field. It records its position and head, and what was summed
-into it, as a bit set: keys for results and query gradients, (query, head) pairs for key gradients.
+A cell stands for one row and one head of a field. It holds its position, its head, and a bit set of
+what was summed into it: keys for results and query gradients, (query, head) pairs for key
+gradients.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,18 +28,18 @@ Fields = Mapping[str, Rows]
 
 
 class WrongError(Exception):
-    """An operation that is wrong."""
+    """An operation reads or writes something wrong."""
 
 
 def written(name: str, cells: Rows, where: object) -> Rows:
     """The cells.
 
     Raises:
-        WrongError: unless all of them were written.
+        WrongError: if one of them was not written.
     """
     for row, line in enumerate(cells):
         if None in line:
-            raise WrongError(f"reads {name} of {where}, never written in row {row}")
+            raise WrongError(f"reads {name} of {where}, which is not written in row {row}")
     return cells
 
 
@@ -129,8 +130,8 @@ def _fill(values, program: Program, op: ops.Fill) -> None:
 def _seen(
     values, program: Program, op: ops.Attend | ops.AttendBackward, q: Rows, k: Rows
 ) -> list[int]:
-    """The key rows of a tile that each query row sees, as bit sets, by `op.mask`: within its
-    document, the last query row and the last key row are at the same position.
+    """The key rows of a tile that each query row sees, as bit sets. In each document, the mask
+    aligns the last query row with the last key row.
 
     Raises:
         WrongError: if a query row has no key, or rows are not at the positions in `op.places`.
@@ -189,7 +190,7 @@ def _documents(values, rows: Rows, places: Iterable[range]) -> dict[int, range]:
 
 
 def _keys(values, kv: Fields, refs: Sequence[Ref], name: str = "k") -> Rows:
-    """k, if v is of the same rows and heads."""
+    """k, after checking that v has the same rows and heads."""
     k, v = _taken(kv, "k", refs), _taken(kv, "v", refs)
     for row, other in zip(k, v, strict=True):
         if [cell[1:] for cell in row] != [cell[1:] for cell in other]:
@@ -262,7 +263,11 @@ def _attend_backward(values, program: Program, op: ops.AttendBackward) -> None:
 
 
 def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
-    """q, if the whole query side is of the same rows and heads, and complete."""
+    """q, after checking that the query side is complete.
+
+    Raises:
+        WrongError: if a field is missing or has other rows or heads, or lse is not over all keys.
+    """
     q = _taken(side, "q", refs)
     others = ("dout", "lse", *(name for name in ("delta", "out") if name in side))
     if len(others) < 3:
@@ -279,7 +284,7 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
 
 
 def _queries(values, q: Rows, seen: Sequence[int], key: int, head: int, heads: int) -> int:
-    """The (query, head) pairs that saw a key row, whose gradient is the sum over them; `heads`:
+    """The (query, head) pairs that saw a key row: its gradient is the sum over them. `heads` is the
     number of KV heads."""
     group, own = values.group, len(q[0]) // heads
     columns = range(head * own, (head + 1) * own)

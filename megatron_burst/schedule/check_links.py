@@ -1,9 +1,9 @@
-"""How ranks meet: every transfer has its partner, and no rank waits forever.
+"""Checks that transfers of ranks match, and that no rank waits forever.
 
-Messages between two ranks on one communicator (a link and a cargo) are matched in the order of
-issue, as NCCL and gloo do. A run is then simulated with in-order queues: a transfer completes when
-all its partners have launched theirs, after the last one of the same communicator. What blocks what
-depends on the machine (`How`).
+Messages between two ranks on one communicator (a link and a cargo) match in the order of issue, as
+in NCCL and gloo. Then the programs are run with queues that keep their order. A transfer starts
+after the previous one of its communicator, and completes once all its partners have started. What a
+waiting operation blocks depends on the machine (`How`).
 """
 
 from collections import defaultdict, deque
@@ -34,8 +34,8 @@ class Links:
     """Which transfers match in a pass.
 
     Attributes:
-        partners: all transfers that complete together with one, itself included.
-        sources: the sending end of each message, by the transfer that receives it.
+        partners: for each transfer, those that complete together with it, itself included.
+        sources: for each transfer, who sends what it receives.
         faults: mismatches.
     """
 
@@ -68,7 +68,7 @@ def meet(programs: Sequence[Program]) -> Links:
     _match(programs, links, sent, taken)
     for (row, *key), found in rows.items():
         if missing := set(programs[0].topology.grid[row]) - found.keys():
-            links.faults.append(f"{_of(key)}: ranks {sorted(missing)} do not come to its barrier")
+            links.faults.append(f"{_of(key)}: ranks {sorted(missing)} do not reach its barrier")
         for at in found.values():
             links.partners[at] |= set(found.values())
     return links
@@ -79,7 +79,7 @@ def _of(key: Sequence) -> str:
 
 
 def _slot_faults(program: Program, index: int, count: int) -> list[str]:
-    """Faults of slots: the barrier of a pulled exchange is that of its slot."""
+    """Faults of slots: pulled transfer n must use slot n, whose barrier it passes."""
     slot = program.ops[index].slot
     number = program.buffers[slot.buffer].number if slot else None
     if number == count:
@@ -146,8 +146,8 @@ def run(
         programs: of all ranks.
         links: which transfers match.
         waits: by rank and operation, what it waits for.
-        how: the machine.
-        values: notified of what runs.
+        how: what a waiting operation blocks.
+        values: computes what runs, if given.
     """
     return _Run(programs, links, waits, how, values).stuck()
 

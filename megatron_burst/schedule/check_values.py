@@ -1,6 +1,7 @@
-"""What programs compute, symbolically: every query meets each of its keys once.
+"""Checks what programs compute: every query meets each of its keys once.
 
-Cells are those of `check_kernels`. Rows are tracked one by one, so a few per rank prove everything.
+Instead of numbers, memory holds the cells of `check_kernels`, one for each row and head. Programs
+are the same for all lengths, so a few rows per rank are enough.
 """
 
 from bisect import bisect_right
@@ -73,7 +74,7 @@ class Values:
         return [place for span in spans for place in span]
 
     def _lay_in(self, program: Program, name: str) -> None:
-        """Set what the caller passes; q and lse come with k and v, or forward saved all of them."""
+        """Set what the caller passes: without q and lse if backward reads what forward saved."""
         recalled = {"q", "lse"} if name == "side" and "kv" not in program.buffers else set()
         self.memory[program.cp_rank, *self.storage(program, name)] = (name, self.turn), {
             field.name: [
@@ -85,7 +86,7 @@ class Values:
         }  # fmt: skip
 
     def whole(self, field: str, position: int, head: int) -> Cell:
-        """A complete cell."""
+        """The cell that is correct, with everything summed into it."""
         if field in ("out", "lse", "dq"):
             return Cell(field, position, head, self.visible(position))
         if field in ("dk", "dv"):
@@ -103,7 +104,7 @@ class Values:
         return (1 << stop) - (1 << start)
 
     def of_query(self, position: int) -> int:
-        """All query heads of a position, as counted in key gradients."""
+        """The bits of a position's query heads in key gradients."""
         return ((1 << self.group) - 1) << position * self.group
 
     def document(self, position: int) -> tuple[int, int]:
@@ -113,7 +114,7 @@ class Values:
         return edges[index], edges[index + 1]
 
     def _end(self) -> None:
-        """Compare with what the pass should compute."""
+        """Compare the results of the pass with the correct ones."""
         for program in self.programs:
             names = ("dq", "dkv") if program.direction is Direction.BACKWARD else ("out",)
             for name in names:
@@ -140,7 +141,7 @@ class Values:
         return (name, self.turn) if passing else buffer.storage
 
     def fields(self, program: Program, name: str, writes: bool) -> dict[str, Rows]:
-        """A buffer's cells; empty after another buffer was written to its memory."""
+        """A buffer's cells; empty if another buffer was written to its memory since."""
         key, buffer = (program.cp_rank, *self.storage(program, name)), program.buffers[name]
         owner, found = self.memory.get(key, (None, {}))
         mine = name, 0 if buffer.home is Home.LEFT else self.turn
@@ -189,7 +190,7 @@ class Values:
         self._one_less()
 
     def give(self, rank: int, index: int) -> None:
-        """Launch a transfer: from now on it reads what it sends."""
+        """Launch a transfer: what it sends is read now."""
         program = self.programs[rank]
         op = program.ops[index]
         for number, give in enumerate(op.gives):

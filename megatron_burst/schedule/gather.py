@@ -13,15 +13,16 @@ round.
 """
 
 from megatron_burst.schedule.call import Cargo, Circulate
-from megatron_burst.schedule.emitter import Gradients, Outputs, Sum, sums_of
+from megatron_burst.schedule.emitter import Gradients, Sum, sums_of
 from megatron_burst.schedule.gather_documents import Documents
-from megatron_burst.schedule.gather_steps import gather_steps
-from megatron_burst.schedule.inter_node import Circulating, InRounds, Sides, sums
+from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
+from megatron_burst.schedule.gather_steps import Leaf, gather_steps
+from megatron_burst.schedule.inter_node import sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
 from megatron_burst.schedule.operations import Copy, Give, Ref, Stream, Take
 from megatron_burst.schedule.pieces import Halo, halo
-from megatron_burst.schedule.program import Field, Home, Program, dkv_fields, kv_fields
+from megatron_burst.schedule.program import Field, Home, Program
 from megatron_burst.schedule.spec import Spec
 
 
@@ -37,14 +38,13 @@ def gather(spec: Spec) -> Program:
     return emitter.program()
 
 
-class _Gather(InRounds):
+class _Gather(GatherEmitter):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.plan = gather_steps(spec)
-        self.rounds, self.order = self.plan.rounds, self.plan.order
-        self.others = spec.topology.others(spec.cp_rank)
+        self.plan = gather_steps(spec, self.order)
+        self.tiles = [step.tiles for step in self.plan.steps]
         self.halos = self._halos()
-        self.keys = Keys(self)
+        self.keys = KeysInSequence(self)
 
     def _halos(self) -> tuple[Halo, ...]:
         """Rows of the circulating keys, by how many nodes away they are from."""
@@ -54,153 +54,84 @@ class _Gather(InRounds):
         terms = topology, spec.layout, spec.mask, spec.shape.tokens
         return tuple(halo(*terms, owner) for owner in owners)
 
-    def forward(self) -> None:
-        self.keys.prepare(0, late=False)
-        self.keys.prepare(0, late=True)
-        for index, step in enumerate(self.plan.steps):
-            heads = self.queries(step.heads)
-            if self.order[index].first:
-                tiles = self.plan.tiles_of_round(self.order[index].round)
-                name = f"round {self.order[index].round}"
-                q, out = Ref("q", heads=heads), Ref("out", heads=heads)
-                outputs = Outputs(self, name, tiles, q, out)
-            for tile in step.before:
-                outputs.compute(tile, Ref("kv", heads=step.heads))
-            self.keys.prepare(index + 1, late=False)
-            for tile in step.tiles:
-                outputs.compute(tile, self.keys.of(index))
-            self.keys.prepare(index + 1, late=True)
-            if self.order[index].last:
-                outputs.merge()
-
     def backward(self) -> None:
-        sides, keys = Sides(self, self.order, self.rounds), self.keys
-        shares = Shares(self)
+        sides, keys, shares = Sides(self), self.keys, Shares(self)
         rows = self.spec.shape.tokens
         of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, rows)
         of_keys = KeySums(self, shares)
-        alone = self.spec.topology.inter_size == 1
         sides.prepare(0)
-        keys.prepare(0, late=False)
-        keys.prepare(0, late=True)
-        for index, step in enumerate(self.plan.steps):
-            side, heads = sides.of(index), (len(self.queries(step.heads)), len(step.heads))
-            direct = self.dq_of(self.order[index].round) if alone else None
-            tiles = Gradients(self, f"{index}", step.every_tile, side, direct, heads, rows)
-            own = Ref("kv", heads=step.heads)
+        keys.prepare(0)
+        for index, step in enumerate(self.order):
+            side, tiles, heads = sides.of(index), self.tiles[index], self.rounds[step.round]
+            direct = self.dq_of(step.round) if self.alone else None
+            counts, own = (len(self.queries(heads)), len(heads)), self.of_keys("kv", step.round)
+            grads = Gradients(self, f"{index}", tiles.every, side, direct, counts, rows)
             of_keys.before(index - 1)
-            for tile in step.before:
-                shares.add_own(index, tile, tiles.compute(tile, own))
-            if step.before:  # these tiles hide the transfer inside the node that the sums wait for
+            for tile in tiles.before:
+                shares.add_own(index, tile, grads.compute(tile, own))
+            if tiles.before:  # they hide the transfer inside the node that the sums wait for
                 of_keys.add(index - 1)
-            keys.prepare(index + 1, late=False)
-            for tile, share in zip(step.tiles, shares.of(index), strict=True):
-                tiles.compute(tile, keys.of(index), into=share)
-            if not step.before:
+            keys.prepare_early(index + 1)
+            for tile, share in zip(tiles.gathered, shares.of(index), strict=True):
+                grads.compute(tile, keys.of(index), into=share)
+            if not tiles.before:
                 of_keys.add(index - 1)
             sides.prepare(index + 1)
-            keys.prepare(index + 1, late=True)
+            keys.prepare_late(index + 1)
             of_keys.come_home(index - 1)
             shares.leave(index)
-            for tile in step.after:
-                shares.add_own(index, tile, tiles.compute(tile, own))
-            of_queries.add(index, tiles.sums())
+            for tile in tiles.after:
+                shares.add_own(index, tile, grads.compute(tile, own))
+            of_queries.add(index, grads.sums())
             of_queries.come_home(index)
         of_queries.come_home(len(self.order))
         of_keys.finish()
 
 
-class Keys:
-    """Keys and values of all ranks of a node, one gather at a time, in sequence order.
-
-    Rows that no tile of this rank reads are not fetched; their contents are undefined.
-    """
+class KeysInSequence(Keys):
+    """Keys in sequence order; rows that no tile of this rank reads are not fetched, so their
+    contents are undefined."""
 
     def __init__(self, emitter: _Gather) -> None:
-        self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
-        self._travels = not spec.backward or spec.circulate is Circulate.KV
-        self._recalls = spec.left and spec.backward
-        self._circulating = None
-        if self._travels and not self._recalls and spec.topology.inter_size > 1:
-            self._circulating = Circulating(
-                emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
-                self._fields, emitter.halos,
-            )  # fmt: skip
-        self._slots = emitter.slot_count(
-            Cargo.READ, len(self._plan.reads), self._plan.num_rows, self._fields(0)
-        )
+        plan = self._plan = emitter.plan
+        super().__init__(emitter, emitter.halos, len(plan.reads), plan.num_rows)
 
-    def _fields(self, round_: int) -> tuple[Field, ...]:
-        return kv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape)
+    def of(self, index: int) -> Ref:
+        return Ref(f"keys {self._plan.gathers[index]}")
 
-    def _begins(self, index: int) -> bool:
-        """Whether a step is the first that uses its gather."""
-        steps = self._plan.steps
-        return index == 0 or steps[index].gather != steps[index - 1].gather
-
-    def prepare(self, index: int, late: bool) -> None:
-        """Start fetching a step's keys: before the kernels that hide it (a gather of what is here,
-        if slots allow), and after them (`late`) what waits for other nodes."""
-        if index >= len(self._plan.steps):
-            return
-        comes = bool(self._circulating and self._emitter.order[index].distance)
-        early = not comes and (self._slots > 1 or index == 0)
-        if not late:
-            if early:
-                self._gather(index)
-            return
-        if not comes and not early:
-            self._gather(index)
-        if self._circulating:
-            self._circulating.set_out(index)
-        if comes:
-            self._gather(index)
-        if self._circulating:
-            self._circulating.pass_on(index)
+    def _is_early(self, index: int) -> bool:
+        return self._slots > 1 or index == 0  # a single slot is free after the kernels only
 
     def _gather(self, index: int) -> None:
-        emitter, step, stream = self._emitter, self._emitter.order[index], Stream.COMPUTE
-        source = Ref("kv", heads=self._plan.steps[index].heads)
-        if step.distance and self._circulating:
-            source, stream = self._circulating.piece(step.round, step.distance), Stream.SIDE
-        if step.distance and emitter.spec.left:
-            name = f"left {step.round}+{step.distance}"
-            fields = self._fields(step.round)
-            halo = emitter.halos[step.distance]
-            left = emitter.buffer(name, Home.LEFT, halo.rows, fields)
-            if self._circulating and halo.rows:
-                emitter.emit(Copy((source,), left, stream))
-            source = left
-        if self._begins(index):
-            self._fill_and_exchange(index, source, stream)
-
-    def _fill_and_exchange(self, index: int, source: Ref, stream: Stream) -> None:
-        emitter, step, mine = self._emitter, self._plan.steps[index], self._plan.cp_rank
+        emitter, source, plan = self._emitter, self._source(index), self._plan
+        step, mine, number = plan.steps[index], emitter.spec.cp_rank, plan.gathers[index]
+        if index and number == plan.gathers[index - 1]:
+            return
         slot = emitter.buffer(
-            f"keys {step.gather}", Home.SLOT, self._plan.num_rows,
-            self._fields(emitter.order[index].round), Cargo.READ, step.gather, self._slots,
+            f"keys {number}", Home.SLOT, plan.num_rows,
+            emitter.kv_fields_of(emitter.order[index].round), Cargo.READ, number, self._slots,
         )  # fmt: skip
-        away = emitter.order[index].distance if self._travels else 0
+        away = emitter.order[index].distance if emitter.keys_travel else 0
+        stream = Stream.SIDE if self._comes(index) else Stream.COMPUTE
         for piece in (piece for piece in step.keys if piece.holder == mine):
             if away == 0:
                 emitter.emit(Copy((source.at(piece.rows),), slot.at(piece.whole), stream))
                 continue
-            for rows, packed in emitter.halos[away].parts(piece.rows):
+            for rows, packed in self._halos[away].parts(piece.rows):
                 there = rows.moved(piece.whole.start - piece.rows.start)
                 emitter.emit(Copy((source.at(packed),), slot.at(there), stream))
-        reads, others = self._plan.reads[step.gather], self._emitter.others
-        gives = [Give(peer, slot.at(p.whole)) for peer in others for p in reads[peer]]
+        reads = plan.reads[number]
+        gives = [Give(peer, slot.at(p.whole)) for peer in emitter.others for p in reads[peer]]
         takes = [
             Take(peer, slot.at(piece.whole), slot.at(piece.whole))
-            for peer in others
+            for peer in emitter.others
             for piece in reads[mine]
             if piece.holder == peer
         ]
         emitter.exchange(Cargo.READ, slot, gives, takes)
 
-    def of(self, index: int) -> Ref:
-        """The gathered keys and values of a step."""
-        return Ref(f"keys {self._plan.steps[index].gather}")
+    def _arrange(self, index: int) -> None:
+        """They are in order."""
 
 
 class Shares:
@@ -217,24 +148,17 @@ class Shares:
         )
         self._own: dict[int, list[tuple[Tile, Ref]]] = {}
 
-    def _fields(self, round_: int) -> tuple[Field, ...]:
-        emitter = self._emitter
-        heads, dtype = len(emitter.rounds[round_]), emitter.spec.share_dtype
-        return dkv_fields(heads, emitter.spec.shape, dtype)
+    def _fields(self, index: int) -> tuple[Field, ...]:
+        round_ = self._emitter.order[index].round
+        return self._emitter.dkv_fields_of(round_, self._emitter.spec.share_dtype)
 
     def of(self, index: int) -> list[Ref]:
         """Where the tiles of a step write their shares, one after the other."""
-        lengths = [len(tile.kv) for tile in self._plan.steps[index].tiles]
-        fields = self._fields(self._emitter.order[index].round)
+        lengths = [len(tile.kv) for tile in self._plan.steps[index].tiles.gathered]
         slot = self._emitter.buffer(
-            f"shares {index}",
-            Home.SLOT,
-            self._plan.share_rows,
-            fields,
-            Cargo.GRAD,
-            index,
-            self.slots,
-        )
+            f"shares {index}", Home.SLOT, self._plan.share_rows, self._fields(index), Cargo.GRAD,
+            index, self.slots,
+        )  # fmt: skip
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         pairs = zip(starts, lengths, strict=True)
         return [slot.at(Span(start, start + length)) for start, length in pairs]
@@ -245,31 +169,32 @@ class Shares:
 
     def leave(self, index: int) -> None:
         """Start sending a step's shares to the ranks that hold the keys."""
-        mine, slot = self._plan.cp_rank, Ref(f"shares {index}")
-        leaves = self._plan.steps[index].leaves
-        gives = [Give(leaf.piece.holder, slot.at(leaf.rows)) for leaf in leaves[mine]]
+        slot, leaves = Ref(f"shares {index}"), self._plan.steps[index].leaves
+        own = leaves[self._emitter.spec.cp_rank]
+        gives = [Give(leaf.piece.holder, slot.at(leaf.rows)) for leaf in own]
         arrivals = self._arrivals(index)
         takes = [Take(rank, slot.at(leaf.rows), rows) for rank, leaf, rows in arrivals]
         self._emitter.exchange(Cargo.GRAD, slot, gives, takes)
 
-    def _arrivals(self, index: int) -> list[tuple]:
+    def _arrivals(self, index: int) -> list[tuple[int, Leaf, Ref]]:
         """(rank, what it sends, where that is received)."""
         leaves, found, start = self._plan.steps[index].leaves, [], 0
-        total = self._plan.steps[index].arriving_rows
-        fields = self._fields(self._emitter.order[index].round)
-        staged = self._emitter.buffer(f"came {index}", Home.STAGING, total, fields, "shares")
-        for rank in self._emitter.others:
-            for leaf in leaves[rank]:
-                stop = start + len(leaf.rows)
-                found.append((rank, leaf, staged.at(Span(start, stop))))
-                start = stop
+        coming = [(rank, leaf) for rank in self._emitter.others for leaf in leaves[rank]]
+        total = sum(len(leaf.rows) for _, leaf in coming)
+        staged = self._emitter.buffer(
+            f"came {index}", Home.STAGING, total, self._fields(index), "shares"
+        )
+        for rank, leaf in coming:
+            stop = start + len(leaf.rows)
+            found.append((rank, leaf, staged.at(Span(start, stop))))
+            start = stop
         return found
 
     def sums(self, index: int) -> list[Sum]:
         """The sums of a step, for all rows held here."""
-        step, mine = self._plan.steps[index], self._plan.cp_rank
+        step, mine = self._plan.steps[index], self._emitter.spec.cp_rank
         parts = [(tile.kv, share) for tile, share in self._own.pop(index, [])]
-        for tile, share in zip(step.tiles, self.of(index), strict=True):
+        for tile, share in zip(step.tiles.gathered, self.of(index), strict=True):
             held = (piece.part(tile.kv) for piece in step.keys if piece.holder == mine)
             parts += [(p.rows, share.at(p.whole.moved(-tile.kv.start))) for p in held if p]
         parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
@@ -286,43 +211,36 @@ class KeySums:
     """
 
     def __init__(self, emitter: _Gather, shares: Shares) -> None:
-        self._emitter, self._shares, spec = emitter, shares, emitter.spec
-
-        def fields(round_: int, dtype) -> tuple[Field, ...]:
-            return dkv_fields(len(emitter.rounds[round_]), spec.shape, dtype)
-
-        def target(round_: int) -> Ref:
-            return Ref("dkv", heads=emitter.rounds[round_])
-
-        self._sums = sums(emitter, emitter.order, True, target, fields, emitter.halos)
-        travel = spec.circulate is Circulate.KV and spec.topology.inter_size > 1
+        self._shares, self._last, spec = shares, len(emitter.order) - 1, emitter.spec
+        dkv = emitter.dkv_of, emitter.dkv_fields_of
+        self._sums = sums(emitter, emitter.order, True, *dkv, emitter.halos)
         self._one_slot = shares.slots == 1
-        self._stream = Stream.SIDE if travel and not self._one_slot else Stream.COMPUTE
+        self._sent_on = spec.circulate is Circulate.KV and not emitter.alone and not self._one_slot
 
     def before(self, index: int) -> None:
         """Before the tiles of the next step."""
         if index >= 0 and self._one_slot:
-            self._form(index, Stream.COMPUTE)
+            self._form(index)
 
     def add(self, index: int) -> None:
         """After its first tiles."""
         if index < 0 or self._one_slot:
             return
-        if self._stream is Stream.COMPUTE:
-            self._form(index, Stream.COMPUTE)
+        if self._sent_on:
+            self._sums.add(index, self._shares.sums(index), Stream.SIDE)
         else:
-            self._sums.add(index, self._shares.sums(index), self._stream)
+            self._form(index)
 
     def come_home(self, index: int) -> None:
         """After all of them."""
-        if index >= 0 and self._stream is Stream.SIDE:
-            self._sums.come_home(index, self._stream)
+        if index >= 0 and self._sent_on:
+            self._sums.come_home(index, Stream.SIDE)
 
-    def _form(self, index: int, stream: Stream) -> None:
-        self._sums.add(index, self._shares.sums(index), stream)
-        self._sums.come_home(index, stream)
+    def _form(self, index: int) -> None:
+        self._sums.add(index, self._shares.sums(index))
+        self._sums.come_home(index)
 
     def finish(self) -> None:
         """The last sums, and the last return transfer."""
-        self._form(len(self._emitter.order) - 1, Stream.COMPUTE)
-        self._sums.come_home(len(self._emitter.order))
+        self._form(self._last)
+        self._sums.come_home(self._last + 1)

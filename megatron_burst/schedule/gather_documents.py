@@ -11,36 +11,28 @@ On several nodes the other nodes' shards circulate (`inter_node`), as in `gather
 
 from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
-from megatron_burst.schedule.emitter import Gradients, Outputs
-from megatron_burst.schedule.inter_node import (
-    Circulating,
-    InRounds,
-    Sides,
-    heads_in_rounds,
-    steps,
-    sums,
-    whole,
-)
+from megatron_burst.schedule.emitter import Gradients
+from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
+from megatron_burst.schedule.gather_tiles import StepTiles
+from megatron_burst.schedule.inter_node import sums, whole
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.operations import Arrange, Copy, Give, Ref, Restore, Stream, Take
-from megatron_burst.schedule.program import Dtype, Field, Home, dkv_fields, kv_fields
+from megatron_burst.schedule.program import Dtype, Field, Home
 from megatron_burst.schedule.spec import Spec
 
 
-class Documents(InRounds):
+class Documents(GatherEmitter):
     """Emits one pass."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, self.tokens = spec.topology, spec.shape.tokens
         self.row, self.column = topology.coord(spec.cp_rank)
-        self.ranks, self.others = topology.grid[self.row], topology.others(spec.cp_rank)
-        self.alone = topology.inter_size == 1
-        self.rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
-        self.order = steps(topology.inter_size, len(self.rounds), spec.backward, spec.left)
+        self.ranks = topology.grid[self.row]
         self.met = [self.meeting(step.distance) for step in self.order]
-        self.keys = Keys(self)
+        self.tiles = [StepTiles((), (met.tile,), ()) for met in self.met]
+        self.keys = KeysByRank(self)
 
     def meeting(self, away: int) -> Meeting:
         """How this rank's chunks meet those of the node `away` nodes away."""
@@ -52,40 +44,22 @@ class Documents(InRounds):
         lies = by_rank(ranks, size)
         return meeting(chunks_of(rank, size), lies, spec.mask, self.tokens // 2)
 
-    def forward(self) -> None:
-        self.keys.prepare(0, late=False)
-        self.keys.prepare(0, late=True)
-        for index, step in enumerate(self.order):
-            if step.first:
-                heads = self.queries(self.rounds[step.round])
-                q, out = (Ref(name, heads=heads) for name in ("q", "out"))
-                here = self.order, self.met
-                tiles = [met.tile for at, met in zip(*here, strict=True) if at.round == step.round]
-                outputs = Outputs(self, f"round {step.round}", tiles, q, out)
-            self.keys.prepare(index + 1, late=False)
-            outputs.compute(self.met[index].tile, self.keys.of(index))
-            self.keys.prepare(index + 1, late=True)
-            if step.last:
-                outputs.merge()
-
     def backward(self) -> None:
-        sides, keys, shares = Sides(self, self.order, self.rounds), self.keys, Shares(self)
+        sides, keys, shares = Sides(self), self.keys, Shares(self)
         of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, self.tokens)
         sides.prepare(0)
-        keys.prepare(0, late=False)
-        keys.prepare(0, late=True)
+        keys.prepare(0)
         for index, step in enumerate(self.order):
-            heads = self.rounds[step.round]
-            tile, direct = self.met[index].tile, self.dq_of(step.round) if self.alone else None
+            heads, (tile,) = self.rounds[step.round], self.tiles[index].gathered
+            direct = self.dq_of(step.round) if self.alone else None
             counts = len(self.queries(heads)), len(heads)
-            keys.prepare(index + 1, late=False)
-            grads = Gradients(
-                self, f"{index}", (tile,), sides.of(index), direct, counts, self.tokens
-            )
+            keys.prepare_early(index + 1)
+            side = sides.of(index)
+            grads = Gradients(self, f"{index}", (tile,), side, direct, counts, self.tokens)
             grads.compute(tile, keys.of(index), into=shares.made(index))
             shares.sum_up(index - 1)
             sides.prepare(index + 1)
-            keys.prepare(index + 1, late=True)
+            keys.prepare_late(index + 1)
             shares.leave(index)
             of_queries.add(index, grads.sums())
             of_queries.come_home(index)
@@ -97,156 +71,103 @@ class Documents(InRounds):
         first = self.ranks.index(rank) * self.tokens
         return slot.at(Span(first, first + self.tokens))
 
-    @staticmethod
-    def beside(index: int) -> Stream:
-        """Nothing hides the first step's copies; later ones run in parallel with kernels."""
-        return Stream.SIDE if index else Stream.COMPUTE
+    def pair(self, what: str, index: int, rows: int, fields: tuple[Field, ...]) -> Ref:
+        """A step's buffer on this rank; two take turns."""
+        count = min(2, len(self.order))
+        return self.buffer(f"{what} {index}", Home.STAGING, rows, fields, what, index, count)
 
 
-class Keys:
-    """Keys and values of each step, in the order that this rank's queries need."""
+class KeysByRank(Keys):
+    """Keys as gathered, rank by rank, and in the order that this rank's queries need."""
+
+    _emitter: Documents
 
     def __init__(self, emitter: Documents) -> None:
-        self._emitter, spec = emitter, emitter.spec
-        self._recalls = spec.left and spec.backward
-        self._travel = not spec.backward or spec.circulate is Circulate.KV
-        self._circulating = None
-        if self._travel and not self._recalls and not emitter.alone:
-            self._circulating = Circulating(
-                emitter, emitter.order, lambda round_: (Ref("kv", heads=emitter.rounds[round_]),),
-                self._fields, whole(emitter, emitter.tokens),
-            )  # fmt: skip
-        gathers = len(emitter.order) if self._travel else len(emitter.rounds)
-        self._slots = emitter.slot_count(
-            Cargo.READ, gathers, len(emitter.ranks) * emitter.tokens, self._fields(0)
-        )
+        gathers = len(emitter.order) if emitter.keys_travel else len(emitter.rounds)
+        rows = len(emitter.ranks) * emitter.tokens
+        super().__init__(emitter, whole(emitter, emitter.tokens), gathers, rows)
         self._there: dict[int, Ref] = {}  # by step, before and after rearranging
         self._seen: dict[int, Ref] = {}
 
-    def _fields(self, round_: int) -> tuple[Field, ...]:
-        return kv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape)
+    def of(self, index: int) -> Ref:
+        return self._seen[index]
 
-    def prepare(self, index: int, late: bool) -> None:
-        """Start fetching a step's keys: what is here before the kernels that hide it; after them
-        (`late`) what comes from other nodes, and copies."""
-        if index >= len(self._emitter.order):
+    def _gather(self, index: int) -> None:
+        emitter, step = self._emitter, self._emitter.order[index]
+        if not (emitter.keys_travel or step.first):
+            self._there[index] = self._there[index - 1]
             return
-        comes = bool(self._circulating and self._emitter.order[index].distance)
-        if self._circulating and late:
-            self._circulating.set_out(index)
-        if comes == late:
-            self._there[index] = self._gather(index)
-        if late:
-            self._seen[index] = self._arrange(index)
-            if self._circulating:
-                self._circulating.pass_on(index)
-
-    def _source(self, index: int) -> Ref:
-        """The shard that this rank contributes: its own, or the one it received."""
-        emitter, step = self._emitter, self._emitter.order[index]
-        source = Ref("kv", heads=emitter.rounds[step.round])
-        if not (step.distance and self._travel):
-            return source
-        if self._circulating:
-            source = self._circulating.piece(step.round, step.distance)
-        if emitter.spec.left:
-            name, fields = f"left {step.round}+{step.distance}", self._fields(step.round)
-            left = emitter.buffer(name, Home.LEFT, emitter.tokens, fields)
-            if self._circulating:
-                emitter.emit(Copy((source,), left, Stream.SIDE))
-            source = left
-        return source
-
-    def _gather(self, index: int) -> Ref:
-        """The keys of all ranks of the node."""
-        emitter, step = self._emitter, self._emitter.order[index]
-        if not (self._travel or step.first):
-            return self._there[index - 1]
-        source = self._source(index)
+        source = self._there[index] = self._source(index)
         if len(emitter.ranks) == 1:
-            return source
-        number, mine = index if self._travel else step.round, emitter.spec.cp_rank
-        slot = emitter.buffer(
+            return
+        number, mine = index if emitter.keys_travel else step.round, emitter.spec.cp_rank
+        slot = self._there[index] = emitter.buffer(
             f"keys {number}", Home.SLOT, len(emitter.ranks) * emitter.tokens,
-            self._fields(step.round), Cargo.READ, number, self._slots,
+            emitter.kv_fields_of(step.round), Cargo.READ, number, self._slots,
         )  # fmt: skip
-        emitter.emit(Copy((source,), emitter.block(slot, mine), emitter.beside(index)))
+        emitter.emit(Copy((source,), emitter.block(slot, mine), _beside(index)))
         gives = [Give(peer, emitter.block(slot, mine)) for peer in emitter.others]
         takes = [Take(p, emitter.block(slot, p), emitter.block(slot, p)) for p in emitter.others]
         emitter.exchange(Cargo.READ, slot, gives, takes)
-        return slot
 
-    def _arrange(self, index: int) -> Ref:
-        emitter, met = self._emitter, self._emitter.met[index]
+    def _arrange(self, index: int) -> None:
+        emitter, met, there = self._emitter, self._emitter.met[index], self._there[index]
         if met.as_they_lie:
-            return self._there[index]
-        fields, count = self._fields(emitter.order[index].round), min(2, len(emitter.order))
-        seen = emitter.buffer(
-            f"seen {index}", Home.STAGING, len(met.tile.kv), fields, "seen", index, count
-        )
-        there, stream = self._there[index], emitter.beside(index)
-        emitter.emit(Arrange(there, seen, met.lies, met.numbers, stream))
-        return seen
+            self._seen[index] = there
+            return
+        fields = emitter.kv_fields_of(emitter.order[index].round)
+        self._seen[index] = emitter.pair("seen", index, len(met.tile.kv), fields)
+        emitter.emit(Arrange(there, self._seen[index], met.lies, met.numbers, _beside(index)))
 
-    def of(self, index: int) -> Ref:
-        """The keys and values of a step."""
-        return self._seen[index]
+
+def _beside(index: int) -> Stream:
+    """Nothing hides the first step's copies; later ones run in parallel with kernels."""
+    return Stream.SIDE if index else Stream.COMPUTE
 
 
 class Shares:
     """Gradients of a step's keys, sent to the ranks that hold the keys, and their sums."""
 
     def __init__(self, emitter: Documents) -> None:
-        self._emitter = emitter
-        self._rows = len(emitter.ranks) * emitter.tokens
-        self._slots = emitter.slot_count(
-            Cargo.GRAD, len(emitter.order), self._rows, self._fields(0, emitter.spec.share_dtype)
-        )
+        self._emitter, self._rows = emitter, len(emitter.ranks) * emitter.tokens
+        fields = self._fields(0, emitter.spec.share_dtype)
+        self._slots = emitter.slot_count(Cargo.GRAD, len(emitter.order), self._rows, fields)
         self._parts: dict[int, tuple[Ref, ...]] = {}  # by step, of the rows held here
+        dkv = emitter.dkv_of, emitter.dkv_fields_of
+        self._sums = sums(emitter, emitter.order, True, *dkv, emitter.tokens)
 
-        def fields(round_: int, dtype: Dtype) -> tuple[Field, ...]:
-            return self._fields(round_, dtype)
-
-        def target(round_: int) -> Ref:
-            return Ref("dkv", heads=emitter.rounds[round_])
-
-        self._sums = sums(emitter, emitter.order, True, target, fields, emitter.tokens)
-
-    def _fields(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        return dkv_fields(len(self._emitter.rounds[round_]), self._emitter.spec.shape, dtype)
+    def _fields(self, index: int, dtype: Dtype) -> tuple[Field, ...]:
+        return self._emitter.dkv_fields_of(self._emitter.order[index].round, dtype)
 
     def made(self, index: int) -> Ref:
         """Where the kernel of a step writes them, in the order of its keys."""
-        emitter = self._emitter
-        fields = self._fields(emitter.order[index].round, emitter.spec.grad_dtype)
-        rows, count = len(emitter.met[index].tile.kv), min(2, len(emitter.order))
-        return emitter.buffer(f"made {index}", Home.STAGING, rows, fields, "made", index, count)
+        rows = len(self._emitter.met[index].tile.kv)
+        fields = self._fields(index, self._emitter.spec.grad_dtype)
+        return self._emitter.pair("made", index, rows, fields)
 
     def leave(self, index: int) -> None:
         """Send them to the ranks that hold the keys."""
         emitter, met, made = self._emitter, self._emitter.met[index], Ref(f"made {index}")
-        fields = self._fields(emitter.order[index].round, emitter.spec.share_dtype)
+        fields, mine = self._fields(index, emitter.spec.share_dtype), emitter.spec.cp_rank
         if met.as_they_lie:
             self._parts[index] = (made,)
             return
         if len(emitter.ranks) == 1:
-            count = min(2, len(emitter.order))
-            whole = emitter.buffer(
-                f"whole {index}", Home.STAGING, self._rows, fields, "whole", index, count
+            by_rank = emitter.pair("whole", index, self._rows, fields)
+        else:
+            by_rank = emitter.buffer(
+                f"shares {index}", Home.SLOT, self._rows, fields, Cargo.GRAD, index, self._slots
             )
-            emitter.emit(Restore(made, whole, met.lies, met.numbers, Stream.SIDE))
-            self._parts[index] = (whole,)
+        emitter.emit(Restore(made, by_rank, met.lies, met.numbers, Stream.SIDE))
+        if len(emitter.ranks) == 1:
+            self._parts[index] = (by_rank,)
             return
-        slot, mine = emitter.buffer(
-            f"shares {index}", Home.SLOT, self._rows, fields, Cargo.GRAD, index, self._slots
-        ), emitter.spec.cp_rank  # fmt: skip
-        emitter.emit(Restore(made, slot, met.lies, met.numbers, Stream.SIDE))
+        own = emitter.block(by_rank, mine)
         came = emitter.buffer(f"came {index}", Home.STAGING, self._rows, fields, "shares")
-        gives = [Give(peer, emitter.block(slot, peer)) for peer in emitter.others]
-        takes = [Take(p, emitter.block(slot, mine), emitter.block(came, p)) for p in emitter.others]
-        emitter.exchange(Cargo.GRAD, slot, gives, takes)
-        here = (emitter.block(came, peer) for peer in emitter.others)
-        self._parts[index] = (emitter.block(slot, mine), *here)
+        gives = [Give(peer, emitter.block(by_rank, peer)) for peer in emitter.others]
+        takes = [Take(peer, own, emitter.block(came, peer)) for peer in emitter.others]
+        emitter.exchange(Cargo.GRAD, by_rank, gives, takes)
+        self._parts[index] = (own, *(emitter.block(came, peer) for peer in emitter.others))
 
     def sum_up(self, index: int) -> None:
         """Sum what was received of a step; send on what goes to other nodes."""

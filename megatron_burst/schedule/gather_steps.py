@@ -1,47 +1,49 @@
-"""The steps of a gather: what a rank reads from others, computes, and returns in each."""
+"""The steps of a gather: what a rank computes, reads from others, and returns in each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 
 from megatron_burst.schedule.call import Circulate
-from megatron_burst.schedule.gather_tiles import Leaf, Meeting, Tiling
-from megatron_burst.schedule.inter_node import Step, heads_in_rounds, steps
+from megatron_burst.schedule.gather_tiles import StepTiles, Tiling
+from megatron_burst.schedule.inter_node import Step
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.pieces import Piece, node_visits
+from megatron_burst.schedule.pieces import Piece, Visit, node_visits, sides, union
 from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
-class GatherStep:
-    """A rank's work with the shards of one node, for one group of heads.
+class Leaf:
+    """Key gradients that a rank computes for another rank's piece.
 
     Attributes:
-        heads: KV heads.
-        gather: index of the gather whose keys it uses.
-        keys: the pieces of the gathered keys.
-        before: tiles over the rank's own shard, computed while the keys are in transit, or while
-            the last gradients of other nodes' keys are, inside the node.
-        tiles: tiles over the gathered keys.
-        after: tiles over the rank's own shard, computed while gradients are in transit.
-        leaves: the gradients of other ranks' keys that this rank computes; and, by rank of the
-            node, the gradients of its own keys that others compute.
-        arriving_rows: of the latter.
+        rows: of the concatenated gradients of the step's tiles.
+        piece: whose gradients they are.
     """
 
-    heads: Span
-    gather: int
-    keys: tuple[Piece, ...]
-    before: tuple[Tile, ...]
-    tiles: tuple[Tile, ...]
-    after: tuple[Tile, ...]
-    leaves: Mapping[int, tuple[Leaf, ...]]
-    arriving_rows: int
+    rows: Span
+    piece: Piece
 
-    @property
-    def every_tile(self) -> tuple[Tile, ...]:
-        return (*self.before, *self.tiles, *self.after)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatherStep:
+    """What a rank does in a step, and what it trades with the others of its node.
+
+    Attributes:
+        keys: the pieces of the gathered keys.
+        tiles: of the rank.
+        needed: pieces that it reads; and, by rank, its own pieces that others read, in sequence
+            order.
+        leaves: the gradients of other ranks' keys that it computes; and, by rank, the gradients of
+            its own keys that others compute.
+        share_rows: key rows of the tiles over gathered keys, at most on any rank.
+    """
+
+    keys: tuple[Piece, ...]
+    tiles: StepTiles
+    needed: Mapping[int, tuple[Piece, ...]]
+    leaves: Mapping[int, tuple[Leaf, ...]]
+    share_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,82 +51,103 @@ class GatherSteps:
     """The steps of one rank in one pass that gathers.
 
     Attributes:
-        cp_rank: whose steps.
-        rounds: groups of KV heads.
-        order: round and distance of each step.
-        steps: in execution order.
+        steps: in execution order; equal steps share one object.
+        gathers: by step, the index of the gather whose keys it uses.
         reads: by gather, the pieces that the rank needs from others; and, by rank of the node, its
             own pieces that others need.
         num_rows: total rows of a node's shards.
         share_rows: total key rows of a step's tiles, at most on any rank of the node.
     """
 
-    cp_rank: int
-    rounds: tuple[Span, ...]
-    order: tuple[Step, ...]
     steps: tuple[GatherStep, ...]
+    gathers: tuple[int, ...]
     reads: tuple[Mapping[int, tuple[Piece, ...]], ...]
     num_rows: int
     share_rows: int
 
-    def tiles_of_round(self, round_: int) -> tuple[Tile, ...]:
-        """All tiles of a round."""
-        found = zip(self.steps, self.order, strict=True)
-        return tuple(tile for step, at in found if at.round == round_ for tile in step.every_tile)
 
-
-@lru_cache(maxsize=1024)
-def gather_steps(spec: Spec) -> GatherSteps:
+def gather_steps(spec: Spec, order: Sequence[Step]) -> GatherSteps:
     """The steps of one rank that gathers keys from all ranks of its node.
+
+    Args:
+        spec: of the program.
+        order: round and distance of each step.
 
     Raises:
         BurstError: if the layout is striped, whose keys interleave, or cannot hold that many rows.
     """
-    topology, cp_rank, circulate = spec.topology, spec.cp_rank, spec.circulate
-    rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
-    order = steps(topology.inter_size, len(rounds), spec.backward, spec.left)
-    row, _ = topology.coord(cp_rank)
+    topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
     placed = spec.mask.windowed or spec.mask.documents
-    ranks = topology.grid[row]
     visits = node_visits(topology, row, spec.layout, spec.shape.tokens, placed)
-    tiling = Tiling(
-        cp_rank, ranks, visits, order, spec.mask, spec.direction, spec.kernel.rectangular_causal,
-        circulate,
-    )  # fmt: skip
-    meetings, gathers = tiling.meetings(), _gather_of_steps(order, circulate)
-    arriving = {met: _arriving_rows(met, cp_rank) for met in set(meetings)}
-    found = (
-        GatherStep(rounds[at.round], gather, met.keys, *met.tiles, met.leaves, arriving[met])
-        for at, gather, met in zip(order, gathers, meetings, strict=True)
-    )
+    ranks, tiling = topology.grid[row], Tiling(spec, visits[0], topology.inter_size == 1)
+    kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
+             for index, step in enumerate(order)]  # fmt: skip
+    alike = {kind: _step(tiling, ranks, *kind) for kind in dict.fromkeys(kinds)}
+    found = tuple(alike[kind] for kind in kinds)
+    # a step has its own gather, or its round's if queries circulate
+    begins = (spec.circulate is Circulate.KV or step.first for step in order)
+    gathers = tuple(count - 1 for count in accumulate(begins))
     return GatherSteps(
-        cp_rank, rounds, order, tuple(found),
-        reads=_reads(ranks, gathers, meetings),
+        found, gathers, _reads(ranks, gathers, found),
         num_rows=visits[0].pieces[-1].whole.stop,
-        share_rows=max(met.share_rows for met in meetings),
+        share_rows=max(step.share_rows for step in found),
     )  # fmt: skip
 
 
-def _gather_of_steps(order: Sequence[Step], circulate: Circulate) -> list[int]:
-    """Index of each step's gather: its own, or its round's if queries circulate."""
-    apart = circulate is Circulate.KV
-    begins = (apart or step.first for step in order)
-    return [count - 1 for count in accumulate(begins)]
+def _step(
+    tiling: Tiling, ranks: Sequence[int], visit: Visit, first: bool, last: bool
+) -> GatherStep:
+    """What the rank does with the shards of a node."""
+    spec, mine = tiling.spec, tiling.spec.cp_rank
+    _, keys = sides(tiling.here, visit, spec.circulate)
+    tiles = {rank: tiling.tiles(rank, visit, first, last) for rank in ranks}
+    held = tuple(piece for piece in keys if piece.holder == mine)
+    met = {rank: keys if rank == mine else held for rank in ranks}
+    over = {rank: of.gathered for rank, of in tiles.items()}
+    return GatherStep(
+        keys,
+        tiles[mine],
+        {rank: tuple(_needed(met[rank], rank, some)) for rank, some in over.items()},
+        {rank: _leaving(met[rank], rank, some) for rank, some in over.items()},
+        max(sum(len(tile.kv) for tile in some) for some in over.values()),
+    )
+
+
+def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterator[Piece]:
+    """Other ranks' rows that a rank's tiles read, cut to what is read."""
+    for piece in keys:
+        if piece.holder == cp_rank:
+            continue
+        parts = [part for tile in tiles if (part := piece.part(tile.kv))]
+        for start, stop in union((part.whole.start, part.whole.stop) for part in parts):
+            part = piece.part(Span(start, stop))
+            assert part
+            yield part
+
+
+def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
+    """Which rows of a rank's shares belong to which rows of other ranks."""
+    leaves, start = [], 0
+    for tile in tiles:
+        parts = (piece.part(tile.kv) for piece in keys if piece.holder != cp_rank)
+        leaves += [Leaf(p.whole.moved(start - tile.kv.start), p) for p in parts if p]
+        start += len(tile.kv)
+    return tuple(leaves)
 
 
 def _reads(
-    ranks: Sequence[int], gathers: Sequence[int], meetings: Sequence[Meeting]
+    ranks: Sequence[int], gathers: Sequence[int], steps: Sequence[GatherStep]
 ) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
     """The pieces needed, by gather and rank, for all steps that use the gather."""
-    users: list[set[Meeting]] = [set() for _ in range(gathers[-1] + 1)]
-    for gather, met in zip(gathers, meetings, strict=True):
-        users[gather].add(met)
-    alike: dict[frozenset[Meeting], dict[int, tuple[Piece, ...]]] = {
+    users: list[set[GatherStep]] = [set() for _ in range(gathers[-1] + 1)]
+    for gather, step in zip(gathers, steps, strict=True):
+        users[gather].add(step)
+    alike: dict[frozenset[GatherStep], dict[int, tuple[Piece, ...]]] = {
         frozenset(some): {} for some in users
     }
     for some, reads in alike.items():
         for rank in ranks:
-            reads[rank] = _each_once(piece for met in some for piece in met.needed[rank])
+            reads[rank] = _each_once(piece for step in some for piece in step.needed[rank])
     return tuple(alike[frozenset(some)] for some in users)
 
 
@@ -140,8 +163,3 @@ def _each_once(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         else:
             found.append(piece)
     return tuple(found)
-
-
-def _arriving_rows(met: Meeting, cp_rank: int) -> int:
-    others = (leaves for rank, leaves in met.leaves.items() if rank != cp_rank)
-    return sum(len(leaf.rows) for leaves in others for leaf in leaves)

@@ -1,119 +1,73 @@
-"""What the ranks of a gathering node compute in each step, and what they send and receive."""
+"""Tiles of a rank that gathers: over its own shard, and over the gathered keys."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_burst.schedule.call import Circulate, Direction
-from megatron_burst.schedule.inter_node import Step
 from megatron_burst.schedule.mask import Mask, Places, Span, Tile, joined, meet
-from megatron_burst.schedule.pieces import (
-    Piece,
-    Visit,
-    runs,
-    sides,
-    tiles_between,
-    tiles_over,
-    union,
-)
+from megatron_burst.schedule.pieces import Piece, Visit, runs, sides, tiles_between, tiles_over
+from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """Key gradients that a rank computes for another rank's piece.
+class StepTiles:
+    """The tiles of a step, in the order of their kernels.
 
     Attributes:
-        rows: of the concatenated gradients of the step's tiles.
-        piece: whose gradients they are.
+        before: over the rank's own shard, computed while the keys are in transit, or while the last
+            gradients of other nodes' keys are, inside the node.
+        gathered: over the gathered keys.
+        after: over the rank's own shard, computed while gradients are in transit.
     """
 
-    rows: Span
-    piece: Piece
+    before: tuple[Tile, ...]
+    gathered: tuple[Tile, ...]
+    after: tuple[Tile, ...]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Meeting:
-    """What a rank does in a step, and what it trades with the others of its node.
-
-    Attributes:
-        keys: the pieces of the gathered keys.
-        tiles: of the rank: before the keys arrive, over them, and after them.
-        needed: pieces that it reads; and, by rank, its own pieces that others read, in sequence
-            order.
-        leaves: the gradients of other ranks' keys that it computes; and, by rank, the gradients of
-            its own keys that others compute.
-        share_rows: key rows of the tiles over gathered keys, at most on any rank.
-    """
-
-    keys: tuple[Piece, ...]
-    tiles: tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]
-    needed: Mapping[int, tuple[Piece, ...]]
-    leaves: Mapping[int, tuple[Leaf, ...]]
-    share_rows: int
+    @property
+    def every(self) -> tuple[Tile, ...]:
+        return (*self.before, *self.gathered, *self.after)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of all steps of a rank.
+    """Makes the tiles of all ranks of a node.
 
     Attributes:
-        cp_rank: the rank.
-        ranks: of its node.
-        visits: what the node works with, by how many nodes away it is from.
-        order: of the steps.
-        mask: which keys a query may see.
-        direction: forward or backward.
-        rectangular_causal: whether the kernel supports causal tiles with more keys than queries.
-        circulate: what circulates between nodes.
+        spec: of the program; its `cp_rank` may be any of the node.
+        here: the node's own shards.
+        alone: whether it is the only node.
     """
 
-    cp_rank: int
-    ranks: tuple[int, ...]
-    visits: tuple[Visit, ...]
-    order: tuple[Step, ...]
-    mask: Mask
-    direction: Direction
-    rectangular_causal: bool
-    circulate: Circulate
+    spec: Spec
+    here: Visit
+    alone: bool
 
-    def meetings(self) -> tuple[Meeting, ...]:
-        """What is done in each step; equal steps share one object."""
-        alike: dict[tuple[Visit, bool, bool], Meeting] = {}
-        found, last = [], len(self.order) - 1
-        for index, step in enumerate(self.order):
-            kind = self.visits[step.distance], index == 0, index == last
-            if kind not in alike:
-                alike[kind] = self._meeting(*kind)
-            found.append(alike[kind])
-        return tuple(found)
+    @property
+    def mask(self) -> Mask:
+        return self.spec.mask
 
-    def _meeting(self, visit: Visit, first: bool, last: bool) -> Meeting:
-        here = self.visits[0]
-        queries, keys = sides(here, visit, self.circulate)
-        tiles: dict[int, tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]] = {}
-        for rank in self.ranks:
-            of_rank = [(piece, before) for piece, before in queries if piece.holder == rank]
-            if visit is here:
-                tiles[rank] = self._own_tiles([piece for piece, _ in of_rank], first, last)
-            else:
-                rows = [(piece.rows, piece, before) for piece, before in of_rank]
-                tiles[rank] = (), tiles_between(rows, keys, self.mask), ()
-        gathered = {rank: over for rank, (_, over, _) in tiles.items()}
-        held = tuple(piece for piece in keys if piece.holder == self.cp_rank)
-        met = {rank: keys if rank == self.cp_rank else held for rank in self.ranks}
-        return Meeting(
-            keys,
-            tiles[self.cp_rank],
-            {rank: tuple(_needed(met[rank], rank, over)) for rank, over in gathered.items()},
-            {rank: _leaving(met[rank], rank, over) for rank, over in gathered.items()},
-            max(sum(len(tile.kv) for tile in over) for over in gathered.values()),
-        )
+    def tiles(self, rank: int, visit: Visit, first: bool, last: bool) -> StepTiles:
+        """The tiles of a rank in a step.
+
+        Args:
+            rank: of the node.
+            visit: the shards that the node works with.
+            first: whether it is the first step of the pass.
+            last: whether it is the last.
+        """
+        queries, keys = sides(self.here, visit, self.spec.circulate)
+        own = [(piece, before) for piece, before in queries if piece.holder == rank]
+        if visit is self.here:
+            return StepTiles(*self._own_tiles([piece for piece, _ in own], first, last))
+        rows = [(piece.rows, piece, before) for piece, before in own]
+        return StepTiles((), tiles_between(rows, keys, self.mask), ())
 
     def _own_tiles(
         self, queries: Sequence[Piece], first: bool, last: bool
     ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
         """Tiles of a rank with its own node's keys: before they arrive, over them, and after
         them."""
-        keys = self.visits[0].pieces
+        keys = self.here.pieces
         if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
             every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
             places = (_places(queries), _places(keys)) if self.mask.documents else None
@@ -122,15 +76,15 @@ class Tiling:
             return (), self._over(queries, lambda piece: keys), ()
         diagonal = tuple(self._diagonal(piece) for piece in queries)
         before = diagonal if first else ()
-        after = diagonal if last and self.direction is Direction.BACKWARD else ()
-        if after and (before or len(self.visits) > 1):
+        after = diagonal if last and self.spec.backward else ()
+        if after and (before or not self.alone):
             # half of the tiles hide each direction; with other nodes, their remaining sums are sent
             # first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:
             return before, self._others(queries), after
-        if self.rectangular_causal or self.mask.windowed:
+        if self.spec.kernel.rectangular_causal or self.mask.windowed:
             return (), self._over(queries, lambda piece: keys), ()
         diagonal = tuple(
             replace(tile, kv=p.whole) for tile, p in zip(diagonal, queries, strict=True)
@@ -146,7 +100,7 @@ class Tiling:
 
     def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
         """Tiles over the gathered keys before and after each piece."""
-        every = self.visits[0].pieces
+        every = self.here.pieces
         before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
         if self.mask.right == 0:
             return before
@@ -170,25 +124,3 @@ class Tiling:
 
 def _places(pieces: Sequence[Piece]) -> Places:
     return tuple(at for at, _ in runs(pieces))
-
-
-def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Iterator[Piece]:
-    """Other ranks' rows that a rank's tiles read, cut to what is read."""
-    for piece in keys:
-        if piece.holder == cp_rank:
-            continue
-        parts = [part for tile in tiles if (part := piece.part(tile.kv))]
-        for start, stop in union((part.whole.start, part.whole.stop) for part in parts):
-            part = piece.part(Span(start, stop))
-            assert part
-            yield part
-
-
-def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
-    """Which rows of a rank's shares belong to which rows of other ranks."""
-    leaves, start = [], 0
-    for tile in tiles:
-        parts = (piece.part(tile.kv) for piece in keys if piece.holder != cp_rank)
-        leaves += [Leaf(p.whole.moved(start - tile.kv.start), p) for p in parts if p]
-        start += len(tile.kv)
-    return tuple(leaves)

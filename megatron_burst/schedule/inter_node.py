@@ -19,7 +19,7 @@ from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, cut
 from megatron_burst.schedule.operations import Add, Copy, Ref, Stream
 from megatron_burst.schedule.pieces import Halo
-from megatron_burst.schedule.program import Dtype, Field, Home, dq_fields, travelling_side_fields
+from megatron_burst.schedule.program import Dtype, Field, Home
 from megatron_burst.schedule.topology import Link
 
 
@@ -55,24 +55,6 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     """KV heads in groups; the last may have fewer."""
     starts = range(0, heads_kv, heads_per_round)
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
-
-
-class InRounds(Emitter):
-    """Emits a pass that computes a few heads at a time.
-
-    Attributes:
-        rounds: KV heads of each.
-    """
-
-    rounds: tuple[Span, ...]
-
-    def dq_of(self, round_: int) -> Ref:
-        """Gradients of a round's queries."""
-        return Ref("dq", heads=self.queries(self.rounds[round_]))
-
-    def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        """Their fields."""
-        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
 
 
 class Circulating:
@@ -128,48 +110,6 @@ class Circulating:
     def _send(self, step: Step) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
-
-
-class Sides:
-    """The query side of each step of a gather, including remote queries if queries circulate.
-
-    Args:
-        emitter: of the program.
-        order: its steps.
-        rounds: their KV heads.
-    """
-
-    def __init__(self, emitter: Emitter, order: Sequence[Step], rounds: Sequence[Span]) -> None:
-        self._emitter, self._order, self._rounds = emitter, order, rounds
-        spec = emitter.spec
-        self._own = (Ref("side"),)
-        self._circulating = None
-        if spec.circulate is Circulate.Q:
-            self._own = (Ref("side"), emitter.delta())
-            self._circulating = Circulating(
-                emitter, order, self._of_round, self._fields, whole(emitter, spec.shape.tokens)
-            )
-
-    def _of_round(self, round_: int) -> tuple[Ref, ...]:
-        heads = self._emitter.queries(self._rounds[round_])
-        return tuple(Ref(side.buffer, heads=heads) for side in self._own)
-
-    def _fields(self, round_: int) -> tuple[Field, ...]:
-        heads = len(self._emitter.queries(self._rounds[round_]))
-        return travelling_side_fields(heads, self._emitter.spec.shape)
-
-    def prepare(self, index: int) -> None:
-        """Start receiving the remote queries of a step."""
-        if self._circulating and index < len(self._order):
-            self._circulating.set_out(index)
-            self._circulating.pass_on(index)
-
-    def of(self, index: int) -> tuple[Ref, ...]:
-        """The side of a step."""
-        step = self._order[index]
-        if not (self._circulating and step.distance):
-            return self._of_round(step.round)
-        return self._emitter.side_for_kernel(self._circulating.piece(step.round, step.distance))
 
 
 class TravellingSums:

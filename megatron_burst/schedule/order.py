@@ -1,4 +1,4 @@
-"""Derives from the order of a program: memory sharing, waits, lifetimes."""
+"""What follows from the order of a program's operations: waits, shared memory, lifetimes."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -15,9 +15,9 @@ class Order:
     """Which operations wait for which.
 
     Attributes:
-        waits: by operation, earlier ones on other streams that must finish before it starts.
-        joins: what the compute stream waits for at the end.
-        frees: by operation, parts that are no longer needed once it is issued.
+        waits: for each operation, earlier ones on other streams that must finish before it starts.
+        joins: operations that the compute stream waits for at the end.
+        frees: for each operation, parts that nothing needs once it is issued.
     """
 
     waits: tuple[tuple[int, ...], ...]
@@ -26,16 +26,17 @@ class Order:
 
 
 def stream_of(index: int, op: Op) -> Hashable:
-    """The stream of an operation; each transfer has its own, as transfers may complete out of
-    order."""
+    """The stream of an operation. Each transfer has its own, because transfers may overtake each
+    other."""
     return index if isinstance(op, Transfer) else op.stream
 
 
 def placed(program: Program) -> Program:
-    """The program with hop buffers numbered: those whose lifetimes do not overlap share memory.
+    """The program with hop buffers numbered. Buffers of the same number share memory, so their
+    lifetimes do not overlap.
 
-    A send buffer stays reserved until what the transfer receives is needed: reusing it earlier
-    would make an operation wait for the transfer.
+    What a transfer sends is kept until what it receives is needed. Using its memory earlier would
+    make another operation wait for the transfer.
     """
     ends = _ends(program)
     free: dict[str, list[int]] = defaultdict(list)
@@ -64,7 +65,7 @@ def placed(program: Program) -> Program:
 
 
 def _ends(program: Program) -> dict[str, int]:
-    """By hop buffer, the operation after which its memory may be reused."""
+    """For each hop buffer, the operation after which its memory may be used again."""
     hops = {name for name, buffer in program.buffers.items() if buffer.home is Home.HOP}
     accesses: dict[str, list[int]] = defaultdict(list)
     for index, refs in enumerate(program.accesses):
@@ -84,13 +85,13 @@ def _ends(program: Program) -> dict[str, int]:
 
 
 def _first_behind(index: int, accesses: Sequence[int]) -> int:
-    """The first access after an operation, or that operation."""
+    """The first access after an operation; without one, the operation itself."""
     place = bisect_right(accesses, index)
     return accesses[place] if place < len(accesses) else index
 
 
 def order(program: Program) -> Order:
-    """The waits that make the result that of running the operations one by one."""
+    """The waits with which a program computes what it would if its operations ran one by one."""
     builder = _Builder(program)
     for index, op in enumerate(program.ops):
         builder.add(index, op)
@@ -98,10 +99,10 @@ def order(program: Program) -> Order:
 
 
 class _Builder:
-    """Goes through a program once, then is discarded.
+    """Derives the order of one program, then is discarded.
 
-    What is known to be finished is a set of operations, as a bit set: waiting for an operation adds
-    everything known when it finished.
+    Each stream knows that some operations have finished; a bit set holds them. Waiting for an
+    operation adds what was known when that operation finished.
     """
 
     def __init__(self, program: Program) -> None:
@@ -112,7 +113,7 @@ class _Builder:
         self.after: list[int] = []  # what is known once an operation has finished
         self.uses: dict[str, int] = defaultdict(int)  # of live parts
         self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
-        # a part that is never read is a result
+        # a part that nothing reads is a result: it is not freed
         every = enumerate(program.accesses)
         last = {ref.buffer: index for index, (reads, _) in every for ref in reads}
         self.last = {n: i for n, i in last.items() if program.buffers[n].home is Home.PART}
@@ -128,8 +129,8 @@ class _Builder:
                 known |= self.after[earlier]
         known |= 1 << index
         self.waits.append(tuple(sorted(waits)))
-        # waiting for an empty sent transfer does not order anything; a program that pulls falls
-        # back to sending if a rank lacks symmetric memory
+        # waiting for a transfer that sends and receives nothing orders nothing. This holds for
+        # pulls too: if a rank lacks symmetric memory, their rows are sent instead
         empty = isinstance(op, Transfer) and not (op.gives or op.takes)
         self.after.append(1 << index if empty else known)
         if stream in self.known:
@@ -150,7 +151,9 @@ class _Builder:
     def _remember(self, index: int, reads: list[Ref], writes: list[Ref]) -> None:
         for ref in reads:
             self._entries(ref.buffer).append((index, ref, False))
-        for ref in writes:  # anything that conflicts with what it covers conflicts with it
+        for (
+            ref
+        ) in writes:  # what conflicts with an access inside this one also conflicts with this one
             entries = self._entries(ref.buffer)
             entries[:] = [entry for entry in entries if not _covers(ref, entry[1])]
             entries.append((index, ref, True))
@@ -159,9 +162,9 @@ class _Builder:
                 self.uses[ref.buffer] |= 1 << index
 
     def _entries(self, name: str) -> list[tuple[int, Ref, bool]]:
-        """Accesses to a buffer's memory. When another buffer takes the memory over, its users come
-        after all writers of the previous one, which come after everything earlier: that is
-        dropped."""
+        """The accesses to a buffer's memory that may still matter. The first use of a buffer waits
+        for all writers of the buffer that had the memory before. These had waited for everything
+        earlier, which is dropped."""
         entries = self.history[self.storage[name]]
         if entries and entries[-1][1].buffer != name:
             before = entries[-1][1].buffer
@@ -172,7 +175,7 @@ class _Builder:
         return entries
 
     def _free(self, index: int) -> None:
-        """Parts belong to the compute stream: free those whose uses it knows are finished."""
+        """Free parts once the compute stream, which owns them, knows all uses to be finished."""
         known = self.known[Stream.COMPUTE]
         for name, uses in list(self.uses.items()):
             if self.last[name] <= index and not uses & ~known:
@@ -180,7 +183,7 @@ class _Builder:
                 del self.uses[name]
 
     def joins(self) -> tuple[int, ...]:
-        """The last operation of each stream that the compute stream does not know is finished."""
+        """What the compute stream must wait for to know that every operation has finished."""
         known, found = self.known[Stream.COMPUTE], []
         for index in reversed(range(len(self.program.ops))):
             if not known >> index & 1:
@@ -190,8 +193,8 @@ class _Builder:
 
 
 def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """The same accesses in fewer refs: adjacent rows joined, and a whole buffer instead of parts of
-    it."""
+    """The same accesses in fewer refs: adjacent rows are joined, and the whole buffer replaces its
+    parts."""
     if len(refs) < 2:
         return refs
     found: dict[tuple, list[Ref]] = {}
@@ -216,7 +219,7 @@ def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
 
 
 def overlap(one: Ref, other: Ref) -> bool:
-    """Whether two accesses to the same memory overlap; always true for different buffers."""
+    """Whether two accesses to the same memory overlap. Different buffers always do."""
     if one.buffer != other.buffer:
         return True
     return _touch(one.rows, other.rows) and _touch(one.heads, other.heads)

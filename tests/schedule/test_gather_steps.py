@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.gather_steps import gather_steps
+from megatron_burst.schedule.inter_node import heads_in_rounds, steps
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Kernel, Spec
@@ -19,9 +20,16 @@ from tests.schedule.cases import MASKS, shape_of
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 
 
+def order_of(spec):
+    """Round and distance of each step."""
+    rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
+    return steps(spec.topology.inter_size, len(rounds), spec.backward, spec.left)
+
+
 def steps_of(spec):
     """Steps of all ranks."""
-    return [gather_steps(replace(spec, cp_rank=rank)) for rank in range(spec.topology.cp_size)]
+    ranks, order = range(spec.topology.cp_size), order_of(spec)
+    return [gather_steps(replace(spec, cp_rank=rank), order) for rank in ranks]
 
 
 @st.composite
@@ -57,20 +65,20 @@ def positions_in(layout, ranks, cp_size, tokens):
 def test_each_query_meets_each_visible_key_once_for_each_head(spec):
     topology, layout, tokens = spec.topology, spec.layout, spec.shape.tokens
     size = topology.cp_size
-    met = Counter()
+    met, rounds = Counter(), heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
     for rank, gathers in enumerate(steps_of(spec)):
         row, column = topology.coord(rank)
         mine = positions_in(layout, [rank], size, tokens)
-        for step, leg in zip(gathers.steps, gathers.order, strict=True):
+        for step, leg in zip(gathers.steps, order_of(spec), strict=True):
             there = (row - leg.distance) % topology.inter_size
             circulating = positions_in(layout, [topology.grid[there][column]], size, tokens)
             by_queries = spec.circulate is Circulate.Q
             queries, node = (circulating, row) if by_queries else (mine, there)
             keys = sorted(positions_in(layout, topology.grid[node], size, tokens))
-            for head in range(step.heads.start, step.heads.stop):
-                for tile in (*step.before, *step.after):
+            for head in range(rounds[leg.round].start, rounds[leg.round].stop):
+                for tile in (*step.tiles.before, *step.tiles.after):
                     met.update((head, *pair) for pair in pairs_of(tile, mine, mine))
-                for tile in step.tiles:
+                for tile in step.tiles.gathered:
                     met.update((head, *pair) for pair in pairs_of(tile, queries, keys))
     causal, whole = spec.mask.causal, range(size * tokens)
     heads = range(spec.shape.heads_kv)
@@ -85,11 +93,11 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
     for gathers in steps_of(spec):
         for step in gathers.steps:
             edges = {0} | {piece.whole.stop for piece in step.keys}
-            assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles)
-            for tile in step.every_tile:
+            assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles.gathered)
+            for tile in step.tiles.every:
                 square = len(tile.q) == len(tile.kv)
                 assert square or tile.mask.full or spec.kernel.rectangular_causal
-            assert all(tile.q == tile.kv for tile in (*step.before, *step.after))
+            assert all(tile.q == tile.kv for tile in (*step.tiles.before, *step.tiles.after))
 
 
 @settings(deadline=None)
@@ -98,47 +106,48 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
     """What one rank takes is what the other gives, in the same order."""
     topology = spec.topology
     every = steps_of(spec)
-    for gathers in every:
-        ranks = topology.grid[topology.coord(gathers.cp_rank)[0]]
-        assert {*topology.others(gathers.cp_rank), gathers.cp_rank} == set(ranks)
+    for mine, gathers in enumerate(every):
+        ranks = topology.grid[topology.coord(mine)[0]]
+        assert {*topology.others(mine), mine} == set(ranks)
         seen = {(gather, rank): set() for gather in range(len(gathers.reads)) for rank in ranks}
-        for index, step in enumerate(gathers.steps):
+        for index, (gather, step) in enumerate(zip(gathers.gathers, gathers.steps, strict=True)):
             for rank in ranks:
-                tiles = every[rank].steps[index].tiles
+                tiles = every[rank].steps[index].tiles.gathered
                 laid = [row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)]
-                seen[step.gather, rank].update(laid)
+                seen[gather, rank].update(laid)
                 for leaf in step.leaves[rank]:
                     assert laid[leaf.rows.slice] == list(
                         range(leaf.piece.whole.start, leaf.piece.whole.stop)
                     )
-                if rank != gathers.cp_rank:
+                if rank != mine:
                     to_me = every[rank].steps[index].leaves[rank]
-                    to_me = [leaf for leaf in to_me if leaf.piece.holder == gathers.cp_rank]
+                    to_me = [leaf for leaf in to_me if leaf.piece.holder == mine]
                     assert step.leaves[rank] == tuple(to_me)
                     continue
                 left = sum(len(leaf.rows) for leaf in step.leaves[rank])
                 own = [p.whole for p in step.keys if p.holder == rank]
                 kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
                 assert left + kept == len(laid) <= gathers.share_rows
-        for step in gathers.steps:
+        for gather, step in zip(gathers.gathers, gathers.steps, strict=True):
             for rank in ranks:
-                rows = seen[step.gather, rank]
+                rows = seen[gather, rank]
                 foreign = [p for p in step.keys if p.holder != rank and p.whole.start in rows]
-                if rank != gathers.cp_rank:
-                    foreign = [piece for piece in foreign if piece.holder == gathers.cp_rank]
-                assert gathers.reads[step.gather][rank] == tuple(foreign)
+                if rank != mine:
+                    foreign = [piece for piece in foreign if piece.holder == mine]
+                assert gathers.reads[gather][rank] == tuple(foreign)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("heads_per_round", [1, 2, 4])
 def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads_per_round):
-    gathers = gather_steps(
-        Spec(pretend_nodes(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
-             heads_per_round=heads_per_round)
+    spec = Spec(
+        pretend_nodes(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
+        heads_per_round=heads_per_round,
     )  # fmt: skip
-    assert gathers.steps[0].before
-    assert bool(gathers.steps[-1].after) == (direction is Direction.BACKWARD)
-    for step in gathers.steps[1:-1]:
+    found = [step.tiles for step in gather_steps(spec, order_of(spec)).steps]
+    assert found[0].before
+    assert bool(found[-1].after) == (direction is Direction.BACKWARD)
+    for step in found[1:-1]:
         assert not step.before and not step.after
 
 
@@ -151,8 +160,8 @@ def test_work_is_balanced_in_zigzag(nodes, ranks):
              Mask.CAUSAL)
     )  # fmt: skip
     for index in range(2 * nodes):
-        work = {sum(tile.pairs for tile in s.steps[index].tiles) for s in every}
+        work = {sum(tile.pairs for tile in s.steps[index].tiles.gathered) for s in every}
         assert len(work) == 1
     total = 64 * size
-    pairs = sum(t.pairs for s in every for step in s.steps[nodes:] for t in step.tiles)
+    pairs = sum(t.pairs for s in every for step in s.steps[nodes:] for t in step.tiles.gathered)
     assert pairs == total * (total + 1) // 2
