@@ -23,8 +23,7 @@ HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 
 def cases_of(world):
     """(layout, what circulates, heads, whether causal): all on few ranks. On more, where only peers
-    and groups differ, heads take turns, from six ranks on masks too, against layouts and what
-    circulates."""
+    and groups differ, heads take turns; six ranks and eight have half of the masks each."""
     if world <= 2:
         return list(product(LAYOUTS, ("kv", "q"), HEADS, (True, False)))
     names = list(HEADS)
@@ -32,7 +31,8 @@ def cases_of(world):
         others = product(LAYOUTS, ("kv", "q"), (True, False))
         return [(*case[:2], names[n % 3], case[2]) for n, case in enumerate(others)]
     others = product(LAYOUTS, ("kv", "q"))
-    return [(*case, names[n % 3], (n + n // 2) % 2 == 0) for n, case in enumerate(others)]
+    turn = 1 if world > 6 else 0
+    return [(*case, names[n % 3], (n + n // 2 + turn) % 2 == 0) for n, case in enumerate(others)]
 
 
 def nodes_of(world):
