@@ -2,21 +2,26 @@
 nodes, containers of the same name merged into one node, and given groups that cross nodes."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_burst import environment
+from megatron_burst.comm import nodes
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.nodes import (
     Home,
     _FabricInfo,
+    check_devices,
     fabric_of,
     nvlink_domains,
     topology_of_homes,
 )
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
+from megatron_burst.errors import BurstError
 from tests.ranks import run_ranks
 
 RACK = "8c7b1a2f"
@@ -130,3 +135,25 @@ def across_nodes(rank):
 
 def test_given_rows_across_nodes_are_kept_with_a_warning_and_own_ones_follow_the_nodes():
     assert run_ranks(across_nodes, 4) == [(((0, 1), (2, 3)), ((0, 2), (1, 3)))] * 4
+
+
+class Seat:
+    """What a rank tells of the others: GPUs by number, and their nodes."""
+
+    def __init__(self, *seats: tuple[int, str]):
+        self.seats = seats
+
+    def share(self, mine, who):
+        assert mine == "7 of here"
+        return [f"{gpu} of {node}" for gpu, node in self.seats]
+
+
+def test_ranks_of_a_node_may_not_share_a_gpu_and_those_of_emulated_nodes_may(monkeypatch):
+    monkeypatch.setenv("NCCL_HOSTID", "here")
+    monkeypatch.setattr(nodes, "backend_of", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    own = SimpleNamespace(uuid=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own)
+    check_devices(None, Seat((7, "here"), (8, "here"), (7, "there"), (8, "there")))
+    with pytest.raises(BurstError, match=r"GPU of its own.*cp ranks \[0, 2\] on GPU 7 of here"):
+        check_devices(None, Seat((7, "here"), (8, "here"), (7, "here")))
