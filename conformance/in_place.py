@@ -20,8 +20,13 @@ from megatron_burst.patching import Patch, when_imported
 _WHO = "burst in place of TransformerEngine's context parallelism"
 _CP = "transformer_engine.pytorch.attention.dot_product_attention"
 _CONFIG = "megatron.core.transformer.transformer_config"
-# What has the place of each of TransformerEngine's ways.
-MODES = {"p2p": "ring", "all_gather": "gather", "a2a": "a2a"}
+# What has the place of each of TransformerEngine's ways: the modes inside and between nodes.
+MODES = {
+    "p2p": ("ring", "ring"),
+    "all_gather": ("gather", "ring"),
+    "a2a": ("a2a", "a2a"),
+    "a2a+p2p": ("a2a", "ring"),
+}
 _DEFAULT_DROPOUT = 0.1  # of TransformerConfig.attention_dropout, and of Megatron's command line
 
 TE_FUNCTION = Patch(
@@ -83,28 +88,43 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
     require(_WHO, _needs(call))
-    _note(f"cp_comm_type {call.cp_comm_type} by {mode_of(call)}")
+    intra, inter = modes_of(call)
+    _note(f"cp_comm_type {call.cp_comm_type} by {intra}, {inter} between nodes")
     return burst_attention(
-        call.q, call.k, call.v, group=call.cp_group, causal="causal" in call.attn_mask_type,
+        call.q, call.k, call.v, causal="causal" in call.attn_mask_type,
         window=_window(call), softmax_scale=call.softmax_scale, qkv_format=call.qkv_format,
-        config=BurstConfig(intra=mode_of(call), deterministic=call.deterministic),
-        **_sample(call),
+        config=BurstConfig(intra=intra, inter=inter, deterministic=call.deterministic),
+        **_groups(call), **_sample(call),
     )  # fmt: skip
 
 
 def choose_kernel(get_attention_backend, /, attention_params):
-    """TransformerEngine's function; for a window in p2p what it finds for all_gather."""
-    if attention_params.cp_comm_type == "p2p" and _window(attention_params):
+    """TransformerEngine's function; for a window in p2p and a2a+p2p what it finds for
+    all_gather."""
+    if "p2p" in attention_params.cp_comm_type and _window(attention_params):
         attention_params = replace(attention_params, cp_comm_type="all_gather")
     return get_attention_backend(attention_params)
 
 
-def mode_of(call: Any) -> str:
-    """Burst's mode for TransformerEngine's way; where that one has no windows in documents, burst
-    chooses."""
+def modes_of(call: Any) -> tuple[str, str]:
+    """Burst's modes, inside and between nodes, for TransformerEngine's way; in the place of a ring,
+    which has no windows in documents, burst chooses."""
     if call.cp_comm_type == "p2p" and call.qkv_format == "thd" and _window(call):
-        return "auto"
+        return "auto", "auto"
     return MODES[call.cp_comm_type]
+
+
+def _groups(call: Any) -> dict[str, Any]:
+    """The context-parallel group; in a2a+p2p TransformerEngine gives its rows and columns."""
+    import torch.distributed as dist
+
+    if call.cp_comm_type == "a2a+p2p":  # no group of all its ranks comes with it
+        ranks = list(call.cp_global_ranks)
+        must = "in a2a+p2p all ranks must share one context-parallel group, as in its tests"
+        everyone = ranks == list(range(dist.get_world_size()))
+        require(_WHO, [(everyone, must, ranks, "leave the case out")])
+        return {"group": dist.group.WORLD, "hcp_groups": call.cp_group}
+    return {"group": call.cp_group}
 
 
 def _needs(call: Any):

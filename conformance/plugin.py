@@ -1,7 +1,7 @@
 """The pytest plugin: deselects cases by the table, and writes each outcome as it comes.
 
 Enabled by `-p conformance.plugin`; CONFORMANCE_SUITE and CONFORMANCE_RESULTS name the suite and
-the CSV, which all ranks and runs share.
+the CSV, which all ranks and runs share, and CONFORMANCE_RANKS is the number of ranks.
 """
 
 import os
@@ -19,7 +19,7 @@ _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 _CONFTEST = "tests.unit_tests.conftest"
 _ON_CPU = bool(os.environ.get("CONFORMANCE_ON_CPU"))
 _RANK = int(os.environ.get("RANK", "0"))
-_RANKS = int(os.environ.get("WORLD_SIZE", "0"))
+_RANKS = int(os.environ["CONFORMANCE_RANKS"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,16 +66,16 @@ class Selection:
         self.suite, self.results = suite, results
         self.before = [row for row in read(results) if row.suite == suite.name]
         self.left_out: dict[str, int] = {}
-        self.ranks = _RANKS or suite.ranks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Leave out values of parameters before cases are made of all their combinations."""
         marks = metafunc.definition.own_markers
         names = {_name_of(m): i for i, m in enumerate(marks) if m.name == "parametrize"}
-        if not {axis.argument for axis in self.suite.axes} <= names.keys():
+        axes = [axis for axis in self.suite.axes if axis.ranks in (0, _RANKS)]
+        if not {axis.argument for axis in axes} <= names.keys():
             return
-        for axis in self.suite.axes:
+        for axis in axes:
             before = prod(len(marks[i].args[1]) for i in names.values())
             i = names[axis.argument]
             kept = [value for value in marks[i].args[1] if value not in axis.values]
@@ -92,12 +92,12 @@ class Selection:
         done = {row.case for row in self.before if row.is_final}
         kept, dropped = [], []
         for item in items:
-            reason = self.suite.why_left_out(case_of(item.nodeid), self.ranks, _ON_CPU)
+            reason = self.suite.why_left_out(case_of(item.nodeid), _RANKS, _ON_CPU)
             if reason:
                 self._leave_out(reason, 1)
             is_out = reason or case_of(item.nodeid) in done
             (dropped if is_out else kept).append(item)
-        kept.sort(key=lambda item: self.suite.is_last(case_of(item.nodeid)))
+        kept.sort(key=lambda item: self.suite.turn(case_of(item.nodeid), _RANKS, _ON_CPU))
         items[:] = kept
         config.hook.pytest_deselected(items=dropped)
         if _RANK == 0 and not any(row.outcome == "selected" for row in self.before):

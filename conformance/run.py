@@ -27,11 +27,14 @@ _SWITCHES = ("-q", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-o", "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where programs run: checkouts by variable, the folder of results, GPUs or none."""
+    """Where programs run: checkouts by variable, the folder of results, GPUs or none, and how many
+    ranks on how many nodes, which are emulated if there are several."""
 
     checkouts: dict[str, Path]
     out: Path
     gpus: int
+    ranks: int
+    nodes: int
     end: float
 
     @property
@@ -45,6 +48,8 @@ class Place:
 
     def missing(self, suite: Suite) -> str:
         """Why a suite cannot run here; empty if it can."""
+        if self.ranks not in suite.ranks:
+            return f"not with {self.ranks} ranks"
         if suite.checkout not in self.checkouts:
             return f"no checkout: {PINNED[suite.checkout]}, then {suite.checkout}=its folder"
         if not self.file_of(suite).is_file():
@@ -89,8 +94,8 @@ def run(suite: Suite, place: Place) -> None:
     while time.monotonic() < end and not _run_on(suite, place, end):
         pass
     rows = [row for row in read(place.results) if row.suite == suite.name]
-    passed = any(row.outcome == "passed" for row in rows)
-    if suite.attends and passed and not any(row.outcome == "attended" for row in rows):
+    found = {row.outcome for row in rows}
+    if place.ranks in suite.attends and "passed" in found and "attended" not in found:
         _fail(suite, place, "all", "burst never attended: it was not in place")
 
 
@@ -180,7 +185,7 @@ def command_of(suite: Suite, place: Place) -> list[str]:
     """The command line of a suite."""
     file = str(place.file_of(suite))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
-                str(suite.ranks), "--master-port", str(_free_port())]  # fmt: skip
+                str(place.ranks), "--master-port", str(_free_port())]  # fmt: skip
     if suite.launch == "script":
         return [*torchrun, file]
     pytest = ["-m", "pytest", *_SWITCHES, f"--rootdir={place.checkouts[suite.checkout]}",
@@ -202,6 +207,7 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         "PYTHONPATH": ":".join(path),
         "CONFORMANCE_SUITE": suite.name,
         "CONFORMANCE_RESULTS": str(place.results),
+        "CONFORMANCE_RANKS": str(place.ranks),
         "TE_PATH": str(checkout),
         "PYTHONUNBUFFERED": "1",
         "NCCL_NVLS_ENABLE": "0",
@@ -210,6 +216,9 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not place.gpus:
         own["CONFORMANCE_ON_CPU"] = "1"
+    if place.nodes > 1:  # sockets between them, on one machine
+        own |= {"CONFORMANCE_NODES": str(place.nodes), "NCCL_SOCKET_IFNAME": "lo"}
+        own["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return {**os.environ, **own, **dict(suite.environment)}
 
 
@@ -225,7 +234,10 @@ def _options() -> argparse.Namespace:
         flag = f"--{variable.lower().replace('_', '-')}"
         default = os.environ.get(variable) or None
         parser.add_argument(flag, type=Path, default=default, help=PINNED[variable])
-    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "conformance")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1,
+                        help="emulated; always 2 where ranks share GPUs")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="folder; default .cache/conformance-RANKS")
     parser.add_argument("--lanes", type=int, default=1, help="programs at a time")
     parser.add_argument("--resume", action="store_true", help="only what has not passed before")
     parser.add_argument("--limit-s", type=int, default=3600, help="seconds for all programs")
@@ -236,7 +248,10 @@ def _options() -> argparse.Namespace:
 def _place(options: argparse.Namespace) -> Place:
     given = {TE: options.te, MEGATRON: options.megatron_lm}
     checkouts = {name: Path(path).resolve() for name, path in given.items() if path}
-    return Place(checkouts, options.out.resolve(), _gpus(), time.monotonic() + options.limit_s)
+    out = options.out or ROOT / ".cache" / f"conformance-{options.ranks}"
+    gpus, end = _gpus(), time.monotonic() + options.limit_s
+    nodes = 2 if 0 < gpus < options.ranks else options.nodes
+    return Place(checkouts, out.resolve(), gpus, options.ranks, nodes, end)
 
 
 def _gpus() -> int:

@@ -2,9 +2,11 @@
 
 import enum
 import inspect
+import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from conformance import results
+from conformance import results, run, shared_gpus
 from conformance.in_place import MODES, TE_FUNCTION, attend, turned
 from conformance.results import Outcome
 from conformance.suites import SUITES, Suite, named
@@ -83,10 +85,10 @@ def rows_of(padded, rank: int, ranks: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def attended(rank: int, way: str, form: str, window: int) -> list[torch.Tensor]:
+def attended(rank: int, way: str, form: str, window: int, group=None) -> list[torch.Tensor]:
     """out, dq, dk, dv of this rank's rows, through TransformerEngine's arguments."""
-    packed = form == "thd"
-    mine = rows_of(PADDED if packed else (sum(PADDED),), rank, 2)
+    packed, ranks = form == "thd", dist.get_world_size()
+    mine = rows_of(PADDED if packed else (sum(PADDED),), rank, ranks)
     q, k, v, dout = (x[mine] for x in sample())
     edges = [torch.tensor([0, x[0], sum(x)], dtype=torch.int32) for x in (REAL, PADDED)]
     if not packed:
@@ -94,7 +96,8 @@ def attended(rank: int, way: str, form: str, window: int) -> list[torch.Tensor]:
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     call = partial(
         attend, te_function(), True, q, k, v, edges[0], edges[0], max(PADDED), max(PADDED),
-        edges[1], edges[1], cp_group=dist.group.WORLD, cp_comm_type=way, qkv_format=form,
+        edges[1], edges[1], cp_group=group or dist.group.WORLD, cp_global_ranks=range(ranks),
+        cp_comm_type=way, qkv_format=form,
         attn_mask_type="padding_causal" if packed else "causal", window_size=(window, 0),
         deterministic=True,
     )  # fmt: skip
@@ -111,24 +114,50 @@ def all_attended(rank: int, way: str) -> list:
     return [attended(rank, way, form, w) for form in ("sbhd", "bshd", "thd") for w in (-1, 100)]
 
 
-@pytest.mark.parametrize("way", list(MODES))
+def compare(found: list, form: str, window: int) -> None:
+    """All ranks' rows with the oracle's."""
+    whole = (sum(PADDED),)
+    lengths, padded = (REAL, PADDED) if form == "thd" else (whole, whole)
+    expected = oracle(lengths, padded, window)
+    for rank, tensors in enumerate(found):
+        mine = rows_of(padded, rank, len(found))
+        for got, truth in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(got, truth[mine], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
 def test_burst_in_the_place_of_each_of_transformer_engines_ways(way):
     found = run_ranks(all_attended, 2, way)
     forms = [(form, window) for form in ("sbhd", "bshd", "thd") for window in (-1, 100)]
     for i, (form, window) in enumerate(forms):
-        whole = (sum(PADDED),)
-        lengths, padded = (REAL, PADDED) if form == "thd" else (whole, whole)
-        expected = oracle(lengths, padded, window)
-        for rank in range(2):
-            mine = rows_of(padded, rank, 2)
-            for got, truth in zip(found[rank][i], expected, strict=True):
-                torch.testing.assert_close(got, truth[mine], rtol=1e-9, atol=1e-9)
+        compare([results[i] for results in found], form, window)
+
+
+ON_NODES = [
+    *((way, form, -1) for way in MODES for form in ("sbhd", "thd")),
+    *((way, "sbhd", 100) for way in MODES),
+    ("p2p", "thd", 100),
+    ("a2a", "thd", 100),
+]
+
+
+def attended_on_nodes(rank: int) -> list:
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    given = {"a2a+p2p": [rows[rank // 2], columns[rank % 2]]}
+    return [attended(rank, *case, given.get(case[0])) for case in ON_NODES]
+
+
+def test_burst_in_their_place_on_two_nodes_of_two_ranks():
+    found = run_ranks(attended_on_nodes, 4, nodes=2)
+    for i, (_, form, window) in enumerate(ON_NODES):
+        compare([results[i] for results in found], form, window)
 
 
 @pytest.mark.parametrize(
     "given",
     [dict(fp8=True), dict(attn_bias_type="post_scale_bias"), dict(softmax_type="learnable"),
-     dict(cp_comm_type="a2a+p2p"), dict(dropout_p=0.1), dict(return_max_logit=True),
+     dict(cp_comm_type="ulysses"), dict(dropout_p=0.1), dict(return_max_logit=True),
      dict(softcap=20.0)],
     ids=lambda given: next(iter(given)),
 )  # fmt: skip
@@ -153,16 +182,15 @@ def test_three(): pytest.skip("by itself")
 """
 
 
-@pytest.fixture
-def ran(tmp_path, monkeypatch):
-    """Rows after a peer's program ran through the plugin with its own suite."""
+def run_peer(tmp_path, ranks: int, times: int):
+    """Exit statuses and rows after a peer's program ran through the plugin with its own suite."""
     (tmp_path / "test_peer.py").write_text(PEER)
     starter = tmp_path / "starter.py"
     starter.write_text(
         "import sys, pytest\n"
         "from conformance import plugin, suites\n"
         "axes = (suites.Axis('dtype', ('fp8',), 'no fp8'),)\n"
-        "exclusions = (suites.Exclusion(r'\\[4', 'needs 4 ranks', 4),)\n"
+        "exclusions = (suites.Exclusion(r'\\[4', 'needs 4 ranks', 2),)\n"
         "plugin.SUITES = (suites.Suite('peer', 'TE', 'x', 'pytest', axes=axes,\n"
         "                              exclusions=exclusions),)\n"
         "sys.exit(pytest.main(['-q', '-p', 'conformance.plugin', '-p', 'no:cacheprovider',\n"
@@ -171,13 +199,15 @@ def ran(tmp_path, monkeypatch):
     environment = {
         "CONFORMANCE_SUITE": "peer", "CONFORMANCE_RESULTS": str(tmp_path / "results.csv"),
         "PYTHONPATH": str(Path(__file__).parent.parent), "PATH": "/usr/bin:/bin",
+        "CONFORMANCE_RANKS": str(ranks),
     }  # fmt: skip
-    codes = [subprocess.run([sys.executable, starter], env=environment).returncode for _ in "12"]
+    command = [sys.executable, starter]
+    codes = [subprocess.run(command, env=environment).returncode for _ in range(times)]
     return codes, results.read(tmp_path / "results.csv")
 
 
-def test_each_case_is_counted_once_and_what_is_left_out_has_its_reason(ran):
-    codes, rows = ran
+def test_each_case_is_counted_once_and_what_is_left_out_has_its_reason(tmp_path):
+    codes, rows = run_peer(tmp_path, ranks=2, times=2)
     assert codes == [1, 0]  # the second time nothing is left to run
     found = {case: row.outcome for case, row in results.verdicts(rows).items()}
     assert found == {"test_one[1-bf16]": "passed", "test_two": "failed", "test_three": "skipped"}
@@ -186,6 +216,52 @@ def test_each_case_is_counted_once_and_what_is_left_out_has_its_reason(ran):
     }  # fmt: skip
     assert "two is wrong" in results.verdicts(rows)["test_two"].detail
     assert "| peer | 1 | 1 | 1 | 3 | 0 |" in results.table(rows)
+
+
+def test_with_four_ranks_cases_that_need_them_run_first(tmp_path):
+    _, rows = run_peer(tmp_path, ranks=4, times=1)
+    started = [row.case for row in rows if row.outcome == "started"]
+    assert started == ["test_one[4-bf16]", "test_one[1-bf16]", "test_two", "test_three"]
+    assert {row.detail for row in rows if row.outcome == "left out"} == {"no fp8"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "nodes"), [(2, 1, 2), (3, 1, 2), (4, 1, 1), (4, 2, 2), (0, 1, 1)]
+)
+def test_two_nodes_are_emulated_where_ranks_share_gpus_or_if_asked(monkeypatch, gpus, asked, nodes):
+    monkeypatch.setattr(run, "_gpus", lambda: gpus)
+    given = {"te": "te", "megatron_lm": "megatron", "out": None, "limit_s": 1}
+    place = run._place(Namespace(**given, ranks=4, nodes=asked))
+    assert place.nodes == nodes
+    suite = next(named(("test_attention",)))
+    told = run.environment_of(suite, place)
+    assert told.get("CONFORMANCE_NODES", "1") == str(nodes) and told["CONFORMANCE_RANKS"] == "4"
+    command = run.command_of(suite, place)
+    assert command[command.index("--nproc-per-node") + 1] == "4"
+
+
+def test_ranks_that_share_gpus_find_a_device_each_and_are_on_nodes_of_their_own(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "device", kind := torch.device)
+    monkeypatch.setattr(sys, "argv", ["run_cp_thd_tail_padding.py"])
+    monkeypatch.setenv("CONFORMANCE_RANKS", "4")
+    for rank in range(4):
+        given = {"CONFORMANCE_NODES": 2, "RANK": rank, "WORLD_SIZE": 4, "NCCL_HOSTID": "before"}
+        for name, value in given.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(shared_gpus, "when_imported", lambda module, then: None)
+        shared_gpus.install()
+        assert os.environ["NCCL_HOSTID"] == f"pretended-{rank // 2}"
+    shared_gpus._share()
+    exec("seen = torch.cuda.device_count()", inside := {"__name__": "torch.x", "torch": torch})
+    assert torch.cuda.device_count() == 4 and inside["seen"] == 2
+    for rank in range(4):
+        torch.cuda.set_device(rank)
+        assert torch.device("cuda", rank) == kind("cuda", rank % 2)
+    assert chosen == [0, 1, 0, 1]
+    assert isinstance(kind("cpu"), torch.device) and torch.device("cpu") == kind("cpu")
 
 
 def test_a_case_that_fails_on_any_rank_has_failed():

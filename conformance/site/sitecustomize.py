@@ -1,5 +1,6 @@
 """Python runs this as it starts: so processes that a peer's test starts have burst in place too."""
 
-from conformance.in_place import install
+from conformance import in_place, shared_gpus
 
-install()
+shared_gpus.install()
+in_place.install()

@@ -1,10 +1,16 @@
-"""Megatron's tests of attention and of THD at context parallelism 2, for two GPUs: its own test
-functions, which it runs on four and eight."""
+"""Megatron's tests of attention and of THD with other sizes, by its own test functions.
+
+Attention at context parallelism 2, for two GPUs: its own cases need four. THD at context
+parallelism 2 and 4 without tensor parallelism: its own have four and eight ranks.
+"""
+
+import os
 
 import pytest
 from tests.unit_tests.transformer import test_attention as attention
 from tests.unit_tests.transformer import test_thd_correctness as thd
 
+RANKS = int(os.environ["CONFORMANCE_RANKS"])
 # name, hidden size, heads, KV heads, ffn, lengths: as in Megatron's own cases, but for TP
 THD = (
     ("short_seqs", 1024, 16, 4, 4096, [17, 31, 11]),
@@ -29,5 +35,5 @@ def test_attention_at_two(
 
 
 @pytest.mark.parametrize("case", THD, ids=lambda case: case[0])
-def test_thd_at_two(case):
-    thd.test_thd_format(thd.TestCase(*case, tp_size=1, cp_size=2))
+def test_thd(case):
+    thd.test_thd_format(thd.TestCase(*case, tp_size=1, cp_size=RANKS))
