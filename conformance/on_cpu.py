@@ -17,6 +17,7 @@ def install() -> None:
     cpu_mode.install()
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+    _share_one_device()
     init = dist.init_process_group
 
     @functools.wraps(init)
@@ -24,3 +25,16 @@ def install() -> None:
         return init("gloo", *args, **options)
 
     dist.init_process_group = over_gloo
+
+
+def _share_one_device() -> None:
+    """Let all gloo groups of this process share one device and its thread: Megatron's tests make
+    new groups for each case, and four processes would have thousands of threads."""
+    make, device = dist.ProcessGroupGloo.__init__, dist.ProcessGroupGloo.create_default_device()
+
+    def on_one_device(self, store, rank, size, timeout):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = on_one_device

@@ -163,6 +163,12 @@ SUITES = (
         "torchrun", exclusions=(Exclusion("test_attention", "Megatron's own have 4 ranks", 4),),
     ),
     Suite(
+        "Megatron test_multi_latent_attention", MEGATRON,
+        "tests/unit_tests/transformer/test_multi_latent_attention.py", "torchrun", ranks=(4,),
+        exclusions=(Exclusion("^(?!TestContextParallel|test_parallel)", "no context parallelism"),),
+        last=(r"\[4-",),
+    ),
+    Suite(
         "Megatron test_multi_token_prediction", MEGATRON,
         "tests/unit_tests/transformer/test_multi_token_prediction.py", "torchrun",
         exclusions=(
