@@ -105,18 +105,16 @@ class Patch:
         """
         if self.live:
             return
-        misfit = self.misfit()
-        if misfit:
+        if misfit := self.misfit():
             raise BurstError(misfit)
-        if not self.becomes:
-            return
         owner, name = _owner_of(self.place)
         if self.becomes.startswith("="):
-            original = vars(owner).get(name)
-            value = _named(self.becomes[1:])
-            setattr(owner, name, value)
-            on_undo(functools.partial(_give_back, owner, name, original, value))
-            return
+            _rebind(owner, name, _named(self.becomes[1:]), everywhere=False)
+        elif self.becomes:
+            _rebind(owner, name, self._wrapped(owner, name, given), isinstance(owner, ModuleType))
+
+    def _wrapped(self, owner: Any, name: str, given: tuple[Any, ...]) -> Any:
+        """The original, whose calls go to `becomes`."""
         found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
         method = type(found) if isinstance(found, staticmethod | classmethod) else None
         function = found.__func__ if method else found
@@ -131,7 +129,7 @@ class Patch:
             return becomes[0](function, *given, *args, **options)
 
         setattr(replacement, _MARK, (self.becomes, function))
-        _rebind(owner, name, method(replacement) if method else replacement)
+        return method(replacement) if method else replacement
 
     def _is_in(self, owner: Any, name: str) -> bool:
         found = getattr(owner, name, None)
@@ -234,23 +232,21 @@ def _owner_of(path: str) -> tuple[Any, str]:
     return functools.reduce(getattr, classes, owner), name
 
 
-def _rebind(owner: Any, name: str, replacement: Any) -> None:
-    """Rebind an attribute, and every name that loaded modules have for its old value.
+def _rebind(owner: Any, name: str, replacement: Any, everywhere: bool) -> None:
+    """Rebind an attribute, and `everywhere` every name that loaded modules have for its old value.
 
     An earlier `from module import function` makes such a name; methods have none.
     """
     original = vars(owner).get(name)  # None if a class inherits it
-    if isinstance(owner, ModuleType):
+    if everywhere:
         for module, other in _names_of(original):
             setattr(module, other, replacement)
     setattr(owner, name, replacement)
-    on_undo(functools.partial(_give_back, owner, name, original, replacement, everywhere=True))
+    on_undo(functools.partial(_give_back, owner, name, original, replacement, everywhere))
 
 
-def _give_back(
-    owner: Any, name: str, original: Any, replacement: Any, everywhere: bool = False
-) -> None:
-    if everywhere and isinstance(owner, ModuleType):  # also names bound since
+def _give_back(owner: Any, name: str, original: Any, replacement: Any, everywhere: bool) -> None:
+    if everywhere:  # also names bound since
         for module, other in _names_of(replacement):
             setattr(module, other, original)
     elif vars(owner).get(name) is replacement:

@@ -14,31 +14,7 @@ from typing import Any
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import find_megatron, minor
-from megatron_burst.mcore.releases import (
-    ATTENTION,
-    DOCUMENTS,
-    FINE_TUNING,
-    FREE_OUTPUT,
-    GPT,
-    GPT_HEAD,
-    GPT_TAIL,
-    HYBRID,
-    HYBRID_TAIL,
-    INITIALIZE,
-    LATENT,
-    LAYER,
-    LAYER_SPEC,
-    LOGGED,
-    MAMBA,
-    OTHER_FORMS,
-    RELEASES,
-    ROTARY,
-    STEP,
-    TE_RECOMPUTE,
-    TRAIN_STEP,
-    TRAINING_LOG,
-    WARM_UP,
-)  # fmt: skip
+from megatron_burst.mcore import releases
 from megatron_burst.patching import EVERY_RELEASE, Patch, when_imported
 from megatron_burst.say import say
 
@@ -60,6 +36,12 @@ _CPU = "megatron_burst.mcore.cpu_mode"
 
 # shared parameter lists
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
+_LAYER = f"{releases.LAYER} pg_collection pp_layer_offset name"
+_HYBRID = (
+    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
+    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy "
+    f"{releases.HYBRID_TAIL} vp_stage"
+)
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
@@ -153,8 +135,8 @@ def _of(group: str, *rows: tuple[str, str, str, str], te: bool | None = None) ->
             group, place, becomes, tuple(parameters.split()), why,
             package=place.partition(".")[0].replace("megatron", "megatron-core"),
             te=te,
-            others=tuple(tuple(form.split()) for form in OTHER_FORMS.get(place, {}).values()),
-            releases=RELEASES.get(place, EVERY_RELEASE),
+            others=tuple(map(tuple, map(str.split, releases.OTHER_FORMS.get(place, {}).values()))),
+            releases=releases.RELEASES.get(place, EVERY_RELEASE),
         )  # fmt: skip
 
 
@@ -177,11 +159,8 @@ TABLE: tuple[Patch, ...] = (
     # applied by --context-parallel-impl burst and by megatron_burst.auto
     *_of(
         "attention",
-        (ATTENTION, f"{_SPECS}:build_burst",
-         f"{LAYER} pg_collection pp_layer_offset name",
-         _CORES),
-        (LATENT, f"{_SPECS}:build_burst",
-         f"{LAYER} pg_collection pp_layer_offset name",
+        (releases.ATTENTION, f"{_SPECS}:build_burst", _LAYER, _CORES),
+        (releases.LATENT, f"{_SPECS}:build_burst", _LAYER,
          "builds its core attention itself, after Attention has built one"),
     ),
     # for options that a script sets, in heterogeneous models
@@ -195,25 +174,24 @@ TABLE: tuple[Patch, ...] = (
     # also applied by the flag
     *_of(
         "asked",
-        (ATTENTION, f"{_SPECS}:refuse_unset",
-         f"{LAYER} pg_collection pp_layer_offset name",
+        (releases.ATTENTION, f"{_SPECS}:refuse_unset", _LAYER,
          "a script may bypass the validate_args that sets cp_comm_type, and the flag would have "
          "no effect"),
     ),
     # for packed samples
     *_of(
         "packed",
-        (DOCUMENTS,
+        (releases.DOCUMENTS,
          f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
-        (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
+        (releases.FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
         te=False,
     ),
     # for --dataloader-inter-document-masking
     *_of(
         "anywhere",
-        (ROTARY,
+        (releases.ROTARY,
          f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
@@ -229,7 +207,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     *_of(
         "spec",
-        (LAYER_SPEC, "", "config vp_stage",
+        (releases.LAYER_SPEC, "", "config vp_stage",
          "--spec megatron_burst.spec layer_spec"),
     ),
     # applied by megatron_burst.keep, with --burst-keep or without Megatron
@@ -266,7 +244,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     *_of(
         "inputs",
-        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
+        (releases.TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
          _INPUTS),
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         te=True,
@@ -274,19 +252,12 @@ TABLE: tuple[Patch, ...] = (
     # applied by --burst-fused-loss; given: its configuration
     *_of(
         "loss",
-        (GPT, f"{_LOSS}:build_with_loss",
-         f"{GPT_HEAD} {GPT_TAIL}",
-         _BUILT),
-        (HYBRID, f"{_LOSS}:build_with_loss",
-         "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
-         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process "
-         f"post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage",
-         _BUILT),
-        (MAMBA, f"{_LOSS}:build_with_loss",
-         "self config mamba_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
-         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process "
-         f"post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage",
-         _BUILT),
+        (releases.GPT, f"{_LOSS}:build_with_loss",
+         f"{releases.GPT_HEAD} {releases.GPT_TAIL}", _BUILT),
+        (releases.HYBRID, f"{_LOSS}:build_with_loss",
+         f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
+        (releases.MAMBA, f"{_LOSS}:build_with_loss",
+         f"self config mamba_stack_spec {_HYBRID}", _BUILT),
     ),
     # between zeroing and reduction of main_grad, a fused loss may add to it in forward
     *_of(
@@ -300,10 +271,11 @@ TABLE: tuple[Patch, ...] = (
     # applied by --burst-log
     *_of(
         "log",
-        (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
+        (releases.TRAIN_STEP, f"{_LOG}:count_in_step",
+         f"{releases.STEP} pg_collection p2p_communicator",
          "evaluations run between steps, and nothing is called where a step begins"),
-        (TRAINING_LOG, f"{_LOG}:log_transfers",
-         f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
+        (releases.TRAINING_LOG, f"{_LOG}:log_transfers",
+         f"{releases.LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
          "names the timers that it logs (training/training.py:2624)"),
     ),
     # for CPU mode, to build and run a model; see cpu_mode.py
@@ -343,7 +315,7 @@ TABLE: tuple[Patch, ...] = (
          "tensor as_numpy record_stream",
          "core/transformer/moe/token_dispatcher.py:930 makes NumPy arrays of the splits of an "
          "all-to-all that lie on a GPU, and torch takes no tensors"),
-        (FREE_OUTPUT, f"{_CPU}:shrink_output", "out deallocate_pipeline_outputs",
+        (releases.FREE_OUTPUT, f"{_CPU}:shrink_output", "out deallocate_pipeline_outputs",
          "interleaved schedules free what they send before it is sent (0.16.1: "
          "core/pipeline_parallel/schedules.py:1522, :1600); from 0.18 on they wait"),
         ("torch.distributed:DeviceMesh.from_group", f"{_CPU}:mesh_on_the_cpu",
@@ -352,7 +324,7 @@ TABLE: tuple[Patch, ...] = (
          "torch_fully_sharded_data_parallel.py:81, fsdp/mcore_fsdp_adapter.py:418"),
         ("torch.cuda:device_count", "=torch.cpu:device_count", "", _NO_CUDA),
         ("torch.cuda:set_device", "=torch.cpu:set_device", "device", _NO_CUDA),
-        (INITIALIZE, f"{_CPU}:initialize_without_cuda",
+        (releases.INITIALIZE, f"{_CPU}:initialize_without_cuda",
          "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks "
          "store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group seed_ep_group "
          "seed_etp_group skip_random_seed",
@@ -362,7 +334,7 @@ TABLE: tuple[Patch, ...] = (
          "before Blackwell (10)"),
         (f"{_ARGUMENTS}:validate_args", f"{_CPU}:validate_adjusted", "args defaults",
          "defaults are TransformerEngine, NCCL and CUDA extensions"),
-        (WARM_UP, f"={_CPU}:warm_nothing_up", "tp_size",
+        (releases.WARM_UP, f"={_CPU}:warm_nothing_up", "tp_size",
          "training/initialize.py:497 feeds random tensors to fused functions to compile them: "
          "nothing is compiled here, and the draws, whose number depends on the context parallel "
          "size, would move the generator that the weights are drawn from next"),

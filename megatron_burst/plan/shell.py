@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_burst.plan.shell_text import SUBSTITUTION, arithmetic, one_word, statements, word_at
+from megatron_burst.plan.shell_text import (
+    SUBSTITUTION,
+    arithmetic,
+    first_word,
+    one_word,
+    statements,
+)
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -93,7 +99,7 @@ class _Shell:
 
     def _command(self, text: str) -> Iterator[str]:
         if found := re.match(r"(?:source|\.)\s+", text):
-            yield from self._source(word_at(text, found.end()))
+            yield from self._source(first_word(text[found.end() :]))
             return
         bare = _DECLARE.sub("", text, count=1) if _DECLARE.match(text) else text
         if pairs := self._assignments(bare):
@@ -106,15 +112,14 @@ class _Shell:
 
     def _assignments(self, text: str) -> list[tuple[str, str, str]]:
         """Names, "+" or "", and values, if a command has nothing else."""
-        found, at = [], 0
-        while at < len(text):
-            start = _ASSIGNED.match(text, at)
+        found = []
+        while text:
+            start = _ASSIGNED.match(text)
             if not start:
                 return []
-            value = word_at(text, start.end())
+            value = first_word(text[start.end() :])
             found.append((start[1], start[2], value))
-            at = start.end() + len(value)
-            at += len(text[at:]) - len(text[at:].lstrip())
+            text = text[start.end() + len(value) :].lstrip()
         return found
 
     def _assign(self, name: str, text: str, more: bool) -> None:
@@ -177,7 +182,7 @@ class _Shell:
             value = None if found[0].startswith("\\") else self._value(found[0])
             return one_word(found[0]) if value is None else value
 
-        return SUBSTITUTION.sub(known, re.sub(r"`([^`]*)`", r"$(\1)", text))
+        return re.sub(SUBSTITUTION, known, re.sub(r"`([^`]*)`", r"$(\1)", text))
 
     def _value(self, whole: str) -> str | None:
         if whole.startswith("$(("):

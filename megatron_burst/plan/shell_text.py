@@ -19,17 +19,15 @@ def _between(opening: str, closing: str) -> str:
 
 
 _ROUND, _CURLY = _between(r"\(", r"\)"), _between(r"\{", r"\}")
-_CONTINUED = re.compile(r"\\[ \t]*\n")
-_COMMENT_OR_TEXT = re.compile(rf"(?<!\S)(#[^\n]*)|\\[ \t]*\n|{_QUOTED}", re.DOTALL)
-_STATEMENT = re.compile(rf"(?:{_QUOTED}|{_ROUND}|[^\n;])++", re.DOTALL)
-_WORD = re.compile(
-    rf"""(?:"(?:\\.|\$(?:{_ROUND}|{_CURLY})|[^"\\])*+"|{_QUOTED}|\$?{_ROUND}|\${_CURLY}|\S)*+""",
-    re.DOTALL,
+# texts, which `re` compiles, and keeps, when a script is read
+_CONTINUED = r"\\[ \t]*\n"
+_COMMENT_OR_TEXT = rf"(?s)(?<!\S)(#[^\n]*)|{_CONTINUED}|{_QUOTED}"
+_STATEMENT = rf"(?s)(?:{_QUOTED}|{_ROUND}|[^\n;])++"
+_WORD = (
+    rf"""(?s)(?:"(?:\\.|\$(?:{_ROUND}|{_CURLY})|[^"\\])*+"|{_QUOTED}|\$?{_ROUND}|\${_CURLY}|\S)*+"""
 )
-SUBSTITUTION = re.compile(rf"\\?\$(?:{_ROUND}|{_CURLY}|\w+|[@*#?!$-])?", re.DOTALL)
-_HERE = re.compile(
-    r"(?<!<)<<-?[ \t]*([\"']?)(\w+)\1([^\n]*)\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
-)
+SUBSTITUTION = rf"(?s)\\?\$(?:{_ROUND}|{_CURLY}|\w+|[@*#?!$-])?"
+_HERE = r"(?sm)(?<!<)<<-?[ \t]*([\"']?)(\w+)\1([^\n]*)\n(.*?)^[ \t]*\2[ \t]*$"
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -40,11 +38,12 @@ _OPERATORS: dict[type, Any] = {
 
 def statements(text: str) -> Iterator[str]:
     """Commands without comments and continued lines; arrays and strings may have several lines."""
-    text = _HERE.sub(_as_commands, text)
-    text = _COMMENT_OR_TEXT.sub(
-        lambda found: "" if found[1] else _CONTINUED.sub(" ", found[0]), text
-    )
-    return filter(None, map(str.strip, _STATEMENT.findall(text)))
+
+    def clean(found: re.Match[str]) -> str:
+        return "" if found[1] else re.sub(_CONTINUED, " ", found[0])
+
+    text = re.sub(_COMMENT_OR_TEXT, clean, re.sub(_HERE, _as_commands, text))
+    return filter(None, map(str.strip, re.findall(_STATEMENT, text)))
 
 
 def _as_commands(here: re.Match[str]) -> str:
@@ -53,9 +52,9 @@ def _as_commands(here: re.Match[str]) -> str:
     return "\n".join((here[3], *lines))
 
 
-def word_at(text: str, at: int) -> str:
-    """The word, or the array, that begins at a place."""
-    found = _WORD.match(text, at)
+def first_word(text: str) -> str:
+    """The word, or the array, that a text begins with."""
+    found = re.match(_WORD, text)
     assert found  # also matches nothing
     return found[0]
 
