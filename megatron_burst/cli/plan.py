@@ -127,11 +127,10 @@ def plan(
         warnings = [*script.notes, *warnings_of(job, found, fixed)]
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
-        default = not (global_batch_size or "global_batch_size" in in_file)
         show(
             Shown(
-                job, found, warnings, missing, do_search, not in_file, script, in_file,
-                repeated, more, default,
+                job, found, script, in_file, warnings, missing, do_search, repeated, more,
+                usual_batch=not (global_batch_size or "global_batch_size" in in_file),
             )
         )  # fmt: skip
         _write(job, found, script, json, picture)

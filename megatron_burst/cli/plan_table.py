@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -37,15 +37,14 @@ class Shown:
 
     job: Job
     found: Sequence[Candidate]  # the best first
-    warnings: Sequence[str] = ()  # sentences
-    no_room: str = ""  # by how much the best does not fit, and what would do; "" if it does
-    others: bool = False  # whether to show them; else a line on how the best was chosen
-    own_flags: bool = True  # whether the model's are shown, because no file of the user's has them
-    script: Script | None = None  # what one says of the job
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # that it has
-    repeated: str = ""  # how a file's documents fill a sample
-    with_keep: str = ""  # what more kept results come to, in a line
-    usual_batch: bool = False  # whether the batch is the default
+    script: Script  # what a file of Megatron's arguments says of the job
+    arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
+    warnings: Sequence[str]  # sentences
+    no_room: str  # by how much the best does not fit, and what would do; "" if it does
+    others: bool  # whether to show them; else a line on how the best was chosen
+    repeated: str  # how a file's documents fill a sample
+    with_keep: str  # what more kept results come to, in a line
+    usual_batch: bool  # whether the batch is the default
 
 
 def new_console() -> Console:
@@ -65,7 +64,7 @@ def show(shown: Shown) -> None:
         f"{' (default)' * shown.usual_batch}, {job.gpus} GPUs, {job.on_node} "
         f"per node, {job.hardware.name}",
     )
-    if shown.script and (read := shown.script.in_words):
+    if read := shown.script.in_words:
         say(console, f"read from the script: {read}")
     if job.packing and job.packing.sample:
         again = f"; {shown.repeated}" if shown.repeated else ""
@@ -162,7 +161,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
 def _show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
-    if shown.own_flags:
+    if not shown.arguments:
         known = model_flags(job.model)
         missing = [what for flag, what in _OF_CARD.items() if flag not in known]
         missing += ["router"] if job.model.experts else []
@@ -171,9 +170,8 @@ def _show_flags(console: Console, shown: Shown) -> None:
     note = "in addition to the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
-    own = shown.script.flags if shown.script else None
-    flags = flag_values(job, best.strategy, best.memory.node, own)
-    if shown.own_flags:
+    flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
+    if not shown.arguments:
         _show_words(console, f"Megatron flags ({note}):", as_words(flags))
         return
     there = {flag for flag, value in flags.items() if _has(shown.arguments, flag, value)}

@@ -14,7 +14,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import check, refuses
 from megatron_burst.say import say
 
 try:
@@ -50,10 +50,12 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     On a command line this is refused. A model is not, because a framework's process may hold models
     that never train besides one that does, in the same environment.
     """
-    granularity, keeps = config.recompute_granularity, burst.keep != "none"
-    others = granularity == "selective" and "core_attn" not in config.recompute_modules
-    if (keeps or burst.offloads_inputs) if granularity is None else (keeps and others):
-        asked = f"keep={burst.keep}" if burst.keep != "none" else "keep_offload=inputs"
+    keeps = burst.keep != "none"
+    idle = keeps and refuses("keep", "recompute_modules", config)
+    if keeps or burst.offloads_inputs:
+        idle |= refuses("recompute", "recompute_granularity", config)
+    if idle:
+        asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
         _say_once(
             f"burst attention: {asked} has no effect on a model that does not recompute attention; "
             "if this one trains, set its recompute_granularity to full"

@@ -74,6 +74,12 @@ def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -
             raise BurstError(row.sentence(who, value, options))
 
 
+def refuses(feature: str, argument: str, options: Options) -> bool:
+    """Whether a feature refuses the value of one argument."""
+    rows = (row for row in _rows(feature) if row.argument == argument)
+    return any(row.value_in(options) is not None for row in rows)
+
+
 @cache
 def _rows(feature: str) -> tuple[Refusal, ...]:
     return tuple(row for row in TABLE if feature in row.features.split())
@@ -243,13 +249,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",
         "pass --transformer-impl transformer_engine"),
-    *(
-        Refusal(
-            "attention keep", name, OFF, "burst has no fp8 kernels and does not keep fp8 scales",
-            "switch it off", asked="fp8 attention",
-        )
-        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
-    ),
+    *(Refusal("attention keep", name, OFF, "burst has no fp8 kernels and does not keep fp8 scales",
+              "switch it off", asked="fp8 attention")
+      for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Refusal(
         "attention", "attention_type", ("self",), "burst shards queries and keys in the same way",
         _WITHOUT, asked="attention other than self-attention"),
@@ -340,10 +342,8 @@ TABLE: tuple[Refusal, ...] = (
         "its schedule computes the loss outside the model's forward"),
     Refusal("loss", "logits_load_dir", OFF, "distillation needs the logits"),
     Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
-    Refusal("loss", "use_megatron_fsdp", OFF, "the output layer's weight is sharded when the "
-                                              "loss reads it"),
-    Refusal("loss", "use_torch_fsdp2", OFF, "the output layer's weight is sharded when the loss "
-                                            "reads it"),
+    *(Refusal("loss", name, OFF, "the output layer's weight is sharded when the loss reads it")
+      for name in ("use_megatron_fsdp", "use_torch_fsdp2")),
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
         f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
