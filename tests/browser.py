@@ -8,6 +8,7 @@ Prints JSON by page: first heading, pictures that did not load, console messages
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(  # before Qt is loaded
@@ -29,6 +30,7 @@ _LOOK = """JSON.stringify({
         .map(x => x.src || x.href),
 })"""
 _PAINTED_MS = 300
+_AT_ONCE = 4  # pages: most of a visit is waiting
 
 
 class Page(QWebEnginePage):
@@ -43,10 +45,10 @@ class Page(QWebEnginePage):
 
 
 class Visit:
-    """Opens pages one after another."""
+    """Opens pages one after another, and calls `ended` after the last."""
 
-    def __init__(self, app: QApplication, shots: Path, pages: list[Path]) -> None:
-        self.app, self.shots, self.todo, self.found = app, shots, pages, {}
+    def __init__(self, shots: Path, pages: list[Path], ended: Callable[[], None]) -> None:
+        self.shots, self.todo, self.ended, self.found = shots, pages, ended, {}
         self.view = QWebEngineView()
         self.page = Page(self.view)
         self.view.setPage(self.page)
@@ -57,7 +59,7 @@ class Visit:
 
     def open(self) -> None:
         if not self.todo:
-            self.app.quit()
+            self.ended()
             return
         self.page.said = []
         self.view.load(QUrl.fromLocalFile(str(self.todo[0].resolve())))
@@ -77,8 +79,20 @@ class Visit:
         self.open()
 
 
-if __name__ == "__main__":
+def look_at(shots: Path, pages: list[Path]) -> dict[str, dict]:
+    """What is found on each page, several at once."""
     application = QApplication(sys.argv[:1])
-    visit = Visit(application, Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+
+    def quit_after_the_last() -> None:
+        if not any(visit.todo for visit in visits):
+            application.quit()
+
+    parts = [pages[first::_AT_ONCE] for first in range(min(_AT_ONCE, len(pages)))]
+    visits = [Visit(shots, part, quit_after_the_last) for part in parts]
     application.exec()
-    print(json.dumps(visit.found))
+    return {page: found for visit in visits for page, found in visit.found.items()}
+
+
+if __name__ == "__main__":
+    found = look_at(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    print(json.dumps(found))
