@@ -125,11 +125,11 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
 def test_a_missing_node_is_named_and_the_others_are_measured(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 6, port, "ab"[rank // 2]) for rank in (0, 1, 2, 3)}
-    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "15", "--cp", "6")
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "8", "--cp", "6")
     assert set(codes.values()) == {1}, err
     found = checks_of(out[0])
     missing = found["attendance", "fail"]
-    assert missing["what"] == "ranks [4, 5] of 6 did not come within 15 s"
+    assert missing["what"] == "ranks [4, 5] of 6 did not come within 8 s"
     assert missing["where"] == "node 2" and f"127.0.0.1:{port}" in missing["change"]
     assert ("groups", "skip") in found
     assert len(json.loads(out[0])["links"]) == 8 and json.loads(out[0])["breaks"]
