@@ -59,4 +59,5 @@ def _existing(kind: type, count) -> type:
                 kind("cuda", made.index % count()) if made.type == "cuda" and made.index else made
             )
 
+    Device.__module__, Device.__qualname__ = "torch", "device"  # by which pickle finds it
     return Device

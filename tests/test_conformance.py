@@ -3,6 +3,7 @@
 import enum
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -261,6 +262,7 @@ def test_ranks_that_share_gpus_find_a_device_each_and_are_on_nodes_of_their_own(
         torch.cuda.set_device(rank)
         assert torch.device("cuda", rank) == kind("cuda", rank % 2)
     assert chosen == [0, 1, 0, 1]
+    assert pickle.loads(pickle.dumps(kind("cpu"))) == kind("cpu")
     assert isinstance(kind("cpu"), torch.device) and torch.device("cpu") == kind("cpu")
 
 
