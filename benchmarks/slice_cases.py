@@ -1,4 +1,4 @@
-"""Slices of models: which there are, how each is run, and how a run is described in a row."""
+"""Slices of models, and a whole one: which there are, how each is run, a run's row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -70,6 +70,7 @@ _14B = Slice("14b", 1 << 20, 2, 5120, 13824, 40, 40, 128256)
 _LONG = replace(_8B, seq=2 << 20, layers=1)
 _SHORT = replace(_8B, seq=512 << 10)  # what 2 GPUs hold
 _DEEPER = replace(_8B, name="8b-4-layers", seq=256 << 10, layers=4)
+_WHOLE = Slice("tinyllama-1.1b", 128 << 10, 22, 2048, 5632, 32, 4, 32000)  # all its layers
 _TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
 _TINY_PACKED = replace(_TINY, name="tiny-packed", documents="drawn")
 _PACKED = replace(_8B, name="8b-packed", seq=128 << 10, documents="drawn")
@@ -89,7 +90,8 @@ RUNS = (
     (_DEEPER, "burst"), (_DEEPER, "megatron"), (_DEEPER, "megatron-keep"),
     (_DEEPER, "megatron-own-loss"), (_SHORT, "burst"), (_SHORT, "megatron"),
     (_SHORT, "megatron-keep"), (_PACKED, "megatron"), (_PACKED, "megatron-a2a"),
-    (_PACKED, "burst-recompute"), (_PACKED, "burst"),
+    (_PACKED, "burst-recompute"), (_PACKED, "burst"), (_WHOLE, "megatron"), (_WHOLE, "burst"),
+    (_WHOLE, "megatron-keep"),
 )  # fmt: skip
 TINY_RUNS = tuple((what, impl) for what in (_TINY, _TINY_PACKED) for impl in IMPLS)
 
