@@ -2,15 +2,17 @@
 
 import re
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
+from benchmarks.documents import lengths_of
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
-from benchmarks.rows import Row
+from benchmarks.rows import PackedRow, Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_cost import attention_time, buffer_bytes
+from megatron_burst.plan.attention_cost import attention_time, buffer_bytes, pass_time
 from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.choose_heads import most_heads
 from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
@@ -19,6 +21,7 @@ from megatron_burst.plan.kernel_time import Timer
 from megatron_burst.plan.memory import memory_of
 from megatron_burst.plan.model import Model
 from megatron_burst.plan.peer import as_megatron, megatron_bytes
+from megatron_burst.plan.sample import Packing, Sample
 from megatron_burst.plan.step import layer_seconds
 from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import AttentionShape, Direction
@@ -78,6 +81,8 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     hardware = hardware or preset_of(row.gpu, "a benchmark's row")
     if layers:
         return _of_layers(row, hardware)
+    if isinstance(row, PackedRow):
+        return _of_packed(row, hardware)
     return _of_kernel(row, hardware) if row.impl == "ceiling" else _of_attention(row, hardware)
 
 
@@ -164,8 +169,8 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     )
 
 
-def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
-    """The kernel alone: the whole sequence, 1/P of the heads."""
+def _of_kernel(row: Row, hardware: Hardware, sample: Sample | None = None) -> Prediction:
+    """The kernel alone: the whole sequence, or its documents, 1/P of the heads."""
     call = _call(row, hardware)
     shape = replace(
         call.shape,
@@ -178,8 +183,30 @@ def _of_kernel(row: Row, hardware: Hardware) -> Prediction:
     work = seconds = 0.0
     for direction in passes:
         work += _tflop(call, direction)
-        seconds += Timer(hardware, row.mode, work).tile(tile, shape, direction)
+        pauseless = inf if sample else work
+        seconds += Timer(hardware, row.mode, pauseless, sample).tile(tile, shape, direction)
     return Prediction(1e3 * seconds, None)
+
+
+def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
+    """Documents that follow each other: burst, TransformerEngine's ring, or the kernel alone."""
+    kind = row.mask.removesuffix(f"-{row.seed}")
+    if kind.startswith(("tree", "window")):
+        return None
+    sample = Sample.of(lengths_of(kind, row.seq, row.seed, max(4, 2 * row.ranks)))
+    mode, _, layout = row.mode.partition("@")
+    row = replace(row, mask="causal", mode=mode)
+    if row.impl == "ceiling":
+        return _of_kernel(row, hardware, sample)
+    packing = Packing(Layout(layout or Layout.DOCUMENTS), sample)
+    call = replace(_call(row, hardware), layout=packing.layout, mask=Mask(right=0, documents=True))
+    if is_standin(row):
+        call = as_megatron(call, hardware)
+    passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
+    where, padded = _with_links(row, hardware, call), packing.sharded(row.ranks)
+    seconds = sum(pass_time(call, where, direction, padded).seconds for direction in passes)
+    gib = megatron_bytes(call.shape, packed=True) / GIB if is_standin(row) else None
+    return Prediction(1e3 * seconds, gib)
 
 
 def _of_layers(row: Row, hardware: Hardware) -> Prediction:

@@ -1,9 +1,10 @@
 """The planner's predictions for problems not yet measured, as a benchmark CSV.
 
 python benchmarks/predict.py attention --ranks 8 --preset one-node --out attention_8xh200.csv
+python benchmarks/predict.py packed --ranks 4 --seq 64K,1M --heads 64/8 --out packed_4xh200.csv
 python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
 
-Options are those of `benchmarks.attention` and `benchmarks.recompute`. Commit the CSV, measure,
+Options are those of `benchmarks.attention`, `.packed` and `.recompute`. Commit the CSV, measure,
 and compare:
 python benchmarks/validate_plan.py MEASURED.csv --predictions PREDICTED.csv
 """
@@ -24,15 +25,18 @@ from benchmarks.cases import Case, Grid, Pass, head_counts, one_head_count, prob
 from benchmarks.facts import commit
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, Mode, modes_of
+from benchmarks.packed import packed_impls
+from benchmarks.packed_cases import PackedGrid
 from benchmarks.planned import predict
-from benchmarks.rows import Row, Sheet, append, check_appendable
+from benchmarks.rows import PackedRow, Row, Sheet, append, check_appendable
 from benchmarks.sweep import Out
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.units import whole_numbers
 
 _WHO = "predict.py"
-PREDICTED_CSV = Sheet(_WHO)
+PREDICTED_CSV, PREDICTED_PACKED_CSV = Sheet(_WHO), Sheet(_WHO, PackedRow)
+_IMPLS = "burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling"  # of packed samples
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Ranks = Annotated[int, Option(min=1)]
 Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
@@ -41,18 +45,18 @@ Link = Annotated[
 ]
 
 
-def _write(rows: list[Row], hardware: str, out: Path) -> None:
+def _write(rows: list[Row], hardware: str, out: Path, sheet: Sheet = PREDICTED_CSV) -> None:
     """Fill in predictions, and append the rows that have one."""
     machine, said = hardware_of(hardware), f"planner at commit {commit()}"
-    check_appendable(out, PREDICTED_CSV)
+    check_appendable(out, sheet)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = []
     for row in rows:
-        if found := predict(row, machine):
+        if found := predict(row, machine):  # None: of others the planner knows nothing
             gpu = f"predicted for {machine.name}"
             row = replace(row, date=now, versions=said, gpu=gpu, ms=found.ms, peak_gib=found.gib)
             done.append(row)
-    append(out, done, PREDICTED_CSV)
+    append(out, done, sheet)
     typer.echo(f"{len(done)} predictions, {said}, were appended to {out}")
 
 
@@ -89,6 +93,36 @@ def attention(
             for case, one, pass_ in every
         ]  # fmt: skip
         _write(rows, hardware, out)
+
+
+@app.command()
+def packed(
+    out: Out,
+    ranks: Ranks,
+    nodes: int = 1,
+    seq: str = "128K",
+    heads: str = "64/8",
+    documents: str = "drawn",
+    impl: Annotated[list[str] | None, Option(help="burst:..., te:p2p or ceiling")] = None,
+    hardware: Machine = "h200",
+    link: Link = "",
+) -> None:
+    """Documents of `benchmarks.packed`, forward and both passes."""
+    with in_one_sentence():
+        kinds = tuple(documents.split(","))
+        cases = PackedGrid(_lengths(seq), head_counts(heads, _WHO), kinds).cases()
+        cases = [replace(case, multiple=max(4, 2 * ranks)) for case in cases]
+        impls = packed_impls(
+            tuple(impl or ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling"))
+        )
+        rows = [
+            PackedRow(
+                date="", versions="", gpu="", nodes=nodes, ranks=ranks, link=link,
+                **case.columns(), impl=one.name, mode=one.mode, pass_=pass_,
+            )
+            for case, one, pass_ in product(cases, impls, get_args(Pass))
+        ]  # fmt: skip
+        _write(rows, hardware, out, PREDICTED_PACKED_CSV)
 
 
 @app.command()

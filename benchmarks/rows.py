@@ -121,6 +121,7 @@ ATTENTION_CSV = Sheet(
 PACKED_CSV = Sheet("benchmarks.packed", PackedRow, _BESIDE_MS)
 RECOMPUTE_CSV = Sheet("benchmarks.recompute", Row, _BESIDE_MS, _of_layers, "benchmarks.show table")
 ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py")
+ANY_PACKED_CSV = Sheet("benchmarks.packed or predict.py", PackedRow)
 
 
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
-from benchmarks.rows import ANY_CSV, COLUMNS, Row, read
+from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row, read
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.units import in_units
@@ -203,6 +203,14 @@ def results() -> list[Path]:
     return [file for file in files if file.open().readline().strip() == ",".join(COLUMNS)]
 
 
+def _read(csvs: Sequence[Path]) -> list[Row]:
+    """Rows of all files, also of packed samples."""
+    packed = {path for path in csvs if path.is_file() and "num_documents" in path.open().readline()}
+    return [
+        row for path in csvs for row in read([path], ANY_PACKED_CSV if path in packed else ANY_CSV)
+    ]
+
+
 @app.command()
 def main(
     csvs: Annotated[list[Path] | None, typer.Argument(help="default: benchmarks/results")] = None,
@@ -216,9 +224,9 @@ def main(
 ) -> None:
     """Compare every row; print medians; write or print the table."""
     with in_one_sentence():
-        rows = read(csvs or results(), ANY_CSV)
+        rows = _read(csvs or results())
         machine = hardware_of(hardware) if hardware else None
-        made = read(predictions, ANY_CSV) if predictions else []
+        made = _read(predictions or ())
         compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
     said = [f"Before it was measured, by the {one}." for one in {one.versions for one in made}]
     said += report(rows, compared)

@@ -7,7 +7,6 @@ from megatron_burst.plan.choose import (
     AllToAll,
     Choice,
     choose_circulate,
-    choose_for_documents,
     choose_inter,
     choose_intra,
     few_come,
@@ -66,8 +65,6 @@ class AttentionCall:
             )
         shape = on_wire(self.shape, self.grad_wire, self.topology.inter_size - 1)
         over_all = AllToAll(self._rounds_over_all, self.again)
-        if free and self._wants_whole and self.layout is not Layout.DOCUMENTS:
-            return choose_for_documents(shape, self.topology, over_all)
         asked = self.inter, self._of_rings
         where = self.topology, self.layout, self.device
         return choose_inter(shape, *where, asked, over_all, self._travelling_share)

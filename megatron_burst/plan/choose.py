@@ -4,15 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.documents import SHARE, slowest_share
 from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.topology import Topology
 
-# for an unknown machine: a fast kernel and a slow link, so that an all-to-all of many heads is not
-# exposed
-_GBS, _TFLOPS = 5.0, 700.0
-_PASSES = 3.5  # products of both passes, in units of forward
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -190,7 +185,8 @@ def choose_inter(
     and the last one back, 1/R of the total in each pass. A ring begins and ends with work on the
     node's own shards. It is counted as if K and V circulated again in backward, even where they are
     kept: counting less would change only calls for which the simulated all-to-all is as fast or
-    faster.
+    faster. Documents do not matter: where they start at any token the slowest rank of a ring has
+    more work, but never so much that typical ones would change the choice.
 
     Args:
         shape: sizes of the call on one rank.
@@ -221,28 +217,6 @@ def choose_inter(
         f"which {_size(bare)} are exposed"
     )
     return Choice("a2a" if sent + bare < ring else "ring", figures)
-
-
-def choose_for_documents(shape: AttentionShape, topology: Topology, over_all: AllToAll) -> Choice:
-    """`choose_inter` for documents that start at any token: a ring leaves shards in place, with
-    unequal work; in an all-to-all over all ranks all have equal work.
-
-    Documents differ from sample to sample, so typical ones are assumed. Each mode takes as long as
-    the link or the kernels of the slowest rank; an all-to-all has exposed communication in
-    addition.
-    """
-    ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
-    sent = a2a_bytes(shape, topology, over_all.again)
-    pairs = SHARE * shape.rows_q * shape.tokens * topology.cp_size / 2
-    kernels = _PASSES * 2 * pairs * (shape.dim_qk + shape.dim_v) / _TFLOPS / 1e12
-    of_ring = max(ring / _GBS / 1e9, slowest_share(topology.cp_size) * kernels)
-    of_all = max(sent / _GBS / 1e9, kernels) + sent / over_all.rounds / _GBS / 1e9
-    figures = (
-        f"between nodes a ring sends {_size(ring)} a rank, an all-to-all {_size(sent)}: for usual "
-        f"documents {1e3 * of_ring:.0f} and {1e3 * of_all:.0f} ms, at {_GBS:.3g} GB/s and "
-        f"{_TFLOPS:.3g} TFLOP/s, assumed"
-    )
-    return Choice("a2a" if of_all < of_ring else "ring", figures)
 
 
 def choose_transfer(

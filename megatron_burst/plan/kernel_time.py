@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from megatron_burst.plan.documents import SHARE, slowest_share
+from megatron_burst.plan.documents import slowest_share, typical_share
 from megatron_burst.plan.hardware import Hardware
 from megatron_burst.plan.sample import Sample
 from megatron_burst.schedule import operations as ops
@@ -138,7 +138,7 @@ class OpTimer:
             buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
         )
         even = isinstance(tile.places, Runs) or len(tile.q) == size * own
-        return SHARE * (1.0 if even else slowest_share(size))
+        return typical_share(size * own) * (1.0 if even else slowest_share(size))
 
     def tile_of(
         self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward

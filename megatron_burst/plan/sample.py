@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.documents import SHARE
+from megatron_burst.plan.documents import typical_share
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Places, Tile, meet
 
@@ -126,10 +126,9 @@ class Packing:
     layout: Layout
     sample: Sample | None = None
 
-    @property
-    def share(self) -> float:
-        """Share of a causal sequence's pairs that the documents have."""
-        return self.sample.share if self.sample else SHARE
+    def share(self, tokens: int) -> float:
+        """Share of the pairs of a causal sequence of so many tokens that the documents have."""
+        return self.sample.share if self.sample else typical_share(tokens)
 
     def sharded(self, cp_size: int) -> Sample | None:
         """The sample with the padding that `cp_size` ranks need."""

@@ -36,7 +36,7 @@ class Job:
     @property
     def share(self) -> float:
         """Share of causal sequences' (query, key) pairs that the job's have."""
-        return self.packing.share if self.packing else 1.0
+        return self.packing.share(self.seq) if self.packing else 1.0
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:

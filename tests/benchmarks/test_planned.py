@@ -5,6 +5,7 @@ after the measurement that it is compared with.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from benchmarks import predict as predict_script
 from benchmarks import validate_plan as validate
 from benchmarks.layers import MODES
 from benchmarks.planned import predict
-from benchmarks.rows import ANY_CSV, Row, append, read
+from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, PACKED_CSV, PackedRow, Row, append, read
 from megatron_burst.plan.attention_cost import attention_time
 from megatron_burst.plan.hardware import GIB
 from megatron_burst.plan.hardware_file import preset
@@ -22,6 +23,7 @@ from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import Direction
 
 H200 = preset("h200")
+RESULTS = Path(predict_script.__file__).parent / "results"
 ROW = Row(
     date="2026-01-02T00:00:00+00:00", versions="x", gpu="NVIDIA H200; 1830 MHz, 60 C", nodes=1,
     ranks=4, link="ring 302, all-to-all 304 GB/s on one node", seq=1 << 16, batch=1, heads_q=32,
@@ -135,9 +137,41 @@ def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():
     assert ms(nodes) > ms(replace(nodes, link=link(50, 50)))
 
 
+MODES_OF_DOCUMENTS = ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling:auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "bounds", "bounds_of_te"),
+    [
+        ("packed_2xh200_one_node", 39, (0.9, 1.12), (0.88, 1.29)),  # cuDNN does better on documents
+        ("packed_2x1xh200", 20, (0.98, 1.16), (1.11, 1.26)),  # of 2K tokens than predicted
+    ],
+)
+def test_packed_samples_are_predicted_near_what_was_measured(name, count, bounds, bounds_of_te):
+    found = {}
+    for row in read([RESULTS / f"{name}.csv"], PACKED_CSV):
+        impl = f"{row.impl}:{row.mode}"
+        if impl in MODES_OF_DOCUMENTS and row.pass_ == "fwd_bwd" and (guess := predict(row)):
+            found[row.mask, row.seq, row.heads_q, impl] = guess.ms / row.ms
+            assert guess.gib is None or guess.gib == pytest.approx(row.peak_gib, rel=0.005)
+    assert len(found) == count
+    for (*_, impl), ratio in found.items():
+        least, most = bounds_of_te if impl == "te:p2p" else bounds
+        assert least < ratio < most, found
+
+
+def test_windows_trees_and_other_modes_of_documents_are_not_predicted():
+    common = {name: getattr(ROW, name) for name in ROW.__slots__} | {"mask": "drawn-42"}
+    row = PackedRow(**common, num_documents=40, longest=1 << 14, area=0.1, seed=42)
+    assert predict(row).ms > predict(replace(row, impl="ceiling")).ms
+    wrong = {"mask": "window-4K"}, {"mask": "tree-8"}, {"impl": "te", "mode": "a2a"}
+    assert all(predict(replace(row, **change)) is None for change in wrong)
+
+
 @pytest.mark.parametrize(
     "command",
     [
+        ["packed", "--seq", "64K", "--heads", "64/8", "--impl", "burst:auto", "--impl", "te:p2p"],
         ["attention", "--seq", "64K", "--heads", "32/8", "--impl", "burst:auto", "--impl", "te"],
         ["recompute", "--seq", "64K", "--layers", "4", "--mode", "burst:all"],
     ],
@@ -147,12 +181,13 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
     out = tmp_path / "predicted.csv"
     done = CliRunner().invoke(predict_script.app, [*command, "--ranks", "4", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    predicted = read([out], ANY_CSV)
+    sheet = ANY_PACKED_CSV if command[0] == "packed" else ANY_CSV
+    predicted = read([out], sheet)
     names = [(row.impl, row.mode, row.pass_) for row in predicted]
     impls = ("burst", "auto"), ("te", "p2p")
     attention = [(*impl, pass_) for impl in impls for pass_ in ("fwd", "fwd_bwd")]
     layers = [("burst", "all", "fwd_bwd"), ("burst", "attention", "fwd")]
-    assert names == (attention if command[0] == "attention" else layers)
+    assert names == (layers if command[0] == "recompute" else attention)
     assert all(row.versions.startswith("planner at commit ") for row in predicted)
     assert all(
         row.ms == pytest.approx(ms(replace(row, gpu=ROW.gpu)), rel=1e-5) for row in predicted
@@ -160,9 +195,9 @@ def test_predictions_are_written_before_and_compared_after(command, tmp_path):
 
     measured = tmp_path / "measured.csv"
     later = {"date": "2999-01-01T00:00:00+00:00", "gpu": ROW.gpu}
-    append(measured, [replace(row, ms=row.ms / 1.1, **later) for row in predicted], ANY_CSV)
-    append(measured, [replace(row, date="1999-01-01T00:00:00+00:00") for row in predicted], ANY_CSV)
-    compared = validate.compare(read([measured], ANY_CSV), validate.written(predicted))
+    append(measured, [replace(row, ms=row.ms / 1.1, **later) for row in predicted], sheet)
+    append(measured, [replace(row, date="1999-01-01T00:00:00+00:00") for row in predicted], sheet)
+    compared = validate.compare(read([measured], sheet), validate.written(predicted))
     assert len(compared) == len(predicted)
     assert all(one.error == pytest.approx(0.1, rel=1e-3) for one in compared)
     shown = CliRunner().invoke(validate.app, [str(measured), "--predictions", str(out)])
