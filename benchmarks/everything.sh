@@ -89,7 +89,7 @@ part() {
     case $1 in
         tests) timeout 560 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
             --junit-xml "$out/tests.xml" ;;
-        conformance) timeout 560 python3 -m conformance.run --lanes "$(sized 4 1)" --limit-s 500 \
+        conformance) timeout 560 python3 -m conformance.run --lanes "$(sized 4 1)" --ranks 4 --limit-s 500 \
             --out "$out/conformance" ;;
         one_node) attention 480 64K,128K,256K "$all_heads" one_node "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 10 ;;
         one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
