@@ -28,7 +28,7 @@ def test_a_script_is_planned_as_it_says(tmp_path):
     assert f"read from the script: {said}" in text
     assert "TP 2 CP 4 PP 1 DP 1, recompute full, keep all on host" in text
     assert "the only strategy with the given options" in text
-    assert "documents are taken to be usual ones, with 10% of a causal sequence's pairs" in text
+    assert "documents are taken to be usual ones, with 9% of a causal sequence's pairs" in text
     assert "recompute full, keep none" in run(str(path), "--gpus", "8", "--keep", "none",
                                               "--no-offload")  # fmt: skip
     assert "recompute none" in run(str(path), "--gpus", "8", "--recompute", "none")
