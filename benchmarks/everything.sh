@@ -6,10 +6,10 @@
 #   TINY=1 benchmarks/everything.sh OUT 4             small sizes, to see that it runs; on CPU processes too
 #
 # correctness   tests, conformance (needs TE=, MEGATRON_LM=: their checkouts)
-# one node      one_node, one_node_long, packed, layers, layers_long, layers_megatron
+# one node      one_node, one_node_long, packed, layers, layers_long, layers_half, layers_megatron
 # several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
-# other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), slices, more_slices,
-#               accuracy, million, loss
+# steps         slices, slices_14b, slices_2m, slices_own_loss
+# other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
 set -uo pipefail
@@ -87,9 +87,9 @@ slices() { # seconds, runs
 
 part() {
     case $1 in
-        tests) timeout 560 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
+        tests) timeout 530 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
             --junit-xml "$out/tests.xml" ;;
-        conformance) timeout 560 python3 -m conformance.run --lanes "$(sized 4 1)" --ranks 4 --limit-s 500 \
+        conformance) timeout 530 python3 -m conformance.run --lanes "$(sized 4 1)" --ranks 4 --limit-s 500 \
             --out "$out/conformance" ;;
         one_node) attention 480 64K,128K,256K "$all_heads" one_node "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 10 ;;
         one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
@@ -99,16 +99,17 @@ part() {
         packed) packed 400 64K,128K,256K,1M packed "${same_kernel[@]}" --reps 10 ;;
         packed_nodes) on_nodes 2 packed 400 64K,128K,256K,1M packed_nodes --reps 5 ;;
         layers) layers 300 512K burst:{none,half,all,all-half-layers,all-offload} megatron:{full,full-keep} ;;
-        layers_long) layers 480 1M burst:{none,all,half} ;;
-        layers_megatron) layers 480 1M megatron:{full,full-keep} burst:all-half-layers ;;
+        layers_long) layers 480 1M burst:{none,all} ;;
+        layers_half) layers 480 1M burst:{half,all-half-layers} ;;
+        layers_megatron) layers 480 1M megatron:{full,full-keep} ;;
         before) attention 300 64K,128K,256K "$all_heads" before --impl burst:auto --impl before --reps 10 ;;
         before_long) attention 300 512K "$all_heads" before --impl burst:auto --impl before --reps 5 ;;
         before_nodes) on_nodes 2 attention 420 64K,128K,256K,512K "$all_heads" before --impl burst:auto --impl before \
             --reps 5 ;;
-        slices) slices 180 8b-1M:burst 8b-1M:megatron ;;
-        more_slices)
-            [[ -n $tiny ]] || slices 400 14b-1M:burst 14b-1M:megatron 8b-2M:burst 8b-2M:megatron 8b-1M:megatron-own-loss
-            ;;
+        slices) slices 480 8b-1M:burst 8b-1M:megatron ;; # a run ends after 200 s, with the steps that it has
+        slices_14b) [[ -n $tiny ]] || slices 480 14b-1M:burst 14b-1M:megatron ;;
+        slices_2m) [[ -n $tiny ]] || slices 480 8b-2M:burst 8b-2M:megatron ;;
+        slices_own_loss) [[ -n $tiny ]] || slices 240 8b-1M:megatron-own-loss ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
@@ -123,11 +124,16 @@ part() {
 }
 
 every="tests one_node packed two_nodes layers packed_nodes before before_nodes conformance one_node_long two_nodes_long
-    layers_long layers_megatron before_long slices four_nodes accuracy million more_slices loss"
+    layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
+    slices_own_loss loss"
 for name in "${@:-$every}"; do
     # shellcheck disable=SC2086
     for one in $name; do
         echo "== $one"
+        if ((SECONDS >= total)); then
+            echo "== no time was left"
+            continue
+        fi
         part "$one"
         echo "== $one ended with $? after $SECONDS s in all"
     done

@@ -112,9 +112,7 @@ def packed(
         kinds = tuple(documents.split(","))
         cases = PackedGrid(_lengths(seq), head_counts(heads, _WHO), kinds).cases()
         cases = [replace(case, multiple=max(4, 2 * ranks)) for case in cases]
-        impls = packed_impls(
-            tuple(impl or ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling"))
-        )
+        impls = packed_impls(tuple(impl or _IMPLS))
         rows = [
             PackedRow(
                 date="", versions="", gpu="", nodes=nodes, ranks=ranks, link=link,

@@ -50,6 +50,8 @@ class Place:
         """Why a suite cannot run here; empty if it can."""
         if self.ranks not in suite.ranks:
             return f"not with {self.ranks} ranks"
+        if 0 < self.gpus * self.nodes < self.ranks:
+            return f"needs {self.ranks // self.nodes} GPUs"
         if suite.checkout not in self.checkouts:
             return f"no checkout: {PINNED[suite.checkout]}, then {suite.checkout}=its folder"
         if not self.file_of(suite).is_file():

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,15 +28,16 @@ class Home:
 
 
 def check_devices(group: dist.ProcessGroup, board: Board) -> None:
-    """Make sure that no two ranks of a host share a GPU: NCCL would fail or hang.
+    """Make sure that no two ranks share a GPU: NCCL would fail or hang.
 
     As in NCCL, ranks with different NCCL_HOSTID may share one; tests use that.
     """
     if backend_of(group) != "nccl":
         return
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    named = os.environ.get("NCCL_HOSTID", "")
     ranks_of: dict[str, list[int]] = {}
-    for cp_rank, gpu in enumerate(board.share(f"{uuid} of {host_name()}", WHO)):
+    for cp_rank, gpu in enumerate(board.share(f"{uuid} {named}".rstrip(), WHO)):
         ranks_of.setdefault(gpu, []).append(cp_rank)
     for gpu, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:

@@ -31,6 +31,7 @@ def attention_time(
     ranks: range | None = None,
     with_spans: bool = True,
     sample: Sample | None = None,
+    tokens: int | None = None,
 ) -> Timeline:
     """Simulate one pass of a call.
 
@@ -42,11 +43,12 @@ def attention_time(
         ranks: to simulate; None: as many as the time depends on.
         with_spans: whether to record what happened.
         sample: the documents; None: one. With documents ranks differ.
+        tokens: of the whole sequence, if the call stands for one on more nodes.
 
     Raises:
         BurstError: if the call cannot run this way.
     """
-    timer = Timer(hardware, call.backend, pass_tflop, sample)
+    timer = Timer(hardware, call.backend, pass_tflop, sample, tokens)
     some = _simulated(call) if ranks is None else ranks
     with _no_collection():
         programs = {rank: call.program(rank, direction) for rank in some}
@@ -73,8 +75,10 @@ def pass_time(
     """`attention_time` in training on any number of nodes, without spans."""
     if sample:
         return _of_sample(call, hardware, direction, sample)
+    tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
-        (_duration(part, hardware, direction), times) for part, times in _on_few(call, direction)
+        (_duration(part, hardware, direction, tokens), times)
+        for part, times in _on_few(call, direction)
     )
     if not more:
         return base
@@ -116,9 +120,11 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 
 
 @lru_cache(maxsize=4096)
-def _duration(call: AttentionCall, hardware: Hardware, direction: Direction) -> Timeline:
+def _duration(
+    call: AttentionCall, hardware: Hardware, direction: Direction, tokens: int | None
+) -> Timeline:
     """The timeline of a resolved call, cached: on few nodes many calls are equal."""
-    return attention_time(call, hardware, direction, with_spans=False)
+    return attention_time(call, hardware, direction, with_spans=False, tokens=tokens)
 
 
 def _simulated(call: AttentionCall) -> range:

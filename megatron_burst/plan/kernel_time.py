@@ -41,6 +41,7 @@ class Timer:
     backend: str = "auto"  # of attention; "auto": the first one that the hardware lists
     pass_tflop: float = inf  # TFLOP computed without a pause; training has no pauses
     sample: Sample | None = None  # the documents; None: one
+    tokens: int | None = None  # of the whole sequence; None: those of the program's ranks
 
     def tile(
         self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0
@@ -138,7 +139,8 @@ class OpTimer:
             buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
         )
         even = isinstance(tile.places, Runs) or len(tile.q) == size * own
-        return typical_share(size * own) * (1.0 if even else slowest_share(size))
+        tokens = self._timer.tokens or size * own
+        return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
 
     def tile_of(
         self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward

@@ -164,7 +164,10 @@ class _Shell:
         one, sign, other = sides
         if sign in ("=", "==", "!="):
             return (one == other) == (sign != "!=")
-        number = self._number(f"{one} {_COMPARED.get(sign, sign)} {other}")
+        if sign not in _COMPARED:  # such as < of [[ ]], which compares text
+            return None
+        one, other = (f"{int(side)}" if side.isdecimal() else side for side in (one, other))
+        number = self._number(f"{one} {_COMPARED[sign]} {other}")
         return None if number is None else bool(number)
 
     def _number(self, text: str) -> int | None:

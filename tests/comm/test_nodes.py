@@ -144,8 +144,8 @@ class Seat:
         self.seats = seats
 
     def share(self, mine, who):
-        assert mine == "7 of here"
-        return [f"{gpu} of {node}" for gpu, node in self.seats]
+        assert mine == "7 here"
+        return [f"{gpu} {node}" for gpu, node in self.seats]
 
 
 def test_ranks_of_a_node_may_not_share_a_gpu_and_those_of_emulated_nodes_may(monkeypatch):
@@ -155,5 +155,9 @@ def test_ranks_of_a_node_may_not_share_a_gpu_and_those_of_emulated_nodes_may(mon
     own = SimpleNamespace(uuid=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own)
     check_devices(None, Seat((7, "here"), (8, "here"), (7, "there"), (8, "there")))
-    with pytest.raises(BurstError, match=r"GPU of its own.*cp ranks \[0, 2\] on GPU 7 of here"):
+    with pytest.raises(BurstError, match=r"GPU of its own.*cp ranks \[0, 2\] on GPU 7 here"):
         check_devices(None, Seat((7, "here"), (8, "here"), (7, "here")))
+    monkeypatch.delenv("NCCL_HOSTID")  # a container has a host name of its own: no reason to share
+    monkeypatch.setattr(Seat, "share", lambda self, mine, who: [mine] * 2)
+    with pytest.raises(BurstError, match=r"cp ranks \[0, 1\] on GPU 7;"):
+        check_devices(None, Seat())

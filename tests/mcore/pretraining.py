@@ -49,7 +49,7 @@ class Pretrained:
 def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pretrained:
     """Run examples/pretrain_gpt.py in a folder on some ranks, with FLAGS and extra flags.
 
-    `documents`: of mock data; shuffling Megatron's 100,000 takes half of a short run's time.
+    `documents`: of mock data; Megatron's own number, 100,000, takes longer to shuffle.
     """
     folder.mkdir(exist_ok=True)
     log = folder / "steps.jsonl"

@@ -195,6 +195,22 @@ def test_the_time_of_many_nodes_follows_from_that_of_fewer(machine, heads, intra
                 assert waits[0] == pytest.approx(waits[1], abs=0.05 * simulated.seconds)
 
 
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.DOCUMENTS])
+@pytest.mark.parametrize(("nodes", "rows"), [(64, 8192), (32, 65536)])
+def test_usual_documents_of_many_nodes_are_those_of_the_whole_sample(nodes, rows, layout):
+    """Longer samples have fewer pairs, and fewer nodes stand for many."""
+    shape = AttentionShape(1, rows, 32, 8, 128, 128, 2, 4, 4)
+    call = AttentionCall(
+        shape, pretend_nodes(8 * nodes, nodes), layout=layout, mask=Mask(right=0, documents=True),
+        intra="gather", inter="ring", circulate="kv",
+    )  # fmt: skip
+    for direction in Direction:
+        told = pass_time(call, preset("h200"), direction)
+        last = range(8 * nodes - 1, 8 * nodes)
+        simulated = attention_time(call, preset("h200"), direction, ranks=last)
+        assert told.seconds == pytest.approx(simulated.seconds, rel=0.03)
+
+
 def test_a_flat_ring_over_nodes_is_slower_than_a_nested_one():
     """Each of its steps waits for one network card while the others idle."""
     shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)

@@ -32,6 +32,7 @@ UNKNOWN = "A=1\n{}\nrun --tensor-model-parallel-size $A"
          "4"),
         ("TP=2\n[[ -z $PLAN ]] && TP=4\nrun --tp $TP", "4"),
         ("TP=2\nTP=8 other\nrun --tp $TP", "2"),
+        ("N=08\nTP=2\nif [ $N -gt 7 ]; then TP=4; fi\nrun --tp $TP", "4"),
         ("T=3\nF=(${T:+--tp $T})\nrun \"${F[@]}\"", "3"),
         ("cat > x <<'END' # to x\nit's\nfor one in (\nEND\nTP=4\nrun --tp $TP", "4"),
         ("case x in\n a|b) F=\"--tp 4\";;\n *) echo don\\'t ;;\nesac\nrun $F", "4"),
@@ -56,6 +57,7 @@ def _pairs(text):
     [
         "A=$1", "A=$(nproc --all)", "A=`nproc`", "for A in 1 2; do", "read -r B && B=1\nA=$B",
         "if some; then A=2; fi", "case $1 in\n big) A=2 ;;\nesac", "A=${B:?which}", "f() { A=2; }",
+        "if [[ 10 < 9 ]]; then A=2; fi",
         "while more; do A=2; done", "A=$((1 / B))", "A+=$B", "A=$((2 ** 3))",
     ],
 )  # fmt: skip
