@@ -157,7 +157,7 @@ def choices(compared: Sequence[Compared]) -> list[float]:
 
 def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for kind, colour in zip(KINDS, (f"C{i}" for i in (7, 3, 0, 2, 1, 4)), strict=True):
         for kernel, marker in ((False, "o"), (True, "^")):
@@ -174,7 +174,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     right.axhspan(-10, 10, color="tab:green", alpha=0.1)
     right.axhline(0, c="0.5", lw=0.8)
     right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
-    left.legend(fontsize=6, loc="lower right")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncol=2)
     figure.savefig(path, dpi=110)
 
 
