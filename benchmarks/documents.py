@@ -22,6 +22,11 @@ _SAMPLES = 20  # of which one is taken
 _SHORT = 1 << 14  # samples of fewer tokens are for trying out: a thousandth of the corpus suffices
 
 
+def multiple_for(ranks: int) -> int:
+    """What lengths must be multiples of, so that no implementation needs padding."""
+    return max(4, 2 * ranks)
+
+
 @lru_cache
 def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]:
     """Tokens of each document of a sample, in order.

@@ -14,7 +14,7 @@ from typer import Option
 
 from benchmarks.attention import Kind, Plan, measure
 from benchmarks.cases import head_counts
-from benchmarks.documents import KINDS, SEED
+from benchmarks.documents import KINDS, SEED, multiple_for
 from benchmarks.impls import Impl, impls_of
 from benchmarks.packed_cases import PRESETS, PackedGrid, Problem, packed_problems
 from benchmarks.packed_peers import PEERS, Sample
@@ -103,7 +103,7 @@ def _grid(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
 
 def _run(problems: Sequence[Problem], sizes: dict, limits: dict, world: World) -> None:
     """Measure, then show what was measured."""
-    sizes |= {"dtype": sizes["dtype"] or usual_dtype(world), "multiple": max(4, 2 * world.size)}
+    sizes |= {"dtype": sizes["dtype"] or usual_dtype(world), "multiple": multiple_for(world.size)}
     problems = [Problem(replace(each.case, **sizes), each.impls) for each in problems]
     rows = measure(plan_of(problems, **limits), world)
     if world.rank == 0 and rows:

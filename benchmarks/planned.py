@@ -6,7 +6,7 @@ from math import inf
 
 import torch
 
-from benchmarks.documents import lengths_of
+from benchmarks.documents import lengths_of, multiple_for
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import PackedRow, Row
@@ -169,6 +169,11 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     )
 
 
+def _passes(row: Row) -> tuple[Direction, ...]:
+    """The passes whose times a row adds up."""
+    return tuple(Direction) if row.pass_ == "fwd_bwd" else (Direction.FORWARD,)
+
+
 def _of_kernel(row: Row, hardware: Hardware, sample: Sample | None = None) -> Prediction:
     """The kernel alone: the whole sequence, or its documents, 1/P of the heads."""
     call = _call(row, hardware)
@@ -179,9 +184,8 @@ def _of_kernel(row: Row, hardware: Hardware, sample: Sample | None = None) -> Pr
     )
     rows = Span(0, row.seq)
     tile = Tile(rows, rows, call.mask)
-    passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
     work = seconds = 0.0
-    for direction in passes:
+    for direction in _passes(row):
         work += _tflop(call, direction)
         pauseless = inf if sample else work
         seconds += Timer(hardware, row.mode, pauseless, sample).tile(tile, shape, direction)
@@ -193,7 +197,7 @@ def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
     kind = row.mask.removesuffix(f"-{row.seed}")
     if kind.startswith(("tree", "window")):
         return None
-    sample = Sample.of(lengths_of(kind, row.seq, row.seed, max(4, 2 * row.ranks)))
+    sample = Sample.of(lengths_of(kind, row.seq, row.seed, multiple_for(row.ranks)))
     mode, _, layout = row.mode.partition("@")
     row = replace(row, mask="causal", mode=mode)
     if row.impl == "ceiling":
@@ -202,9 +206,8 @@ def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
     call = replace(_call(row, hardware), layout=packing.layout, mask=Mask(right=0, documents=True))
     if is_standin(row):
         call = as_megatron(call, hardware)
-    passes = list(Direction) if row.pass_ == "fwd_bwd" else [Direction.FORWARD]
     where, padded = _with_links(row, hardware, call), packing.sharded(row.ranks)
-    seconds = sum(pass_time(call, where, direction, padded).seconds for direction in passes)
+    seconds = sum(pass_time(call, where, direction, padded).seconds for direction in _passes(row))
     gib = megatron_bytes(call.shape, packed=True) / GIB if is_standin(row) else None
     return Prediction(1e3 * seconds, gib)
 

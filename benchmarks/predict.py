@@ -22,6 +22,7 @@ from typer import Option
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.cases import Case, Grid, Pass, head_counts, one_head_count, problems
+from benchmarks.documents import multiple_for
 from benchmarks.facts import commit
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, Mode, modes_of
@@ -111,7 +112,7 @@ def packed(
     with in_one_sentence():
         kinds = tuple(documents.split(","))
         cases = PackedGrid(_lengths(seq), head_counts(heads, _WHO), kinds).cases()
-        cases = [replace(case, multiple=max(4, 2 * ranks)) for case in cases]
+        cases = [replace(case, multiple=multiple_for(ranks)) for case in cases]
         impls = packed_impls(tuple(impl or _IMPLS))
         rows = [
             PackedRow(

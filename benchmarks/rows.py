@@ -168,6 +168,14 @@ def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OU
     _check_end(path, sheet, option)
 
 
+def is_packed(path: Path) -> bool:
+    """Whether a file has columns of packed samples; no if there is none."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return "num_documents" in file.readline()
+
+
 def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
     """The rows of all files, in order.
 

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from benchmarks import curves_table, loss_table, recompute_table
-from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, read
+from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
 from megatron_burst.cli.terminal import in_one_sentence
@@ -63,14 +63,9 @@ def refreshed(text: str) -> str:
 
 def _attention(csvs: Sequence[Path]) -> list[Any]:
     """Rows of files of either kind."""
-    return [row for csv in csvs for row in read([csv], _sheet(csv))]
-
-
-def _sheet(csv: Path) -> Sheet:
-    if not csv.is_file():
-        return ATTENTION_CSV
-    with csv.open(encoding="utf-8", errors="replace") as file:
-        return PACKED_CSV if "num_documents" in file.readline() else ATTENTION_CSV
+    return [
+        row for csv in csvs for row in read([csv], PACKED_CSV if is_packed(csv) else ATTENTION_CSV)
+    ]
 
 
 @app.command()

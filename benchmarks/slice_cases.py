@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from statistics import median
 
-from benchmarks.documents import SEED, lengths_of
+from benchmarks.documents import SEED, lengths_of, multiple_for
 from benchmarks.rows import Sheet
 from megatron_burst.plan.model import Model
 
@@ -38,7 +38,7 @@ class Slice:
         """Tokens of each document, which are multiples of what TransformerEngine's THD needs."""
         if not self.documents:
             return (self.seq,)
-        return lengths_of(self.documents, self.seq, SEED, max(4, 2 * gpus))
+        return lengths_of(self.documents, self.seq, SEED, multiple_for(gpus))
 
     @property
     def shape(self) -> list[str]:

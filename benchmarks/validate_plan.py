@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
-from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row, read
+from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row, is_packed, read
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.units import in_units
@@ -205,9 +205,8 @@ def results() -> list[Path]:
 
 def _read(csvs: Sequence[Path]) -> list[Row]:
     """Rows of all files, also of packed samples."""
-    packed = {path for path in csvs if path.is_file() and "num_documents" in path.open().readline()}
     return [
-        row for path in csvs for row in read([path], ANY_PACKED_CSV if path in packed else ANY_CSV)
+        row for csv in csvs for row in read([csv], ANY_PACKED_CSV if is_packed(csv) else ANY_CSV)
     ]
 
 

@@ -17,7 +17,8 @@ def install() -> None:
     cpu_mode.install()
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
-    _share_one_device()
+    # Megatron's tests leave 10 groups a case behind: four processes had thousands of threads
+    share_one_device(threads=1)
     init = dist.init_process_group
 
     @functools.wraps(init)
@@ -27,14 +28,16 @@ def install() -> None:
     dist.init_process_group = over_gloo
 
 
-def _share_one_device() -> None:
-    """Let all gloo groups of this process share one device, whose thread wakes 100 times a second:
-    Megatron's tests leave 10 groups a case behind, and four processes had thousands of them."""
+def share_one_device(threads: int = 2) -> None:
+    """Let all gloo groups of this process share one device, whose thread wakes 100 times a second.
+
+    `threads` that each group has to run what it is asked for; 2 is torch's own number.
+    """
     make, device = dist.ProcessGroupGloo.__init__, dist.ProcessGroupGloo.create_default_device()
 
     def on_one_device(self, store, rank, size, timeout):
         options = dist.ProcessGroupGloo._Options()
-        options._devices, options._timeout, options._threads = [device], timeout, 1
+        options._devices, options._timeout, options._threads = [device], timeout, threads
         make(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = on_one_device

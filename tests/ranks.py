@@ -146,29 +146,18 @@ def _serve(pipe, rank, world, backend, environment) -> None:
     gc.freeze()  # imports stay: scanning them takes 0.5 s per collection
     os.environ.update(environment)
     if backend == "gloo":
+        from conformance.on_cpu import share_one_device
+
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CPU mode refuses to run where a GPU is visible
-        _share_one_device()
+        # with the 64 groups of three Megatron layouts, their threads take a quarter of a core for
+        # four ranks
+        share_one_device()
     while True:
         try:
             function, store, args = pipe.recv()
         except EOFError:
             return
         _run_one(pipe, function, rank, world, backend, store, args)
-
-
-def _share_one_device() -> None:
-    """Let all gloo groups of this process share one device, whose thread wakes 100 times a second:
-    with the 64 groups of three Megatron layouts, that is a quarter of a core for four ranks."""
-    from torch.distributed import ProcessGroupGloo
-
-    make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
-
-    def on_one_device(self, store, rank, size, timeout):
-        options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = [device], timeout
-        make(self, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = on_one_device
 
 
 def _run_one(pipe, function, rank, world, backend, store, args) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.operations import Op, Ref, Stream, Transfer
+from megatron_burst.schedule.pieces import union
 from megatron_burst.schedule.program import Buffer, Home, Program
 
 
@@ -209,12 +210,7 @@ def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
         return refs
     if any(ref.rows is None for ref in refs):
         return [Ref(refs[0].buffer, None, heads)]
-    joined: list[list[int]] = []
-    for start, stop in sorted((ref.rows.start, ref.rows.stop) for ref in refs):
-        if joined and start <= joined[-1][1]:
-            joined[-1][1] = max(stop, joined[-1][1])
-        else:
-            joined.append([start, stop])
+    joined = union((ref.rows.start, ref.rows.stop) for ref in refs)
     return [Ref(refs[0].buffer, Span(*rows), heads) for rows in joined]
 
 
