@@ -16,16 +16,16 @@ from megatron_burst.loss import passes, statistics, tiles
 from megatron_burst.loss.main_grad import Forecast, add_product
 from megatron_burst.loss.rows import count_supervised
 from megatron_burst.loss.statistics import LossOptions
+from tests.gpu import needs_gpus
 from tests.gpu.heads import call, exact, fused, off, plain, problem_of
 from tests.loss import test_fused
 from tests.loss.oracle import PLAIN, relative_error
 from tests.loss.test_processes import shard
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
+    needs_gpus(),
 ]
 GRADS = ["recompute", "forward"]
 ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7)
@@ -289,7 +289,6 @@ def over_ranks(rank, device, sizes) -> dict:
     return found
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}")
 def test_two_ranks_compute_what_one_does():
     sizes = (2048, 1024, 8192)
     for rank, found in enumerate(run_ranks(over_ranks, 2, "cuda", sizes, backend="nccl")):

@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.times import METER
-from tests.gpu.test_nccl import GPUS
+from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(2),
 ]
 WAYS = {
     "pull": {"intra": "gather", "transfer": "pull"},
