@@ -98,6 +98,18 @@ PLACES = [(2, 1, (8, 4)), (2, 1, (16, 2)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 
 @pytest.mark.parametrize(("world", "nodes", "heads"), PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
+    compare(case, world, nodes, heads)
+
+
+# 3, 5 and 7 query heads for each KV head of a rank, of as many KV heads as ranks, and of fewer
+@pytest.mark.parametrize("heads", [(12, 4), (20, 4), (28, 4), (12, 2), (20, 2), (28, 2)])
+@pytest.mark.parametrize("case", ["window", "window in documents"])
+def test_so_they_are_with_odd_ratios_of_heads(case, heads):
+    compare(case, 4, 1, heads)
+
+
+def compare(case, world, nodes, heads):
+    """Errors on these ranks and nodes next to those of one GPU."""
     settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
     found = run_ranks(errors, world, world, nodes, case, heads, **settings)[0]
     single = found.pop("alone")
