@@ -118,3 +118,16 @@ def test_a_superseded_row_is_checked_as_others_are(marked):
     marked.write_text(marked.read_text().replace(",5,5,5,", ",five,5,5,", 1))
     with pytest.raises(BurstError, match="line 2, must have a number under ms, .* got 'five'"):
         check_appendable(marked)
+
+
+def test_measurements_are_written_by_nothing_but_append(tmp_path):
+    """A recording of the profiler is the one other CSV, and never replaces a file."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import timeline
+
+    paths = (ROOT / "benchmarks").glob("*.py")
+    assert {p.name for p in paths if "csv.writer(" in p.read_text()} == {"rows.py", "timeline.py"}
+    (tmp_path / "old.csv").write_text("measured\n")
+    done = CliRunner().invoke(timeline.app, ["record", str(tmp_path / "old.csv")])
+    assert done.exit_code == 2 and "OUT must be a new file" in done.output
+    assert (tmp_path / "old.csv").read_text() == "measured\n"
