@@ -50,7 +50,7 @@ TE_KERNEL = Patch(
     f"{_CP}.utils:get_attention_backend",
     "conformance.in_place:choose_kernel",
     ("attention_params",),
-    "TransformerEngine finds no kernel where its own way lacks the case, never comes to its function",
+    "TransformerEngine finds none where its own way lacks the case and never comes to its function",
     package="transformer-engine",
 )
 

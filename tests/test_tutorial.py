@@ -16,7 +16,7 @@ def printed(cell):
 
 
 def test_the_tutorial_runs(tmp_path, monkeypatch):
-    """Also while another job of the machine has torchrun's usual port: two at a time once failed."""
+    """Also while another job has torchrun's usual port: two at a time once failed."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
     with socket.create_server(("", 0)) as other:

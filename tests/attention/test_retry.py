@@ -78,7 +78,7 @@ def test_so_it_can_wherever_it_failed():
 
 
 def alone(rank, direction, place):
-    """What each rank gets when rank 1 fails alone, twice: errors and values; a later call's error."""
+    """What each rank gets when rank 1 fails alone, twice; then a call's error."""
     tensors, truth, rows = problem(rank)
     said, seen, config = [], [], config_of({"intra": "gather", "nodes": 2})
     for _ in range(2):
