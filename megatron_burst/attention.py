@@ -244,7 +244,7 @@ class BurstAttentionFunction(torch.autograd.Function):
         here = range_of_pass(Direction.FORWARD, layer, passes.way)
         with here, _without_autocast(q), Pass(marks, Kind.FORWARD, layer=layer) as this:
             out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
-        out = out.to(q.dtype)
+            out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
         ctx.its_backward = partial(Pass, marks, Kind.BACKWARD, this.number, layer)
@@ -263,7 +263,7 @@ class BurstAttentionFunction(torch.autograd.Function):
         with here, _without_autocast(out), ctx.its_backward() as this:
             begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
             grads = ctx.passes.backward(left, out, _readable(dout), ctx.documents, begin)
-        return *(grad.to(out.dtype) for grad in grads), None, None, None, None
+            return *(grad.to(out.dtype) for grad in grads), None, None, None, None
 
 
 def _without_autocast(x: Tensor):

@@ -202,7 +202,7 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     left out: as before.
     """
     if group not in _STATES:
-        _drop_destroyed()  # all ranks of the new group are here, as they were for the others
+        _drop_destroyed(group)
         board = Board(group, None if timeout_s == _SAME else timeout_s)
         _STATES[group] = GroupState(board, SubGroups(group, board))
     state = _STATES[group]
@@ -212,15 +212,22 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     return state
 
 
-def _drop_destroyed() -> None:
+def _drop_destroyed(new: dist.ProcessGroup) -> None:
     """Drop the state of destroyed groups that are still referenced; destroy their sub-groups, which
-    torch would keep, with their threads and connections."""
+    torch would keep, with their threads and connections.
+
+    NCCL destroys a communicator when all its ranks do, so only those whose ranks are all here: in
+    the first call of a new group.
+    """
     world = distributed_c10d._world
     for group in [group for group in _STATES if group not in world.pg_map]:
         del _STATES[group]
     owners = tuple(f"{state.board.name}/" for state in _STATES.values() if state.board.name)
+    here = set(dist.get_process_group_ranks(new))
     for group, name in [*world.pg_names.items()]:
-        if name.startswith(f"{PREFIX}/") and not name.startswith(owners):
+        if not name.startswith(f"{PREFIX}/") or name.startswith(owners):
+            continue
+        if here.issuperset(dist.get_process_group_ranks(group)):
             dist.destroy_process_group(group)
 
 

@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import passes
+from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.main_grad import announce_main_grad, common_factor, main_grad_of
 from megatron_burst.loss.passes import Head, Sums
 from megatron_burst.loss.rows import HiddenGrad, Rows
@@ -20,7 +21,8 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
-        stats, buffer = passes.statistics_pass(head, hidden, weight, rows)
+        with head.tp.attempt(hidden) as attempt:
+            stats, buffer = passes.statistics_pass(head, hidden, weight, rows, attempt)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head = rows, head
@@ -37,21 +39,18 @@ class Recomputed(torch.autograd.Function):
         refuse_transforms(WHO, *grads)
         hidden, weight, stats = ctx.saved_tensors
         head, rows = ctx.head, ctx.rows
-        zeros = stats.new_zeros(rows.labels.shape)
-        loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
-        factors = passes.loss_factors(head, stats, loss)
-        # d entropy / dz = -p (z - mean)
-        factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
-        factors[Factor.SLOPE] -= entropy
         wants_weight = ctx.needs_input_grad[1]
         total = main_grad = main_grad_of(ctx.weight) if wants_weight else None
-        if wants_weight and main_grad is None:
-            total = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
-        sums = Sums(_hidden_sum(ctx, head, rows, hidden), total)
         kept, ctx.kept = ctx.kept, None  # overwritten: a second backward recomputes it
-        passes.gradient_pass(head, hidden, weight, rows, factors, sums, kept)
-        del kept
-        dhidden = sums.finish(hidden.shape)
+        with head.tp.attempt(hidden) as attempt:
+            factors = attempt(_factors, head, rows, stats, *grads)
+            if wants_weight and main_grad is None:
+                dtype = sum_dtype(weight.dtype)
+                total = attempt(torch.zeros_like, weight, dtype=dtype)
+            sums = Sums(_hidden_sum(ctx, head, rows, hidden, attempt), total)
+            passes.gradient_pass(head, hidden, weight, rows, factors, sums, attempt, kept)
+            del kept
+            dhidden = sums.finish(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None
         return dhidden, None if total is None else total.to(weight.dtype), None, None
@@ -62,12 +61,17 @@ class GradientsInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
-        total = None
-        if ctx.needs_input_grad[1]:
-            total = torch.empty_like(weight, dtype=sum_dtype(weight.dtype))
-        sums = Sums(_hidden_sum(ctx, head, rows, hidden), total, fresh=total is not None)
-        stats = passes.forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
-        ctx.sums = sums.finish(hidden.shape), total
+        with head.tp.attempt(hidden) as attempt:
+            total = None
+            if ctx.needs_input_grad[1]:
+                total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
+            hidden_sum = _hidden_sum(ctx, head, rows, hidden, attempt)
+            sums = Sums(hidden_sum, total, fresh=total is not None)
+            stats = passes.forward_gradient_pass(
+                head, hidden, weight, rows, row_weight, sums, attempt
+            )
+            dhidden = sums.finish(hidden.shape)
+        ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
         return rows.spread(passes.losses(head, stats))
 
@@ -96,8 +100,19 @@ class GradientsInForward(torch.autograd.Function):
         return dhidden, dweight, None, None, None
 
 
-def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor) -> HiddenGrad | None:
-    return HiddenGrad(head.tp, rows, hidden) if ctx.needs_input_grad[0] else None
+def _factors(head: Head, rows: Rows, stats: Tensor, *grads: Tensor | None) -> Tensor:
+    """Factors of the gradient from those of loss, lse and entropy."""
+    zeros = stats.new_zeros(rows.labels.shape)
+    loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
+    factors = passes.loss_factors(head, stats, loss)
+    # d entropy / dz = -p (z - mean)
+    factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
+    factors[Factor.SLOPE] -= entropy
+    return factors
+
+
+def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor, attempt: Attempt) -> HiddenGrad | None:
+    return HiddenGrad(head.tp, rows, hidden, attempt) if ctx.needs_input_grad[0] else None
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:

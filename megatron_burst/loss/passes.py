@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.loss import statistics
+from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.main_grad import add_product
 from megatron_burst.loss.rows import HiddenGrad, Rows, TensorParallel
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
@@ -38,77 +39,94 @@ class Sums:
     fresh: bool = False  # whether the content of `weight` is still uninitialized
 
     def finish(self, shape: torch.Size) -> Tensor | None:
-        """The hidden states' gradient in their shape."""
-        return None if self.hidden is None else self.hidden.finish().view(shape)
+        """The hidden states' gradient in their shape; None after a failure."""
+        return None if self.hidden is None else self.hidden.finish(shape)
 
 
 def statistics_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor]:
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
+) -> tuple[Tensor, Tensor | None]:
     """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
 
     Returns:
-        (statistics, the tile buffer, which still holds the last tile's logits).
+        (statistics, the tile buffer, which still holds the last tile's logits; None after a
+        failure).
     """
-    stats = statistics.empty_statistics(rows.labels.numel(), hidden)
-    stats = stats.view(len(Stat), *rows.labels.shape)
-    buffer = _tile_buffer(head, hidden)
-    for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
-        stats[:, :, piece] = _chunk_statistics(head, x, weight, rows, piece, buffer)
-    return _poisoned(head.tp.combine(stats)), buffer
+    shape, dtype = (len(Stat), *rows.labels.shape), sum_dtype(hidden.dtype)
+    stats = attempt(hidden.new_empty, shape, dtype=dtype)
+    buffer = attempt(_tile_buffer, head, hidden)
+    for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
+        mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        if mine is not None:
+            stats[:, :, piece] = mine
+    return _poisoned(head.tp.combine(attempt.or_nan(stats, shape, dtype))), buffer
 
 
 def gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor, sums: Sums,
-    kept: Tensor | None = None,
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, sums: Sums,
+    attempt: Attempt, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
     `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
     are not recomputed.
     """
-    buffer, computed = _tile_buffer(head, hidden) if kept is None else kept, kept is not None
-    for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows, backwards=True):
-        chunk_factors = factors[:, :, piece].flatten(1)
-        total = None
-        for classes, raw, targets in _tiles(
-            head, x, weight, rows, piece, buffer, computed, backwards=True
-        ):
-            _kernels(raw).gradient_(raw, targets, chunk_factors, head.options)
-            if sums.weight is not None:
-                add_product(sums.weight[classes], raw.t(), x)
-            if sums.hidden is not None:
-                first = total is None
-                total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype)) if first else total
-                add_product(total, raw, weight[classes], first)
+    computed = kept is not None
+    buffer = kept if computed else attempt(_tile_buffer, head, hidden)
+    for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows, backwards=True):
+        tiles = _tiles(head, x, weight, rows, piece, buffer, computed, backwards=True)
+        total = attempt(_chunk_gradient, head, x, weight, tiles, factors, piece, sums)
         computed = False
         if sums.hidden is not None:
             sums.hidden.put(piece, total)
-        del x, total  # before the next ones are made
+        del x, tiles, total  # before the next ones are made
+
+
+def _chunk_gradient(head, x, weight, tiles, factors, piece: slice, sums: Sums) -> Tensor | None:
+    """Add the weight's gradient; returns the hidden states' [blocks * some, h], if needed."""
+    factors, total = factors[:, :, piece].flatten(1), None
+    for classes, raw, targets in tiles:
+        _kernels(raw).gradient_(raw, targets, factors, head.options)
+        if sums.weight is not None:
+            add_product(sums.weight[classes], raw.t(), x)
+        if sums.hidden is not None:
+            first = total is None
+            total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype)) if first else total
+            add_product(total, raw, weight[classes], first)
+    return total
 
 
 def forward_gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums
-) -> Tensor:
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums,
+    attempt: Attempt,
+) -> Tensor | None:  # fmt: skip
     """Statistics as of `statistics_pass` and, from the same logits, gradients of
     sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
 
     Each chunk needs statistics of the whole vocabulary, hence one collective per chunk.
     """
-    stats = hidden.new_empty(len(Stat), *rows.labels.shape, dtype=sum_dtype(hidden.dtype))
-    buffer = _tile_buffer(head, hidden)
-    for piece, x in head.tp.chunks(hidden, rows, head.tiles.rows):
-        mine = _chunk_statistics(head, x, weight, rows, piece, buffer)
-        stats[:, :, piece] = _poisoned(head.tp.combine(mine))
+    blocks, dtype = len(rows.labels), sum_dtype(hidden.dtype)
+    stats = attempt(hidden.new_empty, (len(Stat), *rows.labels.shape), dtype=dtype)
+    buffer = attempt(_tile_buffer, head, hidden)
+
+    def gradient(piece: slice, x: Tensor, whole: Tensor) -> Tensor | None:
+        stats[:, :, piece] = _poisoned(whole)
         factors = loss_factors(head, stats[:, :, piece], row_weight[:, piece]).flatten(1)
         ((_, raw, targets),) = _tiles(head, x, weight, rows, piece, buffer, computed=True)
         _kernels(raw).gradient_(raw, targets, factors, head.options)
-        if sums.hidden is not None:
-            sums.hidden.put(piece, torch.mm(raw, weight))
         if sums.weight is not None:
             add_product(sums.weight, raw.t(), x, first=sums.fresh and piece.start == 0)
+        return None if sums.hidden is None else torch.mm(raw, weight)
+
+    for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
+        mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        shape = len(Stat), blocks, piece.stop - piece.start
+        whole = head.tp.combine(attempt.or_nan(mine, shape, dtype))
+        grad = attempt(gradient, piece, x, whole)
+        if sums.hidden is not None:
+            sums.hidden.put(piece, grad)
     if sums.fresh and rows.count == 0:
-        sums.weight.zero_()
+        attempt(sums.weight.zero_)
     return stats
 
 
@@ -132,10 +150,12 @@ def largest_class(
     labels = torch.zeros(tp.blocks, tokens, dtype=torch.long, device=hidden.device)
     rows = Rows(labels, labels == 0, tp.rank if tp.blocks > 1 else 0, None, tokens)
     values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)
-    for piece, x in tp.chunks(hidden, rows, tiles.rows):
-        found = torch.mm(x, weight.t()).max(dim=1)
-        values[:, piece] = found.values.view(tp.blocks, -1)
-        classes[:, piece] = found.indices.view(tp.blocks, -1)
+    with tp.attempt(hidden) as attempt:
+        for piece, x in tp.chunks(attempt, hidden, rows, tiles.rows):
+            found = attempt(lambda x: torch.mm(x, weight.t()).max(dim=1), x)
+            if found is not None:
+                values[:, piece] = found.values.view(tp.blocks, -1)
+                classes[:, piece] = found.indices.view(tp.blocks, -1)
     full = hidden.shape[0] * tp.blocks, *hidden.shape[1:-1]
     return values.view(full) * scale, classes.view(full)
 

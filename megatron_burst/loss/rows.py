@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.statistics import Stat
 from megatron_burst.loss.tiles import Sizes
 
@@ -153,9 +154,13 @@ class TensorParallel:
         return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
                      processors_of(hidden.device), held)  # fmt: skip
 
+    def attempt(self, like: Tensor) -> Attempt:
+        """A pass of all ranks, on the device of a tensor."""
+        return Attempt(self.group, like.device)
+
     def chunks(
-        self, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
-    ) -> Iterator[tuple[slice, Tensor]]:
+        self, attempt: Attempt, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
+    ) -> Iterator[tuple[slice, Tensor | None]]:
         """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]).
 
         The next ones are sent while the caller computes.
@@ -166,10 +171,12 @@ class TensorParallel:
             pieces.reverse()
         coming = None
         for piece in pieces:
+            mine = attempt(rows.take, hidden, piece)
             if self.blocks == 1:
-                yield piece, rows.take(hidden, piece)
+                yield piece, mine
                 continue
-            started = piece, *self._start_gather(rows.take(hidden, piece))
+            shape = piece.stop - piece.start, hidden.shape[-1]
+            started = piece, *self._start_gather(attempt.or_nan(mine, shape, hidden.dtype))
             if coming is not None:
                 yield _landed(*coming)
             coming = started
@@ -209,24 +216,29 @@ class HiddenGrad:
     At most two reductions are in flight, so their inputs take the memory of two chunks.
     """
 
-    def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor) -> None:
-        self._tp, self._rows = tp, rows
+    def __init__(self, tp: TensorParallel, rows: Rows, like: Tensor, attempt: Attempt) -> None:
+        self._tp, self._rows, self._like, self._attempt = tp, rows, like, attempt
         shape = rows.tokens, like.shape[-1]
+        make = like.new_empty if rows.order is None else like.new_zeros
         # [tokens, h], of this rank's tokens; 0 for those that are not computed
-        self.mine = like.new_empty(shape) if rows.order is None else like.new_zeros(shape)
+        self._mine = attempt(make, shape)
         self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
 
-    def put(self, piece: slice, grad: Tensor) -> None:
-        """Add a chunk [blocks * some, h] of this rank's part of the sum, in any dtype."""
-        tp = self._tp
+    def put(self, piece: slice, grad: Tensor | None) -> None:
+        """Add a chunk [blocks * some, h] of this rank's part of the sum, in any dtype; None after a
+        failure."""
+        tp, like, attempt = self._tp, self._like, self._attempt
         if tp.size == 1:
-            return self._rows.put(self.mine, piece, grad)
-        some = grad = grad.to(self.mine.dtype)
+            attempt(lambda: self._rows.put(self._mine, piece, grad))
+            return
+        made = attempt(lambda: grad.to(like.dtype))
+        count = piece.stop - piece.start
+        some = grad = attempt.or_nan(made, (tp.blocks * count, like.shape[-1]), like.dtype)
         if tp.blocks > 1:
-            if self._rows.order is None:  # straight to its place
-                some = self.mine[piece]
+            if self._rows.order is None and self._mine is not None:  # straight to its place
+                some = self._mine[piece]
             else:
-                some = grad.new_empty(len(grad) // tp.blocks, grad.shape[1])
+                some = grad.new_empty(count, grad.shape[1])
             work = dist.reduce_scatter_tensor(some, grad, group=tp.group, async_op=True)
         else:
             work = dist.all_reduce(grad, group=tp.group, async_op=True)
@@ -239,13 +251,13 @@ class HiddenGrad:
         work, piece, some, _ = self._under_way.pop(0)
         work.wait()
         if self._rows.order is not None or self._tp.blocks == 1:
-            self._rows.put(self.mine, piece, some)
+            self._attempt(lambda: self._rows.put(self._mine, piece, some))
 
-    def finish(self) -> Tensor:
-        """The whole gradient."""
+    def finish(self, shape: torch.Size) -> Tensor | None:
+        """The whole gradient in a shape; None after a failure."""
         while self._under_way:
             self._land()
-        return self.mine
+        return self._attempt(lambda: self._mine.view(shape))
 
 
 def processors_of(device: torch.device) -> int:

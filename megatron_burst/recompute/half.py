@@ -47,8 +47,9 @@ class LaterHalf:
         with torch.no_grad(), Pass(self.marks, Kind.LATER_ROWS) as this:
             half = out.shape[1] // 2
             kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
+            there = Moving(self.plan.kept, self.over_all, _rows_first(*kept))
             this.begin()
-            _pass(self.plan.kept, self.over_all, _rows_first(out, lse), _rows_first(*kept))
+            there.run(_rows_first(out, lse))
         return kept
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
@@ -59,30 +60,84 @@ class LaterHalf:
         with here, torch.no_grad(), torch.autocast(kept[0].device.type, enabled=False), this:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
             whole = _rows_first(out, lse)
-            this.begin()
-            if self.plan.kept:
-                home = [move.home for move in self.plan.kept]
-                _pass(home, self.over_all, _rows_first(*kept), whole)
-            else:
+            home = Moving([move.home for move in self.plan.kept], self.over_all, whole)
+            if not self.plan.kept:
                 out[:, late], lse[:, :, late] = kept
-            self._compute(inputs, whole)
+
+            def begin() -> None:
+                this.begin()
+                home.run(_rows_first(*kept))
+
+            self._compute(inputs, whole, begin)
         return out, lse
 
-    def _compute(self, shard: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
-        """Out and lse, rows first, of this rank's early rows, from its q, k and v."""
+    def _compute(
+        self, shard: Sequence[Tensor], whole: Sequence[Tensor], begin: Callable[[], None]
+    ) -> None:
+        """Out and lse, rows first, of this rank's early rows, from its q, k and v.
+
+        As a program does, a rank that fails after `begin` makes its transfers nevertheless.
+        """
         if not self.plan.moves:
-            early = _rows_first(*self._forward(x[:, self._early] for x in shard))
+            early = self._forward((x[:, self._early] for x in shard), begin)
             for target, rows in zip(whole, early, strict=True):
                 target[:, self._early] = rows
             return
         evenly = [_dense_rows(x, x.shape[1] // 2) for x in shard]
-        _pass(self.plan.moves, self.over_all, shard, evenly)
-        out, lse = self._forward(evenly)
-        home = [move.home for move in self.plan.moves]
-        _pass(home, self.over_all, _rows_first(out.to(whole[0].dtype), lse), whole)
+        there = Moving(self.plan.moves, self.over_all, evenly)
+        home = Moving([move.home for move in self.plan.moves], self.over_all, whole)
 
-    def _forward(self, shard: Iterable[Tensor]) -> Tensors:
-        return self.call.recomputed.forward(*shard)[:2]
+        def begin_and_send() -> None:
+            begin()
+            there.run(shard)
+
+        try:
+            early = self._forward(evenly, begin_and_send)
+        except Exception:
+            if there.has_run:
+                home.run(None)
+            raise
+        home.run(early)
+
+    def _forward(self, shard: Iterable[Tensor], begin: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        return _rows_first(*self.call.recomputed.forward(*shard, begin=begin)[:2])
+
+
+class Moving:
+    """Rows that move between ranks: their memory first, so that nothing else can fail in `run`,
+    which is collective.
+
+    Args:
+        moves: of all ranks.
+        carrier: sends rows between any two of them.
+        targets: [b, n, ...]; rows that are sent to this rank are filled.
+    """
+
+    def __init__(self, moves: Sequence[Move], carrier: Carrier, targets: Sequence[Tensor]) -> None:
+        self._carrier, self._targets, self.has_run = carrier, targets, False
+        mine = carrier.cp_rank
+        each = [(move, place) for move in moves for place in range(len(targets))]
+        self._own = [one for one in each if one[0].source == one[0].dest == mine]
+        sent = [
+            (move, place, _dense_rows(targets[place], len(move.rows)))
+            for move, place in each
+            if move.source != move.dest and mine in (move.source, move.dest)
+        ]
+        self._sends = [one for one in sent if one[0].source == mine]
+        self._arrivals = [one for one in sent if one[0].dest == mine]
+
+    def run(self, sources: Sequence[Tensor] | None) -> None:
+        """Send rows of the sources, in the order of targets; None: NaN, as there are none."""
+        self.has_run = True
+        for move, place in self._own if sources else ():
+            self._targets[place][:, move.dest_rows.slice] = sources[place][:, move.rows.slice]
+        for move, place, rows in self._sends:
+            rows.copy_(sources[place][:, move.rows.slice]) if sources else rows.fill_(torch.nan)
+        sends = [(move.dest, rows) for move, _, rows in self._sends]
+        recvs = [(move.source, rows) for move, _, rows in self._arrivals]
+        self._carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
+        for move, place, rows in self._arrivals:
+            self._targets[place][:, move.dest_rows.slice] = rows
 
 
 def keeping_of(
@@ -144,27 +199,6 @@ def _check(config: BurstConfig) -> None:
                 f"does not know the other layers; got {name}={getattr(config, name)}; pass keep "
                 "none, half or all to each call, and leave the rest out"
             )
-
-
-def _pass(
-    moves: Sequence[Move], carrier: Carrier, sources: Sequence[Tensor], targets: Sequence[Tensor]
-) -> None:
-    """Fill the rows of targets [b, n, ...] that are sent to this rank; collective."""
-    mine = carrier.cp_rank
-    sends, recvs, arrivals = [], [], []
-    for move in moves:
-        for source, target in zip(sources, targets, strict=True):
-            if move.source == move.dest == mine:
-                target[:, move.dest_rows.slice] = source[:, move.rows.slice]
-            elif move.source == mine:
-                sends.append((move.dest, source[:, move.rows.slice].contiguous()))
-            elif move.dest == mine:
-                rows = target[:, move.dest_rows.slice]
-                arrivals.append((rows, _dense_rows(rows, rows.shape[1])))
-                recvs.append((move.source, arrivals[-1][1]))
-    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
-    for rows, arrived in arrivals:
-        rows.copy_(arrived)
 
 
 def _rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

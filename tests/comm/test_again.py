@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm import state
 from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, run, truth_of, worst
@@ -142,3 +143,29 @@ def test_groups_that_are_made_and_destroyed_leave_nothing_behind():
         own = 2  # groups of a single rank, which the test itself left
         assert last[2] - first[2] == own
         assert last[0] - first[0] <= 3 * own and last[1] - first[1] <= 5 * own
+
+
+def fewer_ranks(rank):
+    """Sub-groups of three ranks' group that exist while a group of two of them is used, and then
+    while one of all three is."""
+
+    def used(ranks):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            burst_attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)), group=group)
+            return group, state_of(group).board.name
+        return group, None
+
+    first, name = used([0, 1, 2])
+    dist.destroy_process_group(first)
+    found = []
+    for ranks in ([0, 1], [0, 1, 2]):
+        used(ranks)
+        names = distributed_c10d._world.pg_names.values()
+        found.append(any(one.startswith(f"{name}/") for one in names))
+    return found
+
+
+def test_sub_groups_are_destroyed_by_all_their_ranks_together():
+    """NCCL waits for all of them."""
+    assert run_ranks(fewer_ranks, 3) == [[True, False]] * 3

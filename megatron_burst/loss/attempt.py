@@ -1,0 +1,69 @@
+"""A pass that tensor-parallel ranks make together, of which one may fail."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.errors import DisagreementError
+from megatron_burst.loss.statistics import WHO
+
+
+class Attempt:
+    """What a rank computes between the collectives of a pass. If that fails, the rank makes the
+    other collectives nevertheless, with NaN, as other ranks wait for them; then the exception
+    leaves the context. On CPUs the other ranks raise too, on GPUs, which nothing waits for, they
+    get NaN.
+
+    Args:
+        group: the ranks; None: this one alone.
+        device: computes.
+
+    Raises:
+        DisagreementError: at the end, if another rank failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._failure: Exception | None = None
+
+    def __call__[T](self, work: Callable[..., T], *args: object, **options: object) -> T | None:
+        """What `work` returns; None after a failure."""
+        if self._failure is None:
+            try:
+                return work(*args, **options)
+            except Exception as error:
+                self._failure = error
+        return None
+
+    def or_nan(self, made: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What was made for a collective; NaN after a failure."""
+        if self._failure is None and made is not None:
+            return made
+        return torch.full(tuple(shape), torch.nan, dtype=dtype, device=self._device)
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:  # of a collective
+            return
+        failed = self._failed() if self._group is not None and self._device.type == "cpu" else []
+        failure, self._failure = self._failure, None  # its frames hold tensors of the pass
+        if failure is not None:
+            raise failure
+        if failed:
+            raise DisagreementError(
+                f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because "
+                "each computes its part of every token's logits; got an exception on tp ranks "
+                f"{failed}; look at their output first, and to go on after such an error, catch "
+                "it on all ranks and repeat the step on all of them"
+            )
+
+    def _failed(self) -> list[int]:
+        """The ranks that failed."""
+        flags = torch.zeros(self._group.size(), device=self._device)
+        flags[self._group.rank()] = self._failure is not None
+        dist.all_reduce(flags, group=self._group)
+        return flags.nonzero().flatten().tolist()

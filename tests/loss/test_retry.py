@@ -1,0 +1,93 @@
+"""A loss that fails, as in a kernel without memory, on tensor-parallel ranks (gloo).
+
+Guards against ranks that wait for the collectives of a failed one, collectives that meet those of
+a later call, and ranks that go on with what a failed one sent.
+"""
+
+import time
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_burst.errors import DisagreementError
+from megatron_burst.loss import passes, statistics
+from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
+from tests.loss.test_processes import shard
+from tests.ranks import preload, run_ranks
+
+preload("megatron_burst.loss.linear", "tests.loss.oracle")
+WORLD, TIMEOUT_S = 2, 60
+PLACES = [  # of a pass: its memory, a tile of statistics, a tile of gradients
+    (passes, "_tile_buffer"), (statistics, "merge_statistics"), (statistics, "gradient_"),
+]  # fmt: skip
+
+
+class NoMemoryError(RuntimeError):
+    """Stands for torch.OutOfMemoryError."""
+
+
+@contextmanager
+def failing(module, name, after):
+    """A function fails after so many calls."""
+    function, calls = getattr(module, name), iter(range(1000))
+
+    def broken(*args, **options):
+        if next(calls) == after:
+            raise NoMemoryError
+        return function(*args, **options)
+
+    with mock.patch.object(module, name, broken):
+        yield
+
+
+def step(rank, group, sequence_parallel, grads):
+    """The largest error of the loss and this rank's gradients."""
+    from megatron_burst import linear_cross_entropy
+
+    problem = random_problem()
+    truth, ours = problem.leaves(), shard(problem, rank, WORLD, sequence_parallel)
+    expected = oracle(truth)[0]
+    expected.backward()
+    with chunks_of(2 * WORLD):
+        loss = linear_cross_entropy(
+            ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=group,
+            sequence_parallel=sequence_parallel, grads=grads,
+        )  # fmt: skip
+    loss.backward()
+    hidden = truth.hidden.grad.chunk(WORLD)[rank] if sequence_parallel else truth.hidden.grad
+    mine = truth.weight.grad.chunk(WORLD)[rank]
+    pairs = (loss, expected), (ours.hidden.grad, hidden), (ours.weight.grad, mine)
+    return max(relative_error(*pair) for pair in pairs)
+
+
+def retried(rank, alone):
+    """By case: what a rank got when the pass failed on all of them in different tiles, or on rank 1
+    alone; the error of the next call."""
+    group, found = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), []
+    for place, sequence_parallel, grads in product(PLACES, (False, True), ("forward", "recompute")):
+        call, got = (rank, group, sequence_parallel, grads), None
+        after = 0 if place[1] == "_tile_buffer" else 2 * rank
+        try:
+            with failing(*place, after) if rank or not alone else nullcontext():
+                got = step(*call)
+        except (NoMemoryError, DisagreementError) as error:
+            got = error
+        case = f"{place[1]}, {sequence_parallel=}, {grads=}"
+        found.append((case, type(got), str(got), step(*call)))
+    return found
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_loss_that_failed_can_be_computed_again_and_other_ranks_say_so(alone):
+    began = time.monotonic()
+    for rank, found in enumerate(run_ranks(retried, WORLD, alone)):
+        for case, kind, words, error in found:
+            assert error < 1e-12, (rank, case, error)
+            others = alone and rank == 0
+            assert kind is (DisagreementError if others else NoMemoryError), (rank, case, words)
+            assert not others or "got an exception on tp ranks [1]" in words
+    assert time.monotonic() - began < TIMEOUT_S
