@@ -275,12 +275,14 @@ class PassLog:
             for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True))
             if stamp.kind is Kind.FAILURE
         ]
-        begun = _IN_WORDS[entry.stamp.kind]
+        go_on = "catch it on all ranks and repeat the step on all of them"
+        if not self._waits:  # transfers may wait for ever
+            go_on = "start the processes again"
         error = DisagreementError(
             f"{WHO}: a pass must succeed on every rank, because ranks send each other what they "
-            f"compute; got {' and '.join(failed)}, while cp rank {self._rank} began {begun} as "
-            f"pass {entry.number} of the group; look there first, and to go on after such an "
-            "error, catch it on all ranks and repeat the step on all of them"
+            f"compute; got {' and '.join(failed)}, while cp rank {self._rank} began {entry.stamp} "
+            f"as pass {entry.number} of the group; look there first, and to go on after such an "
+            f"error, {go_on}"
         )
         self._broken = None if self._waits else error  # on GPUs some ranks are ahead
         return error

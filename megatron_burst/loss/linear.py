@@ -73,6 +73,8 @@ def linear_cross_entropy(
 
     Raises:
         BurstError: on all ranks together, before anything is computed.
+        DisagreementError: if another rank of the group fails (out of memory). Only on CPUs: on GPUs
+            the loss or its gradients are NaN then.
 
     Source:
         the vocabulary split of Megatron-Core's tensor_parallel/cross_entropy.py; gradients in

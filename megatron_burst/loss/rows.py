@@ -229,9 +229,9 @@ class HiddenGrad:
         failure."""
         tp, like, attempt = self._tp, self._like, self._attempt
         if tp.size == 1:
-            attempt(lambda: self._rows.put(self._mine, piece, grad))
+            attempt(self._rows.put, self._mine, piece, grad)
             return
-        made = attempt(lambda: grad.to(like.dtype))
+        made = attempt(Tensor.to, grad, like.dtype)
         count = piece.stop - piece.start
         some = grad = attempt.or_nan(made, (tp.blocks * count, like.shape[-1]), like.dtype)
         if tp.blocks > 1:
@@ -251,13 +251,13 @@ class HiddenGrad:
         work, piece, some, _ = self._under_way.pop(0)
         work.wait()
         if self._rows.order is not None or self._tp.blocks == 1:
-            self._attempt(lambda: self._rows.put(self._mine, piece, some))
+            self._attempt(self._rows.put, self._mine, piece, some)
 
     def finish(self, shape: torch.Size) -> Tensor | None:
         """The whole gradient in a shape; None after a failure."""
         while self._under_way:
             self._land()
-        return self._attempt(lambda: self._mine.view(shape))
+        return self._attempt(Tensor.view, self._mine, shape)
 
 
 def processors_of(device: torch.device) -> int:

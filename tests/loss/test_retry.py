@@ -11,11 +11,13 @@ from itertools import product
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_burst.errors import DisagreementError
 from megatron_burst.loss import passes, statistics
-from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
+from tests.attention.failing import NoMemoryError
+from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relative_error
 from tests.loss.test_processes import shard
 from tests.ranks import preload, run_ranks
 
@@ -24,10 +26,6 @@ WORLD, TIMEOUT_S = 2, 60
 PLACES = [  # of a pass: its memory, a tile of statistics, a tile of gradients
     (passes, "_tile_buffer"), (statistics, "merge_statistics"), (statistics, "gradient_"),
 ]  # fmt: skip
-
-
-class NoMemoryError(RuntimeError):
-    """Stands for torch.OutOfMemoryError."""
 
 
 @contextmanager
@@ -44,11 +42,12 @@ def failing(module, name, after):
         yield
 
 
-def step(rank, group, sequence_parallel, grads):
-    """The largest error of the loss and this rank's gradients."""
+def step(rank, group, device, sequence_parallel, grads):
+    """The largest error of the loss and this rank's gradients; NaN if any is."""
     from megatron_burst import linear_cross_entropy
 
     problem = random_problem()
+    problem = Problem(*(x.to(device) for x in vars(problem).values()))
     truth, ours = problem.leaves(), shard(problem, rank, WORLD, sequence_parallel)
     expected = oracle(truth)[0]
     expected.backward()
@@ -61,15 +60,15 @@ def step(rank, group, sequence_parallel, grads):
     hidden = truth.hidden.grad.chunk(WORLD)[rank] if sequence_parallel else truth.hidden.grad
     mine = truth.weight.grad.chunk(WORLD)[rank]
     pairs = (loss, expected), (ours.hidden.grad, hidden), (ours.weight.grad, mine)
-    return max(relative_error(*pair) for pair in pairs)
+    return torch.tensor([relative_error(*pair) for pair in pairs]).max().item()  # NaN, if any is
 
 
-def retried(rank, alone):
+def retried(rank, alone, device="cpu", modes=("forward", "recompute")):
     """By case: what a rank got when the pass failed on all of them in different tiles, or on rank 1
     alone; the error of the next call."""
     group, found = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), []
-    for place, sequence_parallel, grads in product(PLACES, (False, True), ("forward", "recompute")):
-        call, got = (rank, group, sequence_parallel, grads), None
+    for place, sequence_parallel, grads in product(PLACES, (False, True), modes):
+        call, got = (rank, group, device, sequence_parallel, grads), None
         after = 0 if place[1] == "_tile_buffer" else 2 * rank
         try:
             with failing(*place, after) if rank or not alone else nullcontext():
