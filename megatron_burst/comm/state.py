@@ -139,7 +139,11 @@ class GroupMemory:
         if memory is None:
             self._made.pop(use, None)  # free it before allocating others
             count, num_bytes = held.size
-            made = [_bytes(num_bytes, where.device) for _ in range(count)]
+            try:
+                made = [_bytes(num_bytes, where.device) for _ in range(count)]
+            except RuntimeError:
+                del self._held[use]  # what the next call needs may fit
+                raise
             memory = self._made[use] = Memory(made, where)
         if memory.where != where:  # once freed, they must not be used before this call is over
             for flat in memory.flats:

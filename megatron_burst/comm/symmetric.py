@@ -74,6 +74,7 @@ class SymmetricPool:
         own, reason = self._allocate(count, num_bytes, device)
         # other ranks would hang in the rendezvous if one cannot allocate
         if reason := next(filter(None, self._board.share(reason, WHO)), None):
+            del self._held[cargo]  # what the next call needs may fit
             raise SymmetricError(count * num_bytes, reason)
         self._slots[cargo] = self._meet(own)
         return self._slots[cargo].begin()

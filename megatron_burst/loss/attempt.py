@@ -49,10 +49,13 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # of a collective
             return
-        failed = self._failed() if self._group is not None and self._device.type == "cpu" else []
-        failure, self._failure = self._failure, None  # its frames hold tensors of the pass
-        if failure is not None:
-            raise failure
+        on_cpu = self._group is not None and self._device.type == "cpu"
+        try:
+            failed = self._failed() if on_cpu else []
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            self._failure = None  # its frames hold this, and tensors of the pass
         if failed:
             raise DisagreementError(
                 f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because "

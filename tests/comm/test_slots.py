@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
+from megatron_burst.comm import state
 from megatron_burst.comm.carrier import (
     OVER,
     Held,
@@ -18,6 +19,7 @@ from megatron_burst.comm.carrier import (
     Take,
     Where,
 )
+from megatron_burst.comm.state import GroupMemory
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.slots import pulled_count
 
@@ -78,6 +80,20 @@ def test_what_is_held_grows_at_once_and_shrinks_to_what_the_latest_passes_need()
     assert sum(changes) == 1 and held.size == (1, 60)
     assert not any(held.changes(1, (31, 60)[number % 2]) for number in range(600))
     assert not any(held.changes(1, 31) for number in range(600))  # more than half of it
+
+
+def test_after_buffers_that_were_too_large_smaller_ones_are_allocated(monkeypatch):
+    def limited(count, device, allocate=state._bytes):
+        if count > 100:
+            raise RuntimeError("out of memory")
+        return allocate(count, device)
+
+    monkeypatch.setattr(state, "_bytes", limited)
+    memory, where = GroupMemory(), Where(torch.device("cpu"))
+    memory.of("use", 1, 50, where)
+    with pytest.raises(RuntimeError):
+        memory.of("use", 1, 200, where)
+    assert memory.of("use", 1, 80, where).flats[0].numel() == 80
 
 
 def test_one_slot_with_one_barrier_would_not_do(monkeypatch):

@@ -102,6 +102,30 @@ def test_ranks_that_chose_to_pull_by_themselves_send_where_one_has_no_room():
     assert [found[:2] for found in far] == [("PulledSlots", "pull")] * 2
 
 
+def smaller_and_elsewhere(rank):
+    """Bytes of the slots of a smaller call after one without room on rank 1, from which on rank 1
+    runs on streams of its own."""
+
+    def narrow(num_bytes, dtype, device):
+        if rank == 1 and num_bytes > 4096:
+            raise RuntimeError("out of memory")
+        return room(num_bytes, dtype, device)
+
+    pretend(narrow)
+    carrier, found = communicator_of(dist.group.WORLD, BurstConfig.of(timeout_s=20)), []
+    for number, num_bytes in enumerate((1024, 8192, 2048, 2048, 2048)):
+        where = Where(torch.device("cpu"), number * rank)
+        try:
+            found.append(carrier._pool.slots(Cargo.GRAD, 4, num_bytes, where).slot_bytes)
+        except BurstError:
+            found.append(None)
+    return found
+
+
+def test_a_smaller_call_after_one_without_room_gets_slots_on_whatever_stream():
+    assert run_ranks(smaller_and_elsewhere, 2) == [[1024, None, 2048, 2048, 2048]] * 2
+
+
 def tried(rank, fails):
     """Why ranks cannot pull, where a rank of another node has no symmetric memory."""
 

@@ -4,11 +4,13 @@ Guards against ranks that wait for the collectives of a failed one, collectives 
 a later call, and ranks that go on with what a failed one sent.
 """
 
+import gc
 import time
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import product
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -90,3 +92,21 @@ def test_a_loss_that_failed_can_be_computed_again_and_other_ranks_say_so(alone):
             assert kind is (DisagreementError if others else NoMemoryError), (rank, case, words)
             assert not others or "got an exception on tp ranks [1]" in words
     assert time.monotonic() - began < TIMEOUT_S
+
+
+def test_after_a_failure_the_memory_of_the_pass_is_free(monkeypatch):
+    """Without the garbage collector: the next try needs it."""
+    from megatron_burst import linear_cross_entropy
+
+    made, make = [], passes._tile_buffer
+    monkeypatch.setattr(passes, "_tile_buffer", lambda *args: made.append(make(*args)) or made[-1])
+    problem = random_problem().leaves()
+    gc.collect()
+    gc.disable()
+    try:
+        with failing(statistics, "gradient_", 0), pytest.raises(NoMemoryError):
+            linear_cross_entropy(problem.hidden, problem.weight, problem.labels, grads="forward")
+        made[:] = map(ref, made)
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
