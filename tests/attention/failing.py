@@ -16,7 +16,8 @@ class NoMemoryError(RuntimeError):
     """Stands for torch.OutOfMemoryError."""
 
 
-def _fail(*_, **__):
+def fail(*_, **__):
+    """An operation without memory."""
     raise NoMemoryError("no memory left\nat some line")
 
 
@@ -35,15 +36,15 @@ def failing(direction: Direction, place: str, runs: list | None = None):
         if self.program.direction is not direction:
             return run(self, *args, **options)
         with ExitStack() as broken:
-            made = _fail if place == "memory" else Noted
+            made = fail if place == "memory" else Noted
             broken.enter_context(patch.object(executor, "Run", made))
             if place == "results":
-                broken.enter_context(patch.object(Noted, "prepare", _fail))
+                broken.enter_context(patch.object(Noted, "prepare", fail))
             elif place != "memory":
                 steps = self.binder.steps
                 computing = [index for index, step in enumerate(steps) if not step.transfers]
                 at = computing[{"first": 0, "middle": len(computing) // 2, "last": -1}[place]]
-                wrong = *steps[:at], replace(steps[at], run=_fail), *steps[at + 1 :]
+                wrong = *steps[:at], replace(steps[at], run=fail), *steps[at + 1 :]
                 broken.enter_context(patch.object(self.binder, "steps", wrong))
             return run(self, *args, **options)
 

@@ -8,8 +8,11 @@ import gc
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +25,12 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
-from tests.attention.failing import PLACES, NoMemoryError, failing
+from megatron_burst.schedule.topology import pretend_nodes
+from tests.attention.engine import Passes, Way
+from tests.attention.engine import problem as simulated_problem
+from tests.attention.engine import truth as simulated_truth
+from tests.attention.failing import PLACES, NoMemoryError, fail, failing
+from tests.attention.simulated import run_simulated
 from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -143,3 +151,34 @@ def test_a_recomputation_of_an_early_half_that_failed_can_be_made_again(layout, 
         for sentence in said if rank not in ranks else ():
             assert "got NoMemoryError: no memory left on cp rank 1, while" in sentence
     assert time.monotonic() - began < 60  # their time-out
+
+
+@pytest.mark.parametrize("pulls", [False, True, "one slot"])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
+def test_so_it_can_in_slots_that_others_read_after_some_failures_of_any_ranks(mode, nodes, pulls):
+    """On simulated ranks, whose memory is NaN until it is written."""
+    if pulls and mode == "ring":
+        pytest.skip("rings have no slots")
+    topology, way = pretend_nodes(WORLD, nodes), Way(mode, pulls=pulls)
+    tensors = simulated_problem(WORLD, 4, HEADS, (4, 4), 3)
+    truth = simulated_truth(*tensors, way.mask, way.scale)
+
+    def one(rank, carrier):
+        rows, draw, errors = rows_of(way.layout, rank, WORLD, 4), Random(rank), []
+        shard = [x[:, rows] for x in tensors]
+        passes = Passes(way, topology, shard, carrier)
+        for direction in (0, 1) * 3:
+            binder = passes.executors[direction].binder
+            steps = list(binder.steps)
+            at = draw.choice([at for at, step in enumerate(steps) if not step.transfers])
+            steps[at] = replace(steps[at], run=fail)
+            fails = rank == 1 or draw.random() < 0.5
+            broken = patch.object(binder, "steps", tuple(steps)) if fails else nullcontext()
+            with broken, pytest.raises(NoMemoryError) if fails else nullcontext():
+                passes.both(*shard) if direction else passes.forward(*shard[:3])
+            errors.append(worst(passes.both(*shard), truth, rows))
+        return errors
+
+    for errors in run_simulated(one, WORLD, pulls=pulls)[0]:
+        assert max(errors) <= 1e-12
