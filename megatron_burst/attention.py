@@ -162,15 +162,13 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
         BurstError: on all ranks, if they differ or the call cannot run.
     """
     configuration, words = terms.configuration(), terms.in_words()
-    if not state.board.knows(configuration):  # others may be in a call that they know
-        Marks(state.log, words).begin(Kind.AGREEMENT)
-    is_new = state.board.agree(words, _WHO, configuration)
+    is_new = state.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
         *resolved, choices = _choose(q, k, v, terms, group, state, hcp_groups)
-    except BurstError:
-        if not is_new:  # the others may be in the call
-            Marks.of(state.log, words).begin(Kind.REFUSAL)
+    except BurstError as error:
+        if not is_new:
+            state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
     if told not in state.said and dist.get_rank() == 0:
@@ -215,9 +213,8 @@ def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
     """
     try:
         return find()
-    except BurstError:
-        Marks.of(state.log, {}).begin(Kind.REFUSAL)
-        raise
+    except BurstError as error:
+        state.refuse(error)
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -242,7 +239,8 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.way)
-        with here, _without_autocast(q), Pass(marks, Kind.FORWARD, layer=layer) as this:
+        kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
+        with here, _without_autocast(q), Pass(marks, kind, layer=layer) as this:
             out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
