@@ -76,6 +76,7 @@ class Communicator:
         self._lost = partial(_lost, state.board, state.log)
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank, self._times = group.rank(), False
+        self.has_met = False  # whether all its ranks have sent to each other
         self._ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)

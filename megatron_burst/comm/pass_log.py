@@ -272,7 +272,9 @@ class PassLog:
             f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
             "such an error, catch it on all ranks and repeat the step on all of them"
         )
-        self._broken = None if self._waits else error  # on GPUs some ranks are ahead
+        others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
+        goes_on = self._waits and at_one_place(others)  # on GPUs some ranks are ahead
+        self._broken = None if goes_on else error
         return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
@@ -332,6 +334,16 @@ class Marks:
             return self.log.begin(kind, self.digest, self.terms, call, layer)
         both = Marks.of(self.log, {**self.terms, **data})
         return self.log.begin(kind, both.digest, both.terms, call, layer)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context that tells the other ranks of an error in it, before the pass that they await."""
+        try:
+            yield
+        except Exception as error:
+            if self.log:
+                self.log.fail(error)
+            raise
 
 
 class Pass:

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from megatron_burst.comm.watch import (
     backend_of,
     set_seconds,
 )
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 
@@ -216,8 +216,9 @@ class GroupState:
             DisagreementError: if others make the call and stamps are waited for.
             BurstError: otherwise, this error.
         """
-        marks = Marks.of(self.log, terms or {})
-        replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
+        if not isinstance(error, DisagreementError):  # which all ranks raise
+            marks = Marks.of(self.log, terms or {})
+            replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
         raise error
 
     def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: Parallel = CP) -> None:
@@ -280,11 +281,17 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return sum(pool.num_bytes for pool in pools)
 
 
+def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
+    return Marks(_STATES[group].log if group in _STATES else None).telling()
+
+
 def check_in_step(group: dist.ProcessGroup) -> None:
     """Check that all ranks of a context-parallel group have made the same calls so far.
 
-    Each call checks the calls before it; this function checks the last ones, at the end of a step
-    or an evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
+    Each call checks the calls before it, and an optimizer of torch's checks all of them before it
+    writes weights. This function checks the last ones where no optimizer steps, such as after an
+    evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
 
     Raises:
         BurstError: on all ranks, naming the ranks that made other calls.
