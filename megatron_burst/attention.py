@@ -116,7 +116,9 @@ def burst_attention(
         BurstError: if the input is not supported, or inside torch.func's transforms, vmap and
             forward-mode AD; before anything is sent, and on all ranks if they pass the same. If
             ranks make different calls, or a different number of them, all ranks raise it: on CPUs
-            in the same pass, before anything is sent; on GPUs in the next pass.
+            in the same pass, before anything is sent; on GPUs in the next pass, or before an
+            optimizer of torch's writes weights. The group raises it in all later calls too, unless
+            ranks that catch it can go on: if on CPUs they made the same call with other arguments.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """

@@ -4,8 +4,9 @@ Ranks out of step would exchange shards of different calls and compute wrong num
 begins with a stamp, sent to all ranks of the group over gloo, apart from the data: no GPU takes
 part, and a mismatch is found even if GPU transfers hang. On CPU ranks wait for each other's stamps
 before anything is sent, because a gloo receive of another size ends the process. On GPUs nothing
-waits: the stamps of a pass are compared when a later one begins, and once a second by a thread,
-which logs what it finds, as this process may be waiting for a hung GPU.
+waits: the stamps of a pass are compared when a later one begins, before an optimizer writes
+weights, and once a second by a thread, which logs what it finds, as this process may be waiting for
+a hung GPU.
 """
 
 import json

@@ -15,7 +15,6 @@ from tests.ranks import run_ranks
 
 ODD = 1  # the rank that differs
 WAYS = {
-    "ring": {},
     "a2a": {"intra": "a2a"},
     "two nodes": {"nodes": 2, "intra": "gather", "resend": "never"},
 }
