@@ -93,10 +93,9 @@ class PassLog:
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         # a name of its own: keys of a group that was destroyed may still be in the store
-        names = torch.empty(self._size, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
-        dist.all_gather_into_tensor(names, mine, group=group)
-        self._name = f"megatron_burst/passes/{names[0].item()}"
+        name = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
+        dist.broadcast(name, group=group, group_src=0)
+        self._name = f"megatron_burst/passes/{name.item()}"
         self.heard = False  # whether the caller knows why its passes cannot be right
         if not waits:
             threading.Thread(target=_watch, args=(ref(self),), daemon=True).start()
@@ -283,9 +282,9 @@ class PassLog:
         missing = [rank for rank, terms in enumerate(told) if terms is None]
         whom = f"no word from {self._of.rank}s {missing}" if missing else "a broken connection"
         self._broken = BurstError(
-            f"{self._who}: every rank must take part in every pass, because ranks send each other "
-            f"shards; got {whom} in pass {entry.number} of the group, {entry.stamp}: {why}; "
-            "check the output of these ranks first"
+            f"{self._who}: all ranks of a {self._of.group} group must take part in every pass, "
+            f"because {self._of.why}; got {whom} in pass {entry.number} of the group, "
+            f"{entry.stamp}: {why}; check the output of these ranks first"
         )
         return self._broken
 

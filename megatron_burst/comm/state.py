@@ -281,6 +281,24 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return sum(pool.num_bytes for pool in pools)
 
 
+def announce(
+    group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
+    of: Parallel = CP,
+) -> None:  # fmt: skip
+    """Announce a call that ranks of a group make together, before it does anything; see
+    `GroupState.agree`.
+
+    Raises:
+        BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
+            the call, where stamps are compared.
+    """
+    state = state_of(group)
+    state.agree(terms, who, problem=problem, of=of)
+    if state.log is None and group.size() > 1:
+        state.open_log(group, who, of)
+    Marks.of(state.log, terms).begin(Kind.FORWARD)
+
+
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
     return Marks(_STATES[group].log if group in _STATES else None).telling()
