@@ -116,9 +116,11 @@ def burst_attention(
         BurstError: if the input is not supported, or inside torch.func's transforms, vmap and
             forward-mode AD; before anything is sent, and on all ranks if they pass the same. If
             ranks make different calls, or a different number of them, all ranks raise it: on CPUs
-            in the same pass, before anything is sent; on GPUs in the next pass. If a pass fails on
-            some ranks only (out of memory), the others raise it in their next pass; if it fails on
-            all, it can be made again.
+            in the same pass, before anything is sent; on GPUs in the next pass, or before an
+            optimizer of torch's writes weights. The group raises it in all later calls too, unless
+            ranks that catch it can go on: if on CPUs they made the same call with other arguments.
+            If a pass fails on some ranks only (out of memory), the others raise it in their next
+            pass; if it fails on all, it can be made again.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
@@ -164,15 +166,13 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
         BurstError: on all ranks, if they differ or the call cannot run.
     """
     configuration, words = terms.configuration(), terms.in_words()
-    if not state.board.knows(configuration):  # others may be in a call that they know
-        Marks(state.log, words).begin(Kind.AGREEMENT)
-    is_new = state.board.agree(words, _WHO, configuration)
+    is_new = state.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
         *resolved, choices = _choose(q, k, v, terms, group, state, hcp_groups)
-    except BurstError:
-        if not is_new:  # the others may be in the call
-            Marks.of(state.log, words).begin(Kind.REFUSAL)
+    except BurstError as error:
+        if not is_new:
+            state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
     if told not in state.said and dist.get_rank() == 0:
@@ -217,9 +217,8 @@ def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
     """
     try:
         return find()
-    except BurstError:
-        Marks.of(state.log, {}).begin(Kind.REFUSAL)
-        raise
+    except BurstError as error:
+        state.refuse(error)
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -244,7 +243,8 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.way)
-        with here, _without_autocast(q), Pass(marks, Kind.FORWARD, layer=layer) as this:
+        kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
+        with here, _without_autocast(q), Pass(marks, kind, layer=layer) as this:
             out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
             out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)

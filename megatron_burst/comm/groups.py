@@ -20,7 +20,7 @@ from megatron_burst.comm.carrier import (
     Where,
 )
 from megatron_burst.comm.nodes import check_devices, find_topology
-from megatron_burst.comm.pass_log import PassLog
+from megatron_burst.comm.pass_log import Kind, Marks, PassLog
 from megatron_burst.comm.state import GroupState, SubGroups, state_of
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
@@ -76,6 +76,7 @@ class Communicator:
         self._lost = partial(_lost, state.board, state.log)
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank, self._times = group.rank(), False
+        self.has_met = False  # whether all its ranks have sent to each other
         self._ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)
@@ -151,7 +152,7 @@ class Communicator:
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
         """As `Carrier.send`; returns at once."""
-        peers = ", ".join(f"{peer}" for peer, _ in recvs) or "none"
+        peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
         name = f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}"
         operations = [
             dist.P2POp(operation, tensor, self._ranks[peer], self._groups[link, cargo])
@@ -197,7 +198,9 @@ def communicator_of(
     carried = (tuning.nodes, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
     key = (*carried, flat, tuple(sub_group.group_name for sub_group in hcp_groups or ()))
     if key not in made:
-        board.agree({"config": str(config), "hcp_groups": str(bool(hcp_groups))}, WHO)
+        terms = {"config": str(config), "hcp_groups": str(bool(hcp_groups))}
+        Marks(state.log, terms).begin(Kind.AGREEMENT)  # others may be in a call that needs none
+        board.agree(terms, WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board, hcp_groups)
         if flat:

@@ -4,8 +4,9 @@ Ranks out of step would exchange shards of different calls and compute wrong num
 begins with a stamp, sent to all ranks of the group over gloo, apart from the data: no GPU takes
 part, and a mismatch is found even if GPU transfers hang. On CPU ranks wait for each other's stamps
 before anything is sent, because a gloo receive of another size ends the process. On GPUs nothing
-waits: the stamps of a pass are compared when a later one begins, and once a second by a thread,
-which logs what it finds, as this process may be waiting for a hung GPU.
+waits: the stamps of a pass are compared when a later one begins, before an optimizer writes
+weights, and once a second by a thread, which logs what it finds, as this process may be waiting for
+a hung GPU.
 """
 
 import json
@@ -14,82 +15,31 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import IntEnum
+from functools import partial
 from hashlib import blake2b
-from itertools import chain
 from time import monotonic, sleep
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, finalize, ref
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_burst.comm.watch import WHO, Board
+from megatron_burst.comm.stamps import IN_WORDS, Kind, Stamp, at_one_place, differences
+from megatron_burst.comm.watch import CP, WHO, Board, Parallel
 from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.transforms import uncompiled
 
 _LOOK_S = 0.5  # how often a waiting rank checks whether others have given up
 _WATCH_S = 1.0  # how often the thread compares stamps on GPUs
-_TELL_S = 5.0  # how long a rank that has given up waits for the others' terms
+_TELL_S = 5.0  # how long a rank waits for the terms of others whose stamps it has
+_GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
 
 
-class Kind(IntEnum):
-    """What a stamp announces; in words below, in the same order."""
-
-    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL, FAILURE = range(8)
-
-
-_IN_WORDS = (
-    "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
-    "the recomputation of an early half", "the end of a step", "a call that it refuses",
-    "a pass that failed",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What a rank begins; packs into 16 bytes."""
-
-    kind: Kind
-    call: int  # of a backward, the number of its forward; of anything else, its own
-    layer: int  # the caller's number; 0 if it gave none
-    digest: int  # of the call's terms
-
-    def packed(self) -> tuple[int, int]:
-        """As two 64-bit integers."""
-        return self.call << 24 | (self.layer & 0xFFFFF) << 4 | self.kind, self.digest
-
-    @classmethod
-    def of(cls, what: int, digest: int) -> "Stamp":
-        """Unpack a stamp."""
-        return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
-
-    def __str__(self) -> str:
-        words = _IN_WORDS[self.kind]
-        if self.kind is Kind.BACKWARD:
-            words += f" pass {self.call}"
-        return words + (f" in layer {self.layer}" if self.layer else "")
-
-
-def _differences(stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]) -> str:
-    """What each rank has begun, as text, without what all have in common."""
-    known = [terms for terms in told if terms]
-    names = dict.fromkeys(chain.from_iterable(known))
-    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
-    ranks: dict[str, list[int]] = {}
-    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
-        words = f"{stamp}"
-        if terms is None:
-            words += " whose terms it has not told yet"
-        elif terms and differing:
-            words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
-        ranks.setdefault(words, []).append(rank)
-    return " and ".join(f"{words} on cp ranks {of}" for words, of in ranks.items())
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     """A pass that has begun, and the stamps of all ranks for it."""
 
@@ -98,6 +48,8 @@ class _Entry:
     terms: Mapping[str, str]
     room: "_Room"
     work: dist.Work
+    begun: float  # when, in seconds of the monotonic clock
+    told: bool = False  # whether others can read its terms
 
 
 class _Room:
@@ -124,14 +76,16 @@ class PassLog:
         store: shared by all of them; empty as long as they are in step.
         board: of the group; its time-out is how long a rank waits for others.
         waits: whether stamps are waited for where a pass begins.
+        who, of: word its errors.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool
-    ) -> None:
+        self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool,
+        who: str = WHO, of: Parallel = CP,
+    ) -> None:  # fmt: skip
         self._group, self._store, self._waits = group, store, waits
         self._rank, self._size, self._board = group.rank(), group.size(), board
-        self._number = 0
+        self._who, self._of, self._number = who, of, 0
         self._pending: deque[_Entry] = deque()
         self._rooms: list[_Room] = []  # free for reuse
         self._options = dist.AllToAllOptions()
@@ -139,12 +93,14 @@ class PassLog:
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         # a name of its own: keys of a group that was destroyed may still be in the store
-        names = torch.empty(self._size, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
-        dist.all_gather_into_tensor(names, mine, group=group)
-        self._name = f"megatron_burst/passes/{names[0].item()}"
+        name = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
+        dist.broadcast(name, group=group, group_src=0)
+        self._name = f"megatron_burst/passes/{name.item()}"
+        self.heard = False  # whether the caller knows why its passes cannot be right
         if not waits:
             threading.Thread(target=_watch, args=(ref(self),), daemon=True).start()
+            hook = register_optimizer_step_pre_hook(partial(_before_step, ref(self)))
+            finalize(self, hook.remove)
 
     def begin(
         self, kind: Kind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
@@ -156,16 +112,34 @@ class PassLog:
                 for, else an earlier one.
             BurstError: if a rank has not begun it within the time-out, or is lost.
         """
-        with self._lock:
+        with self._lock, self._heard():
             self._look()
             self._number += 1
             stamp = Stamp(kind, call or self._number, layer, digest)
             self._post(stamp, terms)
             if self._waits or kind in (Kind.AGREEMENT, Kind.END):
-                while self._pending:
-                    self._await(self._pending[0])
-                    self._look()
+                self._settle()
         return self._number
+
+    def settle(self) -> None:
+        """Wait until the passes begun so far are compared; raises as `begin`."""
+        with self._lock, self._heard():
+            self._look()
+            self._settle()
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Note that an error reaches the caller."""
+        try:
+            yield
+        except BurstError:
+            self.heard = True
+            raise
+
+    def _settle(self) -> None:
+        while self._pending:
+            self._await(self._pending[0])
+            self._look()
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks that this one could not run a pass; waits for nobody.
@@ -179,7 +153,7 @@ class PassLog:
             terms = {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
             with suppress(RuntimeError):  # connections or the store may be gone, with a rank
                 self._post(Stamp(Kind.FAILURE, self._number, 0, 0), terms)
-                self._store.set(self._key(self._pending[-1]), json.dumps(terms))
+                self._post_terms(self._pending[-1])
 
     def end(self, error: BurstError) -> BurstError:
         """Raise an error in all later passes, as none can be right; returns it."""
@@ -198,7 +172,7 @@ class PassLog:
         room.mine[:] = array("q", stamp.packed() * self._size)
         # gloo gathers around a ring, rank by rank; an all-to-all sends to all ranks at once
         work = self._group.alltoall_base(*room.tensors, [], [], self._options)
-        self._pending.append(_Entry(self._number, stamp, terms, room, work))
+        self._pending.append(_Entry(self._number, stamp, terms, room, work, monotonic()))
 
     def _look(self) -> None:
         if self._broken:
@@ -214,12 +188,13 @@ class PassLog:
                 # this rank has raised its own error; where stamps are waited for, all are in step
                 if not (failed and self._waits):
                     raise self._disagreement(entry)
-            elif failed:
+            elif entry.told:
                 self._store.delete_key(self._key(entry))
             self._rooms.append(entry.room)
+        if self._pending:
+            self._give_up_late(self._pending[0])
 
     def _await(self, entry: _Entry) -> None:
-        until = monotonic() + self._board.timeout_s
         alarmed = False
         while not entry.work.is_completed():
             with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
@@ -228,10 +203,23 @@ class PassLog:
                 return
             if alarmed:  # and nothing has arrived since
                 raise self._lost(entry, "another rank has given up")
-            if monotonic() > until:
-                raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
+            self._give_up_late(entry)
             with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
                 alarmed = self._store.check([self._alarm(entry)])
+
+    def _give_up_late(self, entry: _Entry) -> None:
+        """Give up a pass that has waited for as long as the time-out. From half of that on its
+        terms are in the store, so that ranks that wait are known from those that are missing."""
+        waited, limit = monotonic() - entry.begun, self._board.timeout_s
+        if waited > limit:
+            raise self._lost(entry, f"nothing came within {limit:g} s")
+        if waited > limit / 2 and not entry.told:
+            with suppress(RuntimeError):
+                self._post_terms(entry)
+
+    def _post_terms(self, entry: _Entry) -> None:
+        self._store.set(self._key(entry), json.dumps(dict(entry.terms)))
+        entry.told = True
 
     def _key(self, entry: _Entry) -> str:
         return f"{self._name}/{entry.number}/{self._rank}"
@@ -239,61 +227,67 @@ class PassLog:
     def _alarm(self, entry: _Entry) -> str:
         return f"{self._name}/{entry.number}/alarm"
 
-    def _tell(self, entry: _Entry) -> list[dict[str, str] | None]:
+    def _tell(self, entry: _Entry, patience_s: float) -> list[Mapping[str, str] | None]:
         """Post this rank's terms; returns those of other ranks that post them soon, by rank."""
         keys = [f"{self._name}/{entry.number}/{rank}" for rank in range(self._size)]
-        told = [None] * self._size
+        told: list[Mapping[str, str] | None] = [{}] * self._size  # nothing is known
         with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
-            self._store.set(keys[self._rank], json.dumps(dict(entry.terms)))
+            self._post_terms(entry)
             self._store.set(self._alarm(entry), "")
             with suppress(RuntimeError):
-                self._store.wait(keys, timedelta(seconds=_TELL_S))
+                self._store.wait(keys, timedelta(seconds=patience_s))
             for rank, key in enumerate(keys):
                 told[rank] = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return told
 
     def _disagreement(self, entry: _Entry) -> DisagreementError:
         stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
-        told = self._tell(entry)
+        told = self._tell(entry, _TELL_S)
         if any(stamp.kind is Kind.FAILURE for stamp in stamps):
             return self._failure(entry, stamps, told)
-        got = _differences(stamps, told)
+        goes_on = self._waits and at_one_place(stamps)  # on GPUs some ranks are ahead, or hang
+        where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
         error = DisagreementError(
-            f"{WHO}: all ranks of a context-parallel group must make the same calls in the same "
-            "order, with the same shapes and options, because every call sends shards between "
-            f"them; got, as pass {entry.number} of the group, {got}; pass the same on all "
-            "ranks, and run every forward and every backward on all of them"
+            f"{self._who}: all ranks of a {self._of.group} group must make the same calls in the "
+            f"same order, with the same shapes and options, because {self._of.why}; got, as pass "
+            f"{entry.number} of the group, {differences(stamps, told, self._of)}; pass the same "
+            f"on all ranks, and run every forward and every backward on all of them{where}"
         )
-        self._broken = None if self._waits else error  # on GPUs some ranks are ahead, or hang
+        self._broken = None if goes_on else error
         return error
 
     def _failure(
         self, entry: _Entry, stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]
     ) -> DisagreementError:
+        rank_word = self._of.rank
         failed = [
-            f"{(terms or {}).get('failure', 'an exception')} on cp rank {rank}"
+            f"{(terms or {}).get('failure', 'an exception')} on {rank_word} {rank}"
             for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True))
             if stamp.kind is Kind.FAILURE
         ]
+        begun = IN_WORDS[entry.stamp.kind]
         go_on = "catch it on all ranks and repeat the step on all of them"
         if not self._waits:  # transfers may wait for ever
             go_on = "start the processes again"
         error = DisagreementError(
-            f"{WHO}: a pass must succeed on every rank, because ranks send each other what they "
-            f"compute; got {' and '.join(failed)}, while cp rank {self._rank} began {entry.stamp} "
-            f"as pass {entry.number} of the group; look there first, and to go on after such an "
-            f"error, {go_on}"
+            f"{self._who}: a pass must succeed on every rank, because ranks send each other what "
+            f"they compute; got {' and '.join(failed)}, while {rank_word} {self._rank} began "
+            f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
+            f"such an error, {go_on}"
         )
-        self._broken = None if self._waits else error  # on GPUs some ranks are ahead
+        others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
+        goes_on = self._waits and at_one_place(others)  # on GPUs some ranks are ahead
+        self._broken = None if goes_on else error
         return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
-        missing = [rank for rank, terms in enumerate(self._tell(entry)) if terms is None]
-        whom = f"no word from cp ranks {missing}" if missing else "a broken connection"
+        told = self._tell(entry, _GRACE_S)
+        missing = [rank for rank, terms in enumerate(told) if terms is None]
+        whom = f"no word from {self._of.rank}s {missing}" if missing else "a broken connection"
         self._broken = BurstError(
-            f"{WHO}: every rank must take part in every pass, because ranks send each other "
-            f"shards; got {whom} in pass {entry.number} of the group, {entry.stamp}: {why}; "
-            "check the output of these ranks first"
+            f"{self._who}: all ranks of a {self._of.group} group must take part in every pass, "
+            f"because {self._of.why}; got {whom} in pass {entry.number} of the group, "
+            f"{entry.stamp}: {why}; check the output of these ranks first"
         )
         return self._broken
 
@@ -308,6 +302,15 @@ def _watch(log: ReferenceType[PassLog]) -> None:
             return
         del living
         sleep(_WATCH_S)
+
+
+@uncompiled
+def _before_step(log: ReferenceType[PassLog], *_: object) -> None:
+    """Before an optimizer writes weights, wait until all passes so far are compared: gradients may
+    come from a pass in which ranks differed. An error that was raised before is not repeated: the
+    step may be that of another group."""
+    if (living := log()) and not living.heard:
+        living.settle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +337,16 @@ class Marks:
             return self.log.begin(kind, self.digest, self.terms, call, layer)
         both = Marks.of(self.log, {**self.terms, **data})
         return self.log.begin(kind, both.digest, both.terms, call, layer)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context that tells the other ranks of an error in it, before the pass that they await."""
+        try:
+            yield
+        except Exception as error:
+            if self.log:
+                self.log.fail(error)
+            raise
 
 
 class Pass:

@@ -3,11 +3,11 @@
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +18,18 @@ from torch.distributed import distributed_c10d
 from megatron_burst.comm.carrier import Held, Memory, Where
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
 from megatron_burst.comm.symmetric import SymmetricPool
-from megatron_burst.comm.watch import PREFIX, WHO, Board, Latest, backend_of, set_seconds
-from megatron_burst.errors import BurstError
+from megatron_burst.comm.watch import (
+    CP,
+    PREFIX,
+    PROBLEM,
+    WHO,
+    Board,
+    Latest,
+    Parallel,
+    backend_of,
+    set_seconds,
+)
+from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 
@@ -185,11 +195,44 @@ class GroupState:
     # its ranks' pass log; None before the first communicator, and for a single rank
     log: PassLog | None = None
 
-    def open_log(self, group: dist.ProcessGroup) -> None:
-        """Have the group's ranks compare their passes from now on; all ranks call it together."""
+    def agree(
+        self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
+        of: Parallel = CP,
+    ) -> bool:  # fmt: skip
+        """As `Board.agree`, for a call: also ranks that know the key hear of one that does not, or
+        that refuses the call, if the group has a log.
+
+        A call gathers its terms and its problem without raising, and comes here first. So what is
+        wrong on one rank is an error on all of them, before anything is computed or sent.
+        """
+        key = tuple(terms.items()) if key is None else key
+        if not self.board.knows(key):
+            Marks(self.log, {**terms, PROBLEM: problem} if problem else terms).begin(Kind.AGREEMENT)
+            return self.board.agree(terms, who, key, problem, of)
+        if problem:
+            self.refuse(BurstError(problem))
+        return False
+
+    def refuse(self, error: BurstError, terms: Mapping[str, str] | None = None) -> NoReturn:
+        """Refuse a call whose terms ranks have agreed on: others may be in it, and are told.
+
+        Raises:
+            DisagreementError: if others make the call and stamps are waited for.
+            BurstError: otherwise, this error.
+        """
+        if not isinstance(error, DisagreementError):  # which all ranks raise
+            marks = Marks.of(self.log, terms or {})
+            replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
+        raise error
+
+    def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: Parallel = CP) -> None:
+        """Have the group's ranks compare their passes from now on; all ranks call it together.
+
+        `who`, `of`: word its errors.
+        """
         try:
             beside, on_cpu = self.sub_groups.beside(), backend_of(group) == "gloo"
-            self.log = PassLog(beside, group.get_group_store(), self.board, waits=on_cpu)
+            self.log = PassLog(beside, group.get_group_store(), self.board, on_cpu, who, of)
         except RuntimeError as error:
             raise BurstError(
                 f"{WHO}: ranks must reach each other over gloo, because before each pass they "
@@ -249,11 +292,35 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return sum(pool.num_bytes for pool in pools)
 
 
+def announce(
+    group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
+    of: Parallel = CP,
+) -> None:  # fmt: skip
+    """Announce a call that ranks of a group make together, before it does anything; see
+    `GroupState.agree`.
+
+    Raises:
+        BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
+            the call, where stamps are compared.
+    """
+    state = state_of(group)
+    state.agree(terms, who, problem=problem, of=of)
+    if state.log is None and group.size() > 1:
+        state.open_log(group, who, of)
+    Marks.of(state.log, terms).begin(Kind.FORWARD)
+
+
+def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
+    return Marks(_STATES[group].log if group in _STATES else None).telling()
+
+
 def check_in_step(group: dist.ProcessGroup) -> None:
     """Check that all ranks of a context-parallel group have made the same calls so far.
 
-    Each call checks the calls before it; this function checks the last ones, at the end of a step
-    or an evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
+    Each call checks the calls before it, and an optimizer of torch's checks all of them before it
+    writes weights. This function checks the last ones where no optimizer steps, such as after an
+    evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
 
     Raises:
         BurstError: on all ranks, naming the ranks that made other calls.

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 from uuid import uuid4
 from weakref import ref
 
@@ -21,6 +22,23 @@ WHO = "burst attention"
 PREFIX = "megatron_burst"  # of keys in stores and names of groups
 _POLL_S = 0.005
 _AGREEMENTS = 256  # a model has a few configurations
+PROBLEM = "problem"  # the term that says why a rank refuses a call
+
+
+class Parallel(NamedTuple):
+    """What a group is for, in the words of errors."""
+
+    group: str
+    rank: str
+    why: str  # its ranks must do the same
+    changes: Mapping[str, str] = {}  # what to change where a term differs, if something special
+
+
+CP = Parallel("context-parallel", "cp rank", "they send each other shards")
+TP = Parallel(
+    "tensor-parallel", "tp rank", "each computes its part of every token's logits",
+    {"weight": "pad the vocabulary until tp divides it (--make-vocab-size-divisible-by)"},
+)  # fmt: skip
 
 
 class Latest[K, V](dict[K, V]):
@@ -75,8 +93,10 @@ class Board:
         group = self._group()
         return seconds_of(group) if group is not None else 0.0
 
-    def share(self, text: str, who: str) -> list[str]:
+    def share(self, text: str, who: str, of: Parallel = CP) -> list[str]:
         """Post a text; returns the texts of all ranks in rank order.
+
+        `who`, `of`: begin and word the sentence of an error.
 
         Raises:
             BurstError: naming the ranks that posted nothing in time.
@@ -84,36 +104,45 @@ class Board:
         if self._size == 1:
             return [text]
         if not self.name:
-            self.name = self._join(who, text)
+            self.name = self._join(who, text, of)
         keys = self._keys()
         read = f"{self.name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
         is_first = self._rank == 0 and self._posts == 1
         if late := self._admit(keys) if is_first else self._wait(keys):
-            raise self._lost(late, who, text)
+            raise self._lost(late, who, text, of)
         texts = [found.decode() for found in self._store.multi_get(keys)]
         if self._store.add(read, 1) == self._size:
             for key in (*keys, read):
                 self._store.delete_key(key)
         return texts
 
-    def agree(self, terms: Mapping[str, str], who: str, key: Hashable = None) -> bool:
-        """Make sure that all ranks have the same terms; returns whether the key was new.
+    def agree(
+        self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
+        of: Parallel = CP,
+    ) -> bool:  # fmt: skip
+        """Make sure that all ranks have the same terms and that none refuses the call; returns
+        whether the key was new.
 
         Args:
             terms: by name.
             who: begins the sentence of an error.
             key: equal on ranks with equal terms, which then agree once per key; None: the terms.
+            problem: the sentence with which this rank refuses the call; empty if it does not.
+            of: what the group is for.
 
         Raises:
+            BurstError: on all ranks, with the first rank's problem.
             DisagreementError: on all ranks, naming the first term that differs.
         """
         key = tuple(terms.items()) if key is None else key
-        if self.knows(key):
+        if self.knows(key) and not problem:
             return False
-        everyones = self.share(json.dumps(dict(terms)), who)
-        refuse_differences(who, [json.loads(text) for text in everyones], self._rank)
+        post = dict(terms) | ({PROBLEM: problem} if problem else {})
+        everyones = [json.loads(text) for text in self.share(json.dumps(post), who, of)]
+        refuse_problems(everyones, of)
+        refuse_differences(who, everyones, self._rank, of)
         self.note(key)
         return True
 
@@ -148,7 +177,7 @@ class Board:
             "that rank's output first"
         )
 
-    def _join(self, who: str, text: str) -> str:
+    def _join(self, who: str, text: str, of: Parallel) -> str:
         """The board's name: rank 0 makes it up and gives it to each rank that asks under a new
         key."""
         mine = uuid4().hex
@@ -157,7 +186,7 @@ class Board:
         self._store.set(f"{PREFIX}/hello/{self._rank}", mine)
         answer = f"{PREFIX}/welcome/{mine}"
         if self._wait([answer]):
-            raise self._lost([0], who, text)
+            raise self._lost([0], who, text, of)
         return self._store.get(answer).decode()
 
     def _admit(self, keys: list[str]) -> list[int]:
@@ -190,12 +219,11 @@ class Board:
             return [place for place, key in enumerate(keys) if not self._store.check([key])]
         return []
 
-    def _lost(self, late: list[int], who: str, text: str) -> BurstError:
+    def _lost(self, late: list[int], who: str, text: str, of: Parallel) -> BurstError:
         return BurstError(
-            f"{who}: all ranks of a context-parallel group must make the same calls, because "
-            f"every call sends shards between them; got no word from cp ranks {late} within "
-            f"{self.timeout_s:g} s about {text}; check that they run and that their batches "
-            "have the same shape"
+            f"{who}: all ranks of a {of.group} group must make the same calls, because {of.why}; "
+            f"got no word from {of.rank}s {late} within {self.timeout_s:g} s about {text}; check "
+            "that they run and that their batches have the same shape"
         )
 
     def _keys(self) -> list[str]:
@@ -203,13 +231,31 @@ class Board:
         return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
-def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: int) -> None:
-    """Refuse terms that differ between the ranks of a context-parallel group.
+def refuse_problems(everyones: Sequence[Mapping[str, str]], of: Parallel = CP) -> None:
+    """Refuse a call that any rank refuses: terms with a `problem` that is not empty.
+
+    Args:
+        everyones: terms by name, in rank order.
+        of: what the group is for.
+
+    Raises:
+        BurstError: with the first of these sentences and its rank.
+    """
+    for rank, theirs in enumerate(everyones):
+        if problem := theirs.get(PROBLEM):
+            raise BurstError(f"{problem} ({of.rank} {rank})")
+
+
+def refuse_differences(
+    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Parallel = CP
+) -> None:
+    """Refuse terms that differ between the ranks of a group.
 
     Args:
         who: begins the sentence of an error.
         everyones: by name, in rank order.
         rank: this one.
+        of: what the group is for.
 
     Raises:
         DisagreementError: naming the first rank and term that differ from this rank's.
@@ -219,11 +265,11 @@ def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: i
         if theirs == mine:
             continue
         term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+        change = of.changes.get(term, "give all ranks the same")
         raise DisagreementError(
-            f"{who}: all ranks of a context-parallel group must call with the same shapes and "
-            f"options, because they send each other shards; got {term}={mine.get(term)} on cp "
-            f"rank {rank} and {term}={theirs.get(term)} on cp rank {their_rank}; give all ranks "
-            "the same"
+            f"{who}: all ranks of a {of.group} group must call with the same shapes and options, "
+            f"because {of.why}; got {term}={mine.get(term)} on {of.rank} {rank} and "
+            f"{term}={theirs.get(term)} on {of.rank} {their_rank}; {change}"
         )
 
 

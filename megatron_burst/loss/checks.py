@@ -1,14 +1,14 @@
 """What the loss refuses, on all ranks together, before anything is computed."""
 
-import json
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.state import state_of
-from megatron_burst.errors import BurstError, DisagreementError, unmet
+from megatron_burst.comm.state import announce
+from megatron_burst.comm.watch import TP
+from megatron_burst.errors import BurstError, unmet
 from megatron_burst.loss.main_grad import held_bytes
 from megatron_burst.loss.rows import TensorParallel, processors_of
 from megatron_burst.loss.statistics import WHO, LossOptions
@@ -23,8 +23,9 @@ def check_call(
 ) -> None:  # fmt: skip
     """Refuse a call that cannot be computed correctly.
 
-    Ranks tell each other their shapes, options and refusals through the store, once per new
-    combination. Labels are checked on the CPU only: on a GPU that would synchronize.
+    Ranks tell each other their shapes, options and refusals: through the store once per new
+    combination, then in the stamp of each call. Labels are checked on the CPU only: on a GPU that
+    would synchronize.
 
     Raises:
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
@@ -33,7 +34,8 @@ def check_call(
     refuse_transforms(WHO, hidden, weight)
     problem = _problem(hidden, weight, labels, loss_mask, tp, settings)
     if tp.group is not None:
-        _agree(tp.group, _terms(hidden, weight, labels, loss_mask, options, settings, problem))
+        terms = _terms(hidden, weight, labels, loss_mask, options, settings)
+        announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
     if not hidden.is_cuda:
@@ -80,10 +82,9 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
     return unmet(WHO, needs)
 
 
-def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dict[str, str]:
-    """What must be the same on all ranks, in words; any problem first."""
+def _terms(hidden, weight, labels, loss_mask, options, settings) -> dict[str, str]:
+    """What must be the same on all ranks, in words."""
     return {
-        "problem": problem,
         "hidden": str(tuple(hidden.shape)),
         "weight": str(tuple(weight.shape)),
         "labels": str(tuple(labels.shape)),
@@ -94,31 +95,6 @@ def _terms(hidden, weight, labels, loss_mask, options, settings, problem) -> dic
         f"{held_bytes(weight)}",
         "options": f"{options} {dict(settings)}",
     }
-
-
-def _agree(group: dist.ProcessGroup, terms: dict[str, str]) -> None:
-    """Check that all ranks of a group have the same terms."""
-    text, board = json.dumps(terms), state_of(group).board
-    if board.knows(text):
-        return
-    everyones = [json.loads(other) for other in board.share(text, WHO)]
-    for rank, theirs in enumerate(everyones):
-        if theirs["problem"]:
-            raise BurstError(f"{theirs['problem']} (tp rank {rank})")
-    for rank, theirs in enumerate(everyones):
-        for term, value in terms.items():
-            if theirs[term] != value:
-                change = "give all ranks the same"
-                if term == "weight":
-                    change = "pad the vocabulary until tp divides it"
-                    change += " (--make-vocab-size-divisible-by)"
-                raise DisagreementError(
-                    f"{WHO}: all ranks of a tensor-parallel group must call with the same shapes "
-                    "and options, because each computes its part of every token's logits; got "
-                    f"{term}={value} on tp rank {group.rank()} and {term}={theirs[term]} on tp "
-                    f"rank {rank}; {change}"
-                )
-    board.note(text)
 
 
 def _check_labels(labels, loss_mask, vocab: int, options: LossOptions, tp: TensorParallel) -> None:

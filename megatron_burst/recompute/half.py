@@ -166,12 +166,14 @@ def keeping_of(
             return None, said
         plan = problem.half(choice.value == "resharded")
         mover = over_all() if plan.moves and topology.inter_size > 1 else carrier
-        if plan.kept:
+        if plan.kept and not mover.has_met:
+            Marks(marks.log, marks.terms).begin(Kind.AGREEMENT)  # others may be in a call without
             _meet(mover, topology.cp_size, q.device)
+            mover.has_met = True
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
         policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], mover, marks)
-    return Keeping(policy, packer(q.device, config), config.tuning.keep_debug), said
+    return Keeping(policy, packer(q.device, config), config.tuning.keep_debug, marks), said
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:

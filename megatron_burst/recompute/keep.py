@@ -75,9 +75,13 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
         run.place += 1
     found = [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
     recording = found[0] if found else Recording(function, inputs, keeping)
+    if any(run.rounds for run in runs):
+        recording.compare_no_bits()
     for run in runs:
         if not run.recomputes:
             run.put(recording)
+        elif found:
+            run.rounds |= keeping.policy is not None
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_burst.comm.pass_log import Marks
 from megatron_burst.errors import BurstError
 
 WHO = "burst keep"
@@ -70,6 +71,7 @@ class Run[T]:
     frame: Frame[T]
     recomputes: bool  # whether this is not the first pass
     place: int = -1
+    rounds: bool = False  # whether an attention call so far was recomputed, so rounded otherwise
 
     def put(self, kept: T) -> None:
         """Keep something of this call for recomputation."""
@@ -172,3 +174,4 @@ class Keeping:
     policy: Any = None  # `half.LaterHalf`; None: all of the outputs are kept
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
+    marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors

@@ -140,7 +140,8 @@ ASTRAY = {
 
 
 def calls_astray(rank):
-    """What a rank is told, by mode and by how the calls differ."""
+    """What a rank is told, by mode and by how the calls differ; and what it is told of the next
+    call, which is the same on all ranks."""
     found = {}
     for way in ("ring", "gather", "a2a", "two nodes, rings"):
         for calls in ASTRAY:
@@ -148,7 +149,7 @@ def calls_astray(rank):
             config = BurstConfig.of(timeout_s=60, **WAYS[way])
             attend = partial(called, config, group)
             function = partial(calls, rank, attend, partial(check_in_step, group))
-            found[way, calls.__name__] = raised(function)
+            found[way, calls.__name__] = raised(function), raised(attend)
     return found
 
 
@@ -156,7 +157,10 @@ def test_a_rank_that_makes_a_call_or_a_backward_too_many_or_too_few_is_named_on_
     for found in run_ranks(calls_astray, 4):
         assert len(found) == 4 * len(ASTRAY)
         for calls, (odd, others) in ASTRAY.items():
-            for (_, name), sentence in found.items():
+            for (_, name), (sentence, later) in found.items():
                 if name == calls.__name__:
                     assert who(sentence, odd) == "[2]", (name, sentence)
                     assert who(sentence, others) == "[0, 1, 3]", (name, sentence)
+                    # one call apart, later calls would be wrong without a word
+                    assert later == ("" if calls is first_of_a_kind else sentence)
+                    assert ("in a new group" in sentence) == bool(later)

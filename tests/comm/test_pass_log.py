@@ -1,5 +1,6 @@
 """Stamps of passes: when they are waited for, which rank is missing, and what is left behind."""
 
+import gc
 import logging
 import os
 import re
@@ -7,7 +8,9 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog, Stamp
 from megatron_burst.comm.watch import Board
@@ -102,6 +105,83 @@ def test_a_rank_that_does_not_come_is_named_on_all_others_long_before_the_last_t
     for sentence, took in (found[rank] for rank in (0, 2, 3)):
         assert re.search(r"no word from cp ranks \[1\] in pass \d of the group", sentence)
         assert took < 20
+
+
+def staggered(rank):
+    """As on GPUs, nobody waits for a stamp; rank 1 never comes, rank 2 late. What the others find,
+    and after how many seconds."""
+    log, begun = log_of(timeout_s=3), time.monotonic()
+    if rank == 1:
+        return "", 0
+    time.sleep(0.2 * rank)
+    Marks.of(log, A).begin(Kind.FORWARD)
+    while time.monotonic() < begun + 30:
+        try:
+            log.look()
+        except BurstError as error:
+            return str(error), time.monotonic() - begun
+        time.sleep(0.1)
+    return "nothing", 30
+
+
+def test_whom_nobody_waits_for_is_missing_from_the_time_out_on_and_who_gave_up_is_not():
+    found = run_ranks(staggered, 4)
+    for sentence, took in (found[rank] for rank in (0, 2, 3)):
+        assert "no word from cp ranks [1] in pass 1 of the group" in sentence
+        assert took < 20  # the group's own time-out is 180 s
+
+
+class Gone:
+    """A store whose keeper has ended."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("Broken pipe")
+
+
+def without_store(rank):
+    log = log_of(timeout_s=1, waits=True)
+    if rank == 1:
+        return ""
+    log._store = Gone()
+    with pytest.raises(BurstError) as error:
+        Marks.of(log, A).begin(Kind.FORWARD)
+    return str(error.value)
+
+
+def test_without_a_store_no_rank_is_said_to_be_missing():
+    for sentence in run_ranks(without_store, 3)[::2]:
+        assert "got a broken connection in pass 1 of the group, a forward: nothing came" in sentence
+
+
+def stepped(rank):
+    """Whether weights are written after a pass that differed; what later steps raise."""
+    log, found = log_of(), []
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for terms in (A, B if rank == 1 else A, A):
+        weight.grad = torch.ones(1)
+        if not log.heard:
+            Marks.of(log, terms).begin(Kind.FORWARD)
+        try:
+            optimizer.step()
+            found.append(weight.item())
+        except DisagreementError as error:
+            found.append(str(error))
+    del log
+    for _ in range(100):  # the thread that looks at it may hold it for a moment
+        gc.collect()
+        if not _global_optimizer_pre_hooks:
+            break
+        time.sleep(0.1)
+    return found, len(_global_optimizer_pre_hooks)
+
+
+def test_before_an_optimizer_writes_weights_stamps_are_compared():
+    """Later steps may be those of another group."""
+    for (first, said, later), hooks in run_ranks(stepped, 3):
+        assert (first, later) == (0.0, -1.0)
+        assert "causal=False on cp ranks [1]" in said and "in a new group" in said
+        assert hooks == 0
 
 
 def test_without_a_log_nothing_is_begun():

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.watch import TP, Board
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
@@ -26,6 +26,23 @@ def test_new_terms_are_asked_about_once_and_differences_are_named():
     for news, shared, after in run_ranks(agreements, 3):
         assert news == [True, False, True] and after
         assert shared == ["rank 0", "rank 1", "rank 2"]
+
+
+def one_refuses(rank):
+    """What ranks are told if one of them refuses a call; the words are those of their group."""
+    board, said = Board(dist.group.WORLD, 20), []
+    for terms, problem in (({"a": "1"}, "test: no" if rank == 1 else ""), ({"a": str(rank)}, "")):
+        with pytest.raises(BurstError) as error:
+            board.agree(terms, "test", problem=problem, of=TP)
+        said.append(str(error.value))
+    return said, board.agree({"a": "1"}, "test", of=TP)
+
+
+def test_a_rank_that_refuses_is_heard_by_all_in_the_words_of_their_group():
+    for rank, ((refused, differs), after) in enumerate(run_ranks(one_refuses, 2)):
+        assert refused == "test: no (tp rank 1)" and after
+        assert "all ranks of a tensor-parallel group" in differs and "cp rank" not in differs
+        assert f"a={rank} on tp rank {rank}" in differs
 
 
 def missing(rank):

@@ -115,7 +115,8 @@ def refusals(rank):
         return ours
 
     ask(spoil_labels)
-    # options that no rank has used yet: a rank that alone adds new ones waits in vain
+    ask(lambda ours: replace(ours, weight=ours.weight.bfloat16()) if rank else ours)
+    # options that no rank has used yet are compared with all others' in words
     bad_dtype = dict(logit_scale=0.5)
     ask(lambda ours: replace(ours, weight=ours.weight.bfloat16()) if rank else ours, **bad_dtype)
     ask(lambda ours: replace(ours, weight=ours.weight[: 20 - rank]), logit_scale=0.25)
@@ -127,8 +128,10 @@ def refusals(rank):
 def test_what_is_wrong_on_one_rank_alone_is_refused_on_all():
     for rank, (said, error) in enumerate(run_ranks(refusals, 2)):
         assert error < 1e-12
-        labels, dtype, vocab, options = said
+        labels, known, dtype, vocab, options = said
         assert f"got {['some on another rank', [40]][rank]}" in labels
+        assert "all ranks of a tensor-parallel group must make the same calls" in known
+        assert "a call that is new to it" in known and "cast one of them) on tp ranks [1]" in known
         assert "float64 and torch.bfloat16; cast one of them (tp rank 1)" in dtype
         assert "weight=(20, 16)" in vocab and "weight=(19, 16)" in vocab
         assert "--make-vocab-size-divisible-by" in vocab

@@ -1,0 +1,132 @@
+"""Ranks of which some keep results and others do not, or find other inputs in recomputation.
+
+Guards against programs that do not fit together, ranks that wait for one that has raised an error,
+and false alarms of `keep_debug`.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megatron_burst import BurstConfig, burst_attention
+from megatron_burst.errors import BurstError, DisagreementError
+from tests.ranks import run_ranks
+
+ODD = 1  # the rank that differs
+WAYS = {
+    "a2a": {"intra": "a2a"},
+    "two nodes": {"nodes": 2, "intra": "gather", "resend": "never"},
+}
+
+
+def attend(x, config, **options):
+    return burst_attention(x * 1, x[:, :, :2] * 1, x[:, :, :2] * 2, config=config, **options)
+
+
+def checkpointed(x, config, **options):
+    return checkpoint(attend, x, config, use_reentrant=False, **options)
+
+
+def grad_of(function, x, config, **options):
+    (grad,) = torch.autograd.grad(function(x, config, **options).square().sum(), x)
+    return grad
+
+
+def raised(function, *args, **options):
+    try:
+        function(*args, **options)
+    except BurstError as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def some_keep(rank):
+    """By mode: what ranks are told if one of them keeps; whether the next passes agree."""
+    x, found = torch.randn(2, 8, 4, 8, dtype=torch.float64, requires_grad=True), {}
+    for name, way in WAYS.items():
+        config = BurstConfig.of(timeout_s=60, keep="all", **way)
+        attend(x, config)
+        said = raised(grad_of, checkpointed if rank == ODD else attend, x, config)
+        difference = grad_of(checkpointed, x, config) - grad_of(attend, x, config)
+        found[name] = said, difference.abs().max().item()
+    return found
+
+
+def test_a_rank_that_keeps_alone_is_named_before_anything_is_sent():
+    for found in run_ranks(some_keep, 4):
+        for (kind, sentence), error in found.values():
+            assert kind is DisagreementError and error <= 1e-12
+            assert "a forward whose results are kept for recomputation on cp ranks [1]" in sentence
+
+
+def first_checkpoint(rank):
+    """One rank has run a checkpoint before, with itself, so only this one is set up to keep."""
+    config = BurstConfig.of(timeout_s=60, keep="all")
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    x = torch.randn(2, 8, 4, 8, requires_grad=True)
+    if rank == ODD:
+        grad_of(checkpointed, x, config, group=alone)
+    said = raised(grad_of, checkpointed, x, config)
+    return said, raised(grad_of, checkpointed, x, config)
+
+
+def test_a_rank_that_was_set_up_to_keep_before_others_is_named_and_the_next_step_is_right():
+    for (kind, sentence), (_, later) in run_ranks(first_checkpoint, 3):
+        assert kind is DisagreementError and not later
+        assert "a forward whose results are kept for recomputation on cp ranks [1]" in sentence
+
+
+def another_length(rank):
+    """Keeping half of this length needs rows of all ranks, which meet once for that."""
+    config = BurstConfig.of(timeout_s=60, keep="half")
+    short, long = (torch.randn(2, tokens, 4, 8) for tokens in (6, 8))
+    options = {"layout": "contiguous"}
+    attend(short, config, **options)
+    said = raised(attend, long if rank == ODD else short, config, **options)
+    return said, raised(attend, long, config, **options)
+
+
+def test_a_rank_with_a_length_that_ranks_must_meet_for_does_not_wait_for_the_others():
+    for (kind, sentence), (_, later) in run_ranks(another_length, 3):
+        assert kind is DisagreementError and not later
+        assert "a call that is new to it with q=(2, 8, 4, 8)" in sentence
+
+
+def twice(x, config):
+    return attend(attend(x, config), config)
+
+
+def debugged(rank):
+    """What `keep_debug` says of two calls in one checkpoint; of inputs that changed on one rank."""
+    torch.manual_seed(rank)
+    x = torch.randn(2, 64, 4, 8, requires_grad=True)
+    config = BurstConfig.of(timeout_s=60, keep="half", keep_debug=True)
+    found = []
+    for _ in range(3):  # the first call sets it up
+        out = checkpoint(twice, x, config, use_reentrant=False)
+        found.append(raised(out.sum().backward))
+    change = torch.ones(())
+    out = checkpoint(lambda x: attend(x * change, config), x, use_reentrant=False)
+    change.add_(rank == ODD)
+    found.append(raised(out.sum().backward))
+    return found, raised(grad_of, checkpointed, x, config)
+
+
+@pytest.fixture(scope="module")
+def of_debug():
+    return run_ranks(debugged, 4)
+
+
+def test_inputs_that_follow_a_half_recomputed_call_may_be_rounded_otherwise(of_debug):
+    for found, _ in of_debug:
+        assert [sentence for _, sentence in found[:3]] == [""] * 3
+
+
+def test_if_inputs_changed_on_one_rank_the_others_hear_of_it(of_debug):
+    for rank, (found, later) in enumerate(of_debug):
+        kind, sentence = found[3]
+        assert "recomputation's inputs must equal the first pass's bit by bit" in sentence
+        assert later == (None, "")
+        if rank != ODD:
+            assert kind is DisagreementError and "on cp rank 1, while" in sentence
