@@ -125,6 +125,7 @@ def forward_gradient_pass(
         grad = attempt(gradient, piece, x, whole)
         if sums.hidden is not None:
             sums.hidden.put(piece, grad)
+        del x, grad  # before the next ones are made
     if sums.fresh and rows.count == 0:
         attempt(sums.weight.zero_)
     return stats
