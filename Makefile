@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast gpu-test test-matrix test-integrations conformance docs lint format clean
+.PHONY: help install demo test test-all test-fast gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -28,6 +28,9 @@ demo: ## train a small GPT without and with burst, and compare
 # Two tests at a time: each starts up to eight processes of its own.
 test: ## run the tests, e.g. make test ARGS="-k layout"
 	@$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: ## run also the cases of which `make test` takes a sample
+	@$(RUN) -m pytest -n 2 --dist worksteal --all $(ARGS)
 
 test-fast: ## run a part of the tests, under 3 minutes
 	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
-# What modules of tests import: a process without it starts 0.12 s of a core later.
-_PRELOAD += ["pytest", "hypothesis"]
+# What modules of tests import: a process without it starts 0.12 s of a core later; and what torch
+# imports with the first checkpoint, optimizer or profile: 1.4 s.
+_PRELOAD += ["pytest", "hypothesis", "torch._dynamo"]
 # The process's only cache: GPU crews, by their settings. A CUDA context, NCCL
 # and compiled kernels take 10 s per process, so tests share them.
 _CREWS: dict[tuple, "Crew"] = {}

@@ -119,14 +119,13 @@ def flags_of(config: Config) -> tuple[Flags, tuple[str, ...]]:
     entries that no flag here says."""
     kind = _KINDS.get(str(config.get("model_type")))
     rotary, unknown = _rotary(config)
-    epsilon = config.get("rms_norm_eps")
-    if not isinstance(epsilon, int | float):
+    if not isinstance(config.get("rms_norm_eps"), int | float):
         unknown.append("no rms_norm_eps")
     reads = _LLAMA | kind.reads if kind else _COUNTED
     every = (*_of_class(config, kind), *_unread(config, reads), *unknown)
     if every or not kind:
         return {}, every
-    return {"--norm-epsilon": epsilon} | rotary | _own(config, kind), ()
+    return {"--norm-epsilon": config["rms_norm_eps"]} | rotary | _own(config, kind), ()
 
 
 def _of_class(config: Config, kind: _Kind | None) -> Iterator[str]:
