@@ -118,14 +118,14 @@ class PassLog:
             stamp = Stamp(kind, call or self._number, layer, digest)
             self._post(stamp, terms)
             if self._waits or kind in (Kind.AGREEMENT, Kind.END):
-                self._settle()
+                self._compare()
         return self._number
 
-    def settle(self) -> None:
+    def compare(self) -> None:
         """Wait until the passes begun so far are compared; raises as `begin`."""
         with self._lock, self._heard():
             self._look()
-            self._settle()
+            self._compare()
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ class PassLog:
             self.heard = True
             raise
 
-    def _settle(self) -> None:
+    def _compare(self) -> None:
         while self._pending:
             self._await(self._pending[0])
             self._look()
@@ -245,13 +245,14 @@ class PassLog:
         told = self._tell(entry, _TELL_S)
         if any(stamp.kind is Kind.FAILURE for stamp in stamps):
             return self._failure(entry, stamps, told)
+        of = self._of
         goes_on = self._waits and at_one_place(stamps)  # on GPUs some ranks are ahead, or hang
         where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
         error = DisagreementError(
-            f"{self._who}: all ranks of a {self._of.group} group must make the same calls in the "
-            f"same order, with the same shapes and options, because {self._of.why}; got, as pass "
-            f"{entry.number} of the group, {differences(stamps, told, self._of)}; pass the same "
-            f"on all ranks, and run every forward and every backward on all of them{where}"
+            f"{self._who}: all ranks of a {of.group} group must make the same calls in the same "
+            f"order, with the same shapes and options, because {of.why}; got, as pass "
+            f"{entry.number} of the group, {differences(stamps, told, of)}; pass the same on all "
+            f"ranks, and run every forward and every backward on all of them{where}"
         )
         self._broken = None if goes_on else error
         return error
@@ -281,12 +282,12 @@ class PassLog:
         return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
-        told = self._tell(entry, _GRACE_S)
+        of, told = self._of, self._tell(entry, _GRACE_S)
         missing = [rank for rank, terms in enumerate(told) if terms is None]
-        whom = f"no word from {self._of.rank}s {missing}" if missing else "a broken connection"
+        whom = f"no word from {of.rank}s {missing}" if missing else "a broken connection"
         self._broken = BurstError(
-            f"{self._who}: all ranks of a {self._of.group} group must take part in every pass, "
-            f"because {self._of.why}; got {whom} in pass {entry.number} of the group, "
+            f"{self._who}: all ranks of a {of.group} group must take part in every pass, "
+            f"because {of.why}; got {whom} in pass {entry.number} of the group, "
             f"{entry.stamp}: {why}; check the output of these ranks first"
         )
         return self._broken
@@ -310,7 +311,7 @@ def _before_step(log: ReferenceType[PassLog], *_: object) -> None:
     come from a pass in which ranks differed. An error that was raised before is not repeated: the
     step may be that of another group."""
     if (living := log()) and not living.heard:
-        living.settle()
+        living.compare()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,23 @@ def test_a_rank_that_differs_later_is_named_on_all_ranks(change, got):
         assert got in text.split(" on cp ranks [0, 2]")[1].split("[1]")[0], text
 
 
+def others_documents(rank):
+    """Rank 1 passes boundaries that do not fit the sample."""
+    ends = [0, 5, 9] if rank == 1 else [0, 5, 8]
+    config = BurstConfig.of(timeout_s=60)
+    with pytest.raises(DisagreementError) as error:
+        burst_attention(*default_call().values(), config=config, cu_seqlens=torch.tensor(ends))
+    good = torch.tensor([0, 5, 8])
+    burst_attention(*default_call().values(), config=config, cu_seqlens=good)
+    return str(error.value)
+
+
+def test_documents_that_one_rank_refuses_are_told_to_all_with_the_reason():
+    for text in run_ranks(others_documents, 2):
+        assert "a call that it refuses (burst attention: documents must end within" in text
+        assert "on cp ranks [1]" in text
+
+
 def outside(rank):
     group = dist.new_group([0])
     if rank == 1:

@@ -54,6 +54,10 @@ def missing(rank):
         BurstError, match=r"test: all ranks.*no word from cp ranks \[1\] within 1 s"
     ):
         board.agree({"a": "1"}, "test")
+    with pytest.raises(
+        BurstError, match=r"of a tensor-parallel group.*no word from tp ranks \[1\] within 1 s"
+    ):
+        board.share("a call of the loss", "test", TP)
 
 
 def test_a_rank_that_says_nothing_is_named():

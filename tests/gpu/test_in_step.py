@@ -68,6 +68,28 @@ def astray(rank, name, calls):
     return str(error.value), time.monotonic() - begun
 
 
+def stepped(rank):
+    """What an optimizer's step raises after a last pass that differed; the weight after it."""
+    shape = 1, 2048, 8, 64
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    config = BurstConfig.of(timeout_s=60, **WAYS["ring"])
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for causal in (True, False):  # all agree on these
+        burst_attention(*tensors, causal=causal, config=config)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    burst_attention(*tensors, causal=rank == 0, config=config)
+    with pytest.raises(DisagreementError) as error:
+        optimizer.step()
+    return str(error.value), weight.item()
+
+
+def test_no_weight_is_written_after_a_pass_that_differed():
+    for sentence, weight in run_ranks(stepped, 2, backend="nccl", fresh=True):
+        assert "causal=False" in sentence and "in a new group" in sentence and weight == 0.0
+
+
 @pytest.mark.parametrize(
     "calls, odd, others",
     [

@@ -278,6 +278,24 @@ def test_a_layer_is_full_attention_with_the_mask_and_scale_that_megatron_passes(
         assert state == []  # compatible with checkpoints of Megatron's DotProductAttention
 
 
+def refused_on_one_rank(rank):
+    """What ranks are told if one of them refuses a layer's call; the shape of the next one."""
+    parallel = Parallel(cp=2)
+    start(parallel)
+    core = BurstCoreAttention(config_of(parallel), 1, CAUSAL, "self", cp_comm_type="burst")
+    leaves = [torch.randn(8, 2, 4, 8) for _ in range(3)]
+    wrong = dict(attention_bias=torch.ones(1)) if rank == 1 else {}
+    with pytest.raises(BurstError) as error:
+        core(*leaves, **PLAIN_CALL | wrong)
+    return str(error.value), core(*leaves, **PLAIN_CALL).shape
+
+
+def test_what_one_rank_refuses_is_heard_by_the_others_at_once():
+    (others, shape), (its_own, _) = run_ranks(refused_on_one_rank, 2)
+    assert its_own in others and " on cp rank 1, while cp rank 0 began" in others
+    assert its_own.startswith("burst core attention: ") and shape == (8, 2, 32)
+
+
 def compiled(rank):
     """Graph breaks that torch.compile has in burst's files, and gradients of the input: eager,
     compiled."""
