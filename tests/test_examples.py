@@ -45,7 +45,7 @@ def megatrons_parser():
     from megatron.training.arguments import add_megatron_arguments
 
     parser = ArgumentParser(conflict_handler="resolve")
-    return with_flags(add_megatron_arguments, parser, "store")
+    return with_flags(add_megatron_arguments, parser, lambda args: None)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

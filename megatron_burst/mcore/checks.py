@@ -14,6 +14,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
+from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.refusals import check, refuses
 from megatron_burst.say import say
 
@@ -33,7 +34,7 @@ def check_run() -> None:
     _say_once(f"burst attention: {require_megatron(WHO)}")
     args = global_args()
     if args is not None:
-        check_args(args, WHO)
+        check_args(with_environment(args), WHO)
         check("built", args, WHO)
 
 

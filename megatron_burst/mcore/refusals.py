@@ -95,6 +95,12 @@ def _fits_zigzag(tokens: int | None, o: Options) -> bool:
     return cp_size == 1 or tokens is None or tokens % (2 * cp_size) == 0
 
 
+def _must_run_burst(o: Options) -> bool:
+    """Whether the flag means this model: encoders may hold whole samples."""
+    causal = getattr(o, "attn_mask_type", None) in _MASKS[::2]
+    return o.context_parallel_size > 1 or causal
+
+
 def _selective(o: Options) -> bool:
     """Whether Megatron will recompute selectively."""
     given = o.recompute_granularity
@@ -199,10 +205,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",
-        lambda kinds, o: o.context_parallel_size == 1 or names_burst(kinds),
-        "no layer has the cp_comm_type burst, so all would run Megatron's own context "
-        "parallelism",
-        "pass --cp-comm-type burst, or call validate_args of megatron.training.arguments, which "
+        lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
+        "no layer has the cp_comm_type burst, so all would run Megatron's own attention",
+        "set cp_comm_type=burst in a TransformerConfig of your own; for arguments pass "
+        "--cp-comm-type burst, or call validate_args of megatron.training.arguments, which "
         "sets it, after importing megatron_burst.patch"),
     Refusal("spec", "mtp_num_layers", (0,),
         "Megatron builds layers of multi-token prediction without --spec",

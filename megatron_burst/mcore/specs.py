@@ -179,7 +179,8 @@ def with_options(config_of_layer, /, self, layer_number):
 def refuse_unset(init, /, self, *arguments, **options) -> None:
     """The same constructor with the flag: requires what `validate_args` sets."""
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
-    check("model", given["config"], WHO)
+    config, mask = given["config"], given["attn_mask_type"].name
+    check("model", Namespace(**vars(config) | {"attn_mask_type": mask}), WHO)
     init(self, *arguments, **options)
 
 

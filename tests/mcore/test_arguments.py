@@ -29,7 +29,8 @@ STOCK = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2
     --tokenizer-type NullTokenizer --vocab-size 127 --distributed-backend gloo"""
 CP4 = f"{STOCK} --context-parallel-size 4"
-BURST = f"{CP4} --context-parallel-impl burst --attention-dropout 0"
+ASKED = "--context-parallel-impl burst"
+BURST = f"{CP4} {ASKED} --attention-dropout 0"
 
 
 def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
@@ -151,6 +152,20 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
     ((values, said, attention),) = run_ranks(forced, 1, flags, as_rank)
     assert values == [["burst"], False] and attention == [True] * 3
     assert said == [f"burst attention: adds {flags}" for flags in lines]
+
+
+def last_impl(rank):
+    start()
+    values, _ = parse(f"{BURST} --context-parallel-impl megatron", validate=False)
+    off = values["context_parallel_impl"], builds_burst()
+    values, _ = parse(f"{CP4} --context-parallel-impl megatron {ASKED}", validate=False)
+    return [off, (values["context_parallel_impl"], builds_burst())]
+
+
+def test_of_two_implementations_the_last_wins():
+    """As of any repeated flag: a launcher's default and what is typed after it."""
+    ((off, on),) = run_ranks(last_impl, 1)
+    assert off == ("megatron", [False] * 3) and on == ("burst", [True] * 3)
 
 
 REFUSED = {  # with the value shown in the message

@@ -5,6 +5,7 @@ Guards against a flag that is accepted but has no effect, checks that only some 
 and an unsupported or mixed Megatron release that is accepted.
 """
 
+import copy
 import importlib
 import io
 import os
@@ -78,6 +79,7 @@ def test_the_patch_module_must_come_before_arguments_are_parsed():
 def flag_without_its_check(rank):
     """The message when models are built where the flag was parsed but not validated."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_burst.mcore.launch import prepare
@@ -93,6 +95,11 @@ def flag_without_its_check(rank):
         with pytest.raises(BurstError) as refused:
             build_module(spec, config=config, layer_number=1)
         said.append(str(refused.value))
+    whole, encoder = config_of(Parallel(), cp_comm_type=None), copy.deepcopy(late)
+    encoder.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    build_module(encoder, config=whole, layer_number=1)
+    with pytest.raises(BurstError, match=r"; got cp_comm_type=None; set cp_comm_type=burst in a"):
+        build_module(late, config=whole, layer_number=1)
     config = config_of(Parallel(cp=2), cp_comm_type="burst")
     layers = [build_module(spec, config=config, layer_number=1) for spec in (early, late)]
     return said, [type(layer.self_attention.core_attention).__name__ for layer in layers]
@@ -100,7 +107,8 @@ def flag_without_its_check(rank):
 
 @needs("training")
 def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
-    """validate_args may be bound where no patch finds it: in a dict, a closure, a class."""
+    """validate_args may be bound where no patch finds it: in a dict, a closure, a class. At a
+    context parallel size of 1 too, where an encoder may hold whole samples."""
     for said, cores in run_ranks(flag_without_its_check, 2):
         assert ["got cp_comm_type=p2p; " in text for text in said] == [True, True, False]
         assert "got cp_comm_type=None; " in said[2] and cores == ["BurstCoreAttention"] * 2
