@@ -108,6 +108,15 @@ def _options(name: str, kind: object) -> dict:
 # ---- each feature's check of a command line -------------------------------------------------
 
 
+def check_command(args: Namespace, who: str = FLAG) -> None:
+    """`check_args` before Megatron validates, which also refuses what is checked only here.
+
+    pretrain_vlm.py then sets `seq_length` to the number of its encoder's tokens.
+    """
+    check("command", args, who)
+    check_args(args, who)
+
+
 def check_args(args: Namespace, who: str = FLAG) -> None:
     """Refuse arguments under which burst attention would be wrong or meaningless.
 

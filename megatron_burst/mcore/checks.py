@@ -78,12 +78,17 @@ def check_layer(
     check("attention", layer, f"{WHO}: layer {layer_number}")
 
 
-def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with an unsupported mask, bias or packing, rather than ignore it."""
+def check_call(
+    attention_mask, attn_mask_type, attention_bias, packed_seq_params, tokens: int, samples: int
+) -> None:
+    """Refuse a call with an unsupported mask, bias or packing, rather than ignore it.
+
+    `tokens`, `samples`: of the whole batch, over all ranks.
+    """
     call = SimpleNamespace(
         attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
         attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
-        packed_seq_params=packed.format_of(packed_seq_params),
+        packed_seq_params=packed.format_of(packed_seq_params, tokens, samples),
         attn_mask_type=attn_mask_type,
     )
     check("call", call, WHO)

@@ -21,7 +21,7 @@ from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
     add_flags,
-    check_args,
+    check_command,
     check_keep_args,
     check_loss_args,
     check_unused,
@@ -145,7 +145,7 @@ def take_args(args: Namespace) -> None:
         BurstError: if they combine burst with something that it does not support.
     """
     if names_burst(args.cp_comm_type):
-        check_args(with_environment(args), "megatron_burst.auto.init")
+        check_command(with_environment(args), "megatron_burst.auto.init")
         force_args(args)
 
 
@@ -186,7 +186,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     check_unused(args)
     burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
     if wants_burst(args):
-        check_args(args)
+        check_command(args)
         force_args(args)
     if burst.keep != "none" or burst.offloads_inputs:
         check_keep_args(args)

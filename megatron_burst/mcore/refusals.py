@@ -59,7 +59,8 @@ def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -
     """Refuse options that a feature of burst would ignore or get wrong.
 
     Args:
-        feature: "run" (burst attention, of a command line), "attention" (also of a configuration or
+        feature: "command" (burst attention, of a command line), "run" (also where models are built,
+            when a script may have changed arguments), "attention" (also of a configuration or
             a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
             "recompute" (anything kept or offloaded), "keep", "half", "own" (Megatron's attention);
             "loss" (the fused one), "head"; "cpu" (CPU mode).
@@ -183,7 +184,7 @@ _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
     # burst attention: command line
-    Refusal("run", "seq_length", _fits_zigzag,
+    Refusal("command", "seq_length", _fits_zigzag,
         "zigzag gives each rank two chunks, so it must be divisible by twice the context parallel "
         "size",
         lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
@@ -207,9 +208,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("model", "cp_comm_type",
         lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
         "no layer has the cp_comm_type burst, so all would run Megatron's own attention",
-        "set cp_comm_type=burst in a TransformerConfig of your own; for arguments pass "
-        "--cp-comm-type burst, or call validate_args of megatron.training.arguments, which "
-        "sets it, after importing megatron_burst.patch"),
+        "set it in a TransformerConfig of your own, pass --cp-comm-type burst, or call "
+        "validate_args of megatron.training.arguments, which sets it, after importing "
+        "megatron_burst.patch"),
     Refusal("spec", "mtp_num_layers", (0,),
         "Megatron builds layers of multi-token prediction without --spec",
         f"start the script with python -m megatron_burst and {FLAG} instead of --spec",

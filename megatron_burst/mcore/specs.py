@@ -47,6 +47,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
             f"{find_megatron()}; pass --context-parallel-impl burst instead"
         )
     patches.apply("spec")
+    _leave_out_of_checkpoints(global_args())
     from megatron.training.models.gpt import default_layer_spec
 
     if config.transformer.context_parallel_size > 1:  # check before Megatron builds the model
@@ -57,6 +58,13 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     if getattr(config.transformer, "burst", None) is not None:
         patches.apply("layers")
     return _replaced(default_layer_spec(config, vp_stage))
+
+
+def _leave_out_of_checkpoints(args: Namespace | None) -> None:
+    """Forget the flag once Megatron has read it: with --use-checkpoint-args a checkpoint that has
+    it would force burst on a run that did not ask for it (training/checkpointing.py:1925)."""
+    if args is not None and (args.spec or [None])[0] == "megatron_burst.spec":
+        args.spec = None
 
 
 def _check_by_spec(config: Any) -> None:

@@ -82,7 +82,7 @@ VARIABLE = "keep=all,overlap=false,loss_z_loss=0.1,fused_loss=1"
 
 
 @needs("training")
-def test_the_environment_sets_what_the_command_line_leaves_open():
+def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
     """With burst's flags in Megatron's parser and without, and each tuning by itself."""
     (found,) = run_ranks(flags_count, 1, environment={"MEGATRON_BURST": VARIABLE})
     all_kept = BurstConfig.of(keep="all", overlap=False)

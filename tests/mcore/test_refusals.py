@@ -60,13 +60,16 @@ GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
     name: ([True], [False]) for name in OLD
 }
 FLAG = ([True], [False])
+ALONE = dict(cp_comm_type=None, context_parallel_size=1)
 ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
 FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusion=True)
 SELECTIVE = dict(recompute_granularity="selective")
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
-    "run": {
+    "command": {
         "seq_length": ([60, 62], [64, None, dict(seq_length=63, context_parallel_size=1)]),
+    },
+    "run": {
         "burst_nodes": ([3, 0, -2], [1, 2, 4]),
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
@@ -74,8 +77,9 @@ CASES = {
     "built": {"create_attention_mask_in_dataloader": FLAG},
     "model": {
         "cp_comm_type": (
-            ["p2p", ["p2p", "a2a"], None],
-            ["burst", ["p2p", "burst"], dict(cp_comm_type=None, context_parallel_size=1)],
+            ["p2p", ["p2p", "a2a"], None, ALONE],
+            ["burst", ["p2p", "burst"], ALONE | dict(attn_mask_type="no_mask"),
+             ALONE | dict(attn_mask_type=None)],
         )
     },
     "spec": {
@@ -257,7 +261,8 @@ def test_what_is_fine_is_not_refused(feature):
 )
 def test_numbers_to_choose_are_told(options, numbers):
     with pytest.raises(BurstError, match=numbers):
-        check("run", SimpleNamespace(**BASE | options), "somebody")
+        for feature in ("command", "run"):
+            check(feature, SimpleNamespace(**BASE | options), "somebody")
 
 
 def arguments(**changes) -> Namespace:
