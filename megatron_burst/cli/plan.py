@@ -124,7 +124,7 @@ def plan(
         job = Job(described, tokens, count, on_node, batch(count), machine, packing)
         found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
-        warnings = [*script.notes, *warnings_of(job, found, fixed)]
+        warnings = [*script.notes, *warnings_of(job, found, fixed, in_file)]
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
         show(

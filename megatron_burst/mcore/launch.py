@@ -92,9 +92,10 @@ def run_script(argv: list[str]) -> None:
         return
     script = Path(argv[0])
     if not script.is_file():
+        is_what = "is not a file" if script.exists() else f"does not exist in {Path.cwd()}"
         raise BurstError(
             f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
-            f"added; got {argv[0]!r}; pass the path of your pretrain_gpt.py"
+            f"added; got {argv[0]!r}, which {is_what}; pass the path of your pretrain_gpt.py"
         )
     if not torch.cuda.is_available() and not _wants_cpu(argv):
         raise BurstError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.say import say
+from megatron_burst.say import say_once
 
 FLAG = "--burst-plan"
 _OWN = "--burst-"  # burst's options on the command line win
@@ -67,7 +67,8 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
                 f"leave {same[0]} out of the run, or plan again",
             )
     if taken and os.environ.get("RANK", "0") == "0":
-        say(f"burst attention: {path} adds {' '.join(taken)}")
+        # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
+        say_once(f"burst attention: {path} adds {' '.join(taken)}")
 
 
 def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:

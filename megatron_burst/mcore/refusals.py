@@ -243,6 +243,12 @@ TABLE: tuple[Refusal, ...] = (
         "Megatron applies RoPE with the positions of zigzag chunks",
         "leave it at zigzag (--linear-cp-layout may be contiguous: Megatron converts rows "
         "before and after attention layers)"),
+    Refusal("attention recompute loss", "recompute_modules",
+        lambda modules, o: "mlp" not in (modules or ()) or not (
+            _selective(o) and o.add_bias_linear),
+        "Megatron's checkpoint of an MLP returns its bias, whose backward then enters the "
+        "checkpoint again, for ever",
+        "pass --disable-bias-linear, or leave mlp out", got="--recompute-modules {words}"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
@@ -372,5 +378,9 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
     _on_gpus("optimizer_cpu_offload", "memory of their own"),
+    *(_on_gpus(name, "CUDA's statistics of memory") for name in
+      ("log_memory_to_tensorboard", "log_device_memory_used", "record_memory_history")),
+    Refusal("cpu", "profile", lambda on, o: not on or o.use_pytorch_profiler,
+        "only GPUs have CUDA's profiler", "pass --use-pytorch-profiler too"),
     *_cuda_graphs(),
 )  # fmt: skip

@@ -78,14 +78,14 @@ def test_little_room_is_warned_of(share, warned):
     best, (roomy, *_) = found[0], [one for one in found[1:] if one.memory.peak < 0.9 * USABLE]
     more = share * USABLE - best.memory.peak
     tight = replace(best, memory=replace(best.memory, weights=best.memory.weights + more))
-    said = warnings_of(JOB, [tight, roomy], ())
+    said = warnings_of(JOB, [tight, roomy], (), {})
     assert [f"{share:.1%} of the usable memory" in one for one in said] == [True] * warned
     slower = roomy.time.seconds / best.time.seconds - 1
     assert not warned or (
         f"{roomy.strategy.layout}, {roomy.strategy.policy}, which needs "
         f"{roomy.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower" in said[0]
     )
-    assert len(warnings_of(JOB, [tight], ())) == warned
+    assert len(warnings_of(JOB, [tight], (), {})) == warned
 
 
 @pytest.mark.parametrize("options", ["", "--cp 4", "--tp 2 --pp 2", "--cp 8 --tp 2"])

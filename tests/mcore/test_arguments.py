@@ -179,6 +179,7 @@ REFUSED = {  # with the value shown in the message
         "dataloader_inter_document_masking=True"
     ),
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
+    "--recompute-modules mlp --recompute-granularity selective": "--recompute-modules mlp",
     "--use-kitchen-attention": "use_kitchen_attention=True",
     "--softmax-type off-by-one": "softmax_type=off-by-one",
     "--qk-clip": "qk_clip=True",

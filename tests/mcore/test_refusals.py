@@ -64,6 +64,8 @@ ALONE = dict(cp_comm_type=None, context_parallel_size=1)
 ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
 FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusion=True)
 SELECTIVE = dict(recompute_granularity="selective")
+MLP = SELECTIVE | dict(recompute_modules=["mlp"])
+ENDLESS = {"recompute_modules": ([MLP], [["mlp"], MLP | dict(add_bias_linear=False), SELECTIVE])}
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
     "command": {
@@ -89,7 +91,7 @@ CASES = {
         "dataloader_inter_document_masking": FLAG,
         "sft": ([dict(sft=True, has_te=False)], [False, dict(sft=True, has_te=True)]),
     },
-    "attention": GRAPHS | {
+    "attention": GRAPHS | ENDLESS | {
         "attention_dropout": ([0.1], [0.0]),
         "reset_attention_mask": FLAG,
         "dataloader_inter_document_masking": (
@@ -142,7 +144,7 @@ CASES = {
             [8, dict(query_tokens=8, key_tokens=8, engine=True, place="an inference engine")], [1]
         )
     },
-    "recompute": GRAPHS | {
+    "recompute": GRAPHS | ENDLESS | {
         "recompute_granularity": (
             [None], ["full", dict(recompute_granularity=None, recompute_activations=True)]
         ),
@@ -169,7 +171,7 @@ CASES = {
         ),
     },
     "own": {"keep": (["half"], ["none", "all"])},
-    "loss": GRAPHS_OF_LOSS | {
+    "loss": GRAPHS_OF_LOSS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
@@ -199,9 +201,14 @@ CASES = {
         "moe_permute_fusion": FLAG,
         "moe_token_dispatcher_type": (["flex"], ["allgather", "alltoall"]),
         "optimizer_cpu_offload": FLAG,
+        "log_memory_to_tensorboard": FLAG,
+        "log_device_memory_used": FLAG,
+        "record_memory_history": FLAG,
+        "profile": ([True], [False, dict(profile=True, use_pytorch_profiler=True)]),
     },
 }  # fmt: skip
 BASE = dict(
+    add_bias_linear=True, use_pytorch_profiler=False,
     context_parallel_size=4, seq_length=64, cp_comm_type=["burst"], context_parallel_impl="burst",
     recompute_granularity="full", attn_mask_type="causal", burst_keep_layers=None,
     cp_group_size=4, query_tokens=1, key_tokens=1, engine=False, place="one call", layer_number=3,
