@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -63,6 +65,18 @@ def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
     assert sum(rows[name] for name in before) == pytest.approx(peak, abs=0.005 * len(before))
     later = list(rows)[len(before) + 1 :]
     assert later[:2] == [f"not then: {earlier}", "not then: receive buffers"]
+
+
+def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
+    """A pipe's reader may end before the last table: `megatron-burst plan ... | head`."""
+    plain = json.loads(run(f"{LLAMA} --json -"))
+    assert plain["flags"]["--context-parallel-impl"] == "burst"
+    file = tmp_path / "plan.json"
+    command = f"-m megatron_burst.cli plan {LLAMA} --json {file}"
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" {command} | true'], capture_output=True, text=True
+    )
+    assert json.loads(file.read_text()) == plain, done.stderr
 
 
 def test_speed_and_mfu_are_said_without_a_search():

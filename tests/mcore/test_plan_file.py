@@ -82,6 +82,14 @@ def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     assert "adds --pipeline-model-parallel-size 1 --burst-intra gather --burst-tune" in said
 
 
+def test_what_a_plan_adds_is_said_once(plan, caplog):
+    """Megatron parses its arguments up to three times."""
+    path = plan()
+    for _ in range(3):
+        run_with(path)
+    assert caplog.text.count(f"{path} adds") == 1
+
+
 def test_what_is_given_wins(plan):
     args = run_with(plan(), "--burst-intra ring --burst-tune heads_per_round=4")
     config = BurstConfig.from_args(args)
