@@ -97,7 +97,7 @@ def _fits_zigzag(tokens: int | None, o: Options) -> bool:
 
 
 def _must_run_burst(o: Options) -> bool:
-    """Whether the flag means this model: encoders may hold whole samples."""
+    """Whether the flag means this model: towers hold whole samples."""
     causal = getattr(o, "attn_mask_type", None) in _MASKS[::2]
     return o.context_parallel_size > 1 or causal
 

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from typing import Any, cast
 
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -185,10 +186,15 @@ def with_options(config_of_layer, /, self, layer_number):
 
 
 def refuse_unset(init, /, self, *arguments, **options) -> None:
-    """The same constructor with the flag: requires what `validate_args` sets."""
+    """The same constructor with the flag: requires what `validate_args` sets.
+
+    Without context parallelism also of causal models, which the flag means; with it their
+    configuration may say that they are towers, which hold whole samples.
+    """
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
-    config, mask = given["config"], given["attn_mask_type"].name
-    check("model", Namespace(**vars(config) | {"attn_mask_type": mask}), WHO)
+    alone = parallel_state.get_context_parallel_world_size() <= 1
+    mask = getattr(given["attn_mask_type"], "name", None) if alone else None
+    check("model", Namespace(**vars(given["config"]) | {"attn_mask_type": mask}), WHO)
     init(self, *arguments, **options)
 
 

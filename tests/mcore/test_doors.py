@@ -95,20 +95,22 @@ def flag_without_its_check(rank):
         with pytest.raises(BurstError) as refused:
             build_module(spec, config=config, layer_number=1)
         said.append(str(refused.value))
+    config = config_of(Parallel(cp=2), cp_comm_type="burst")
+    layers = [build_module(spec, config=config, layer_number=1) for spec in (early, late)]
     whole, encoder = config_of(Parallel(), cp_comm_type=None), copy.deepcopy(late)
+    build_module(late, config=whole, layer_number=1)  # a tower
+    start_groups(Parallel())
     encoder.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     build_module(encoder, config=whole, layer_number=1)
     with pytest.raises(BurstError, match=r"; got cp_comm_type=None; set it in a Trans"):
         build_module(late, config=whole, layer_number=1)
-    config = config_of(Parallel(cp=2), cp_comm_type="burst")
-    layers = [build_module(spec, config=config, layer_number=1) for spec in (early, late)]
     return said, [type(layer.self_attention.core_attention).__name__ for layer in layers]
 
 
 @needs("training")
 def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
     """validate_args may be bound where no patch finds it: in a dict, a closure, a class. At a
-    context parallel size of 1 too, where an encoder may hold whole samples."""
+    context parallel size of 1 too, but not of towers."""
     for said, cores in run_ranks(flag_without_its_check, 2):
         assert ["got cp_comm_type=p2p; " in text for text in said] == [True, True, False]
         assert "got cp_comm_type=None; " in said[2] and cores == ["BurstCoreAttention"] * 2
