@@ -56,7 +56,23 @@ class PackedMockDataset(MockGPTDataset):
         }
 
 
-class PackedDataset(GPTDataset):
+class TextDataset(GPTDataset):
+    """Samples of --data-path, of a split that has documents.
+
+    Of one without, Megatron counts epochs for ever (gpt_dataset.py, _get_num_epochs).
+    """
+
+    def __init__(self, indexed_dataset, dataset_path, documents, samples, split, config) -> None:
+        if not len(documents):
+            sys.exit(
+                f"error: --split {config.split} must leave each part documents, because samples "
+                f"are made of them; got none for {split.name} of {dataset_path}; pass "
+                "--split 100,0,0 --eval-iters 0, or more documents"
+            )
+        super().__init__(indexed_dataset, dataset_path, documents, samples, split, config)
+
+
+class PackedDataset(TextDataset):
     """Samples of --data-path whose documents do not see each other.
 
     Megatron's own data set says where they end. Each must be a multiple of 2 * CP tokens (data.py

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -34,7 +34,13 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
-from packed_data import PackedDataset, PackedMockDataset, check_packing, params_of
+from packed_data import (
+    PackedDataset,
+    PackedMockDataset,
+    TextDataset,
+    check_packing,
+    params_of,
+)
 from step_log import StepLog
 
 from megatron_burst.mcore import patches
@@ -101,7 +107,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         context_parallel_size=args.context_parallel_size,
         **({"inter_document_masking": True} if args.pack_documents else {}),  # 0.19's
     )
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    dataset = MockGPTDataset if args.mock_data else TextDataset
     if args.pack_documents:
         dataset = PackedDataset
     if args.document_lengths:

@@ -5,6 +5,7 @@ which kernel runs without setting up logging. To see less, set the logger's leve
 """
 
 import logging
+from functools import cache
 
 
 def say(text: str, level: int = logging.INFO) -> None:
@@ -18,3 +19,9 @@ def say(text: str, level: int = logging.INFO) -> None:
         # logging that is set up later brings its own handler
         handler.addFilter(lambda record: not logging.getLogger().handlers)
     logger.log(level, text)
+
+
+@cache  # of this process
+def say_once(text: str) -> None:
+    """`say`, but nothing that this process has said so before."""
+    say(text)

@@ -45,7 +45,7 @@ def megatrons_parser():
     from megatron.training.arguments import add_megatron_arguments
 
     parser = ArgumentParser(conflict_handler="resolve")
-    return with_flags(add_megatron_arguments, parser, "store")
+    return with_flags(add_megatron_arguments, parser, lambda args: None)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -292,3 +292,25 @@ def test_packing_that_the_script_would_ignore_ends_it(given, said, monkeypatch, 
         return
     with pytest.raises(SystemExit, match=said):
         check_packing(args)
+
+
+def test_a_split_without_documents_ends_the_run(monkeypatch):
+    """Megatron looks for its tokens for ever."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from packed_data import TextDataset
+
+    config, split = Namespace(split="98,1,1"), Namespace(name="valid")
+    with pytest.raises(SystemExit, match="--split 98,1,1 must.*none for valid of data; pass"):
+        TextDataset(None, "data", [], 1, split, config)
+
+
+@pytest.mark.parametrize(("files", "split"), [("a.txt b.txt", "100,0,0"), ("", "98,1,1")])
+def test_few_text_files_are_all_for_training(files, split, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0 || echo "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", str(EXAMPLES / "torchrun" / "packed.sh"), *files.split()]
+    there = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, check=True)
+    made, trained = done.stdout.splitlines()
+    assert files in made and f"--split {split} --pack-documents" in trained

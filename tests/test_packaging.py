@@ -68,7 +68,8 @@ def index(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of what an installation reads: builds leave files next to it."""
-    folder = tmp_path_factory.mktemp("checkout")
+    folder = tmp_path_factory.mktemp("beside") / "megatron_burst"  # as a clone is called
+    folder.mkdir()
     for name in BUILDS:
         shutil.copy(ROOT / name, folder)
     for name in ("megatron_burst", "scripts"):
@@ -143,6 +144,11 @@ def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, b
     assert before["torch"] == CONTAINERS_TORCH and before["numpy"] == "1.26.4"
     version = importlib.metadata.version("megatron-burst")
     assert after == before | NEW | {"megatron-burst": version}
+    # the folder beside is not taken for the package
+    inside = "import os; os.chdir(os.sys.argv[1]); os.sys.path.insert(0, ''); import megatron_burst"
+    inside += "; print(megatron_burst.__file__)"
+    file = checkout / "megatron_burst" / "__init__.py"
+    assert there.run("-c", inside, str(checkout.parent)) == (0, f"{file}\n")
     # a second time, as after a pull, changes nothing
     assert there.run(*command)[0] == 0 and there.installed() == after
 

@@ -3,7 +3,8 @@
 #
 #     examples/torchrun/packed.sh [text files] [Megatron's flags]
 #
-# Without text files: Python's own documentation. STEPS and SEQ_LENGTH may be set.
+# Without text files: Python's own documentation. STEPS and SEQ_LENGTH may be set. Files are all for
+# training: of few, Megatron's split would leave a validation set without documents.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -13,6 +14,9 @@ while (($#)) && [[ "$1" != --* ]]; do
     files+=("$1")
     shift
 done
+
+split=98,1,1
+if ((${#files[@]})); then split=100,0,0; fi
 
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
 if ((gpus > 1)); then
@@ -31,7 +35,7 @@ data="${DATA:-demo/packed_cp$cp}"
 "$python" "$here/data.py" "$data" ${files[@]+"${files[@]}"} --multiple $((2 * cp))
 
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$cp" -m megatron_burst \
-    "$here/pretrain_gpt.py" --data-path "$data" --split 98,1,1 --pack-documents \
+    "$here/pretrain_gpt.py" --data-path "$data" --split "$split" --pack-documents \
     --context-parallel-size "$cp" --context-parallel-impl burst "${device[@]}" \
     --num-layers 2 --hidden-size 192 --num-attention-heads 6 --position-embedding-type rope \
     --seq-length "$seq" --max-position-embeddings "$seq" --train-iters "${STEPS:-20}" \

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.progress import track
-from typer import Argument, Exit, Option
+from typer import Argument, Exit, Option, echo
 
 from megatron_burst.cli.plan_notes import no_room, warnings_of, with_keep
 from megatron_burst.cli.plan_sample import Asked, numbers_in, plan_sample
@@ -29,6 +29,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.units import whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
+_STDOUT = Path("-")
 _NOT_RUN = 3  # exit code; 2 is refused input
 _GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
 Size = partial(Option, min=1, metavar="N")
@@ -77,7 +78,8 @@ def plan(
     ] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[
-        Path | None, Option(metavar="FILE", help="write the plan as JSON, for --burst-plan")
+        Path | None,
+        Option(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
     ] = None,
     cu_seqlens: Annotated[
         Path | None,
@@ -124,16 +126,16 @@ def plan(
         job = Job(described, tokens, count, on_node, batch(count), machine, packing)
         found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
-        warnings = [*script.notes, *warnings_of(job, found, fixed)]
+        warnings = [*script.notes, *warnings_of(job, found, fixed, in_file)]
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
-        show(
-            Shown(
-                job, found, script, in_file, warnings, missing, do_search, repeated, more,
-                usual_batch=not (global_batch_size or "global_batch_size" in in_file),
-            )
+        _write(job, found, script, json, picture)  # before a reader such as head ends the output
+        shown = Shown(
+            job, found, script, in_file, warnings, missing, do_search, repeated, more,
+            usual_batch=not (global_batch_size or "global_batch_size" in in_file),
         )  # fmt: skip
-        _write(job, found, script, json, picture)
+        if json != _STDOUT:
+            show(shown)
     if not found[0].runs:
         raise Exit(_NOT_RUN)
 
@@ -145,7 +147,9 @@ def _write(
     json: Path | None,
     picture: Path | None,
 ) -> None:
-    if json:
+    if json == _STDOUT:
+        echo(as_json(job, found, script.flags))
+    elif json:
         with writing("plan", "--json", json):
             json.write_text(as_json(job, found, script.flags))
     if picture:
@@ -252,7 +256,7 @@ def _check_sample(given: dict[str, object]) -> None:
 def _check_outputs(json: Path | None, picture: Path | None) -> None:
     """Refuse files that could not be written, before anything is computed."""
     for option, path in (("--json", json), ("--picture", picture)):
-        if path:
+        if path not in (None, _STDOUT):
             check_writable("plan", option, path)
     if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
         raise BurstError(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_burst.plan.hardware import GIB
+from megatron_burst.plan.script import Arguments
 from megatron_burst.plan.search import (
     Candidate,
     Fixed,
@@ -22,11 +23,14 @@ from megatron_burst.units import nearest_multiples
 _TIGHT = 0.95  # of the usable memory
 
 
-def warnings_of(job: Job, found: Sequence[Candidate], fixed: Fixed) -> list[str]:
-    """What speaks against taking the best of a search as it is, which was given `fixed`."""
+def warnings_of(
+    job: Job, found: Sequence[Candidate], fixed: Fixed, arguments: Arguments
+) -> list[str]:
+    """What speaks against taking the best of a search as it is, which was given `fixed` and a
+    script's arguments."""
     every = (
         _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found),
-        _documents(job),
+        _documents(job), _precision(arguments), _endless(job, found[0]),
     )  # fmt: skip
     return [one for one in every if one]
 
@@ -50,6 +54,24 @@ def _refused(job: Job, found: Sequence[Candidate]) -> str:
         gain = best.time.seconds / faster.time.seconds
         note += f"; {faster.strategy.layout} would be {gain:.2f} times as fast"
     return note
+
+
+def _precision(arguments: Arguments) -> str:
+    """That a plan changes the dtype of a script."""
+    if not arguments or arguments.get("bf16"):
+        return ""
+    if arguments.get("fp16"):
+        return "the script trains in fp16, this plan in bf16: replace --fp16 by --bf16"
+    return "the script trains in fp32, this plan in bf16: its flag --bf16 changes the numbers"
+
+
+def _endless(job: Job, best: Candidate) -> str:
+    if best.strategy.recompute != "selective" or not job.model.biases:
+        return ""
+    return (
+        "Megatron's backward never ends where --recompute-modules has mlp and linear layers have "
+        "biases: pass --disable-bias-linear, or plan with another --recompute"
+    )
 
 
 def idle_nodes(job: Job) -> str:

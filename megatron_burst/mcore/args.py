@@ -5,7 +5,7 @@ are here. Nothing here loads Megatron.
 """
 
 import sys
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -41,16 +41,15 @@ _LOSS = {
 }
 
 
-def add_flags(parser: ArgumentParser, on_impl: str | type[Action] = "store") -> None:
-    """Add all of burst's flags to a parser; `on_impl`: the action of --context-parallel-impl."""
+def add_flags(parser: ArgumentParser) -> None:
+    """Add all of burst's flags to a parser."""
     group = parser.add_argument_group(
         "burst", "context parallelism with BurstAttention",
         conflict_handler="resolve",  # a Megatron with our diff already has the first one
     )  # fmt: skip
     group.add_argument(
-        "--context-parallel-impl", action=on_impl, choices=["megatron", "burst"],
-        default="megatron", help="burst: use BurstAttention instead of Megatron's own context "
-                                 "parallelism",
+        "--context-parallel-impl", choices=["megatron", "burst"], default="megatron",
+        help="burst: use BurstAttention instead of Megatron's own context parallelism",
     )  # fmt: skip
     group.add_argument(
         "--burst-plan",
@@ -107,6 +106,15 @@ def _options(name: str, kind: object) -> dict:
 
 
 # ---- each feature's check of a command line -------------------------------------------------
+
+
+def check_command(args: Namespace, who: str = FLAG) -> None:
+    """`check_args` before Megatron validates, which also refuses what is checked only here.
+
+    pretrain_vlm.py then sets `seq_length` to the number of its encoder's tokens.
+    """
+    check("command", args, who)
+    check_args(args, who)
 
 
 def check_args(args: Namespace, who: str = FLAG) -> None:

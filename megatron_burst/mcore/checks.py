@@ -1,6 +1,5 @@
 """Refuses runs, layers and calls that burst attention does not support: see refusals.py."""
 
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,9 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
+from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.refusals import check, refuses
-from megatron_burst.say import say
+from megatron_burst.say import say_once
 
 try:
     from megatron.core.inference.utils import InferenceMode
@@ -30,18 +30,17 @@ def check_run() -> None:
 
     Also refuses a command line, if there is one, that lacks what the flag would have set.
     """
-    _say_once(f"burst attention: {require_megatron(WHO)}")
+    _tell(f"burst attention: {require_megatron(WHO)}")
     args = global_args()
     if args is not None:
-        check_args(args, WHO)
+        check_args(with_environment(args), WHO)
         check("built", args, WHO)
 
 
-@cache
-def _say_once(sentence: str) -> None:
+def _tell(sentence: str) -> None:
     """Log it on the first rank, once per process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        say(sentence)
+        say_once(sentence)
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
@@ -56,7 +55,7 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
         idle |= refuses("recompute", "recompute_granularity", config)
     if idle:
         asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
-        _say_once(
+        _tell(
             f"burst attention: {asked} has no effect on a model that does not recompute attention; "
             "if this one trains, set its recompute_granularity to full"
         )
@@ -77,12 +76,17 @@ def check_layer(
     check("attention", layer, f"{WHO}: layer {layer_number}")
 
 
-def check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params) -> None:
-    """Refuse a call with an unsupported mask, bias or packing, rather than ignore it."""
+def check_call(
+    attention_mask, attn_mask_type, attention_bias, packed_seq_params, tokens: int, samples: int
+) -> None:
+    """Refuse a call with an unsupported mask, bias or packing, rather than ignore it.
+
+    `tokens`, `samples`: of the whole batch, over all ranks.
+    """
     call = SimpleNamespace(
         attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
         attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
-        packed_seq_params=packed.format_of(packed_seq_params),
+        packed_seq_params=packed.format_of(packed_seq_params, tokens, samples),
         attn_mask_type=attn_mask_type,
     )
     check("call", call, WHO)

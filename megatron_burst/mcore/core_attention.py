@@ -264,13 +264,14 @@ class BurstForward:
     ) -> Tensor:  # fmt: skip
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
         h, d] to [t_local, h * d_v]."""
+        extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         with telling(self.cp_group):  # other ranks may be in the call
-            check_call(attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+            group = packed.group_of(packed_seq_params, self.cp_group)
+            check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
             mtp_num_layers = self.layer_config.mtp_num_layers
             check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_tokens(query, key)
-            group = packed.group_of(packed_seq_params, self.cp_group)
         causal = CAUSAL[attn_mask_type]
         window = window_of_layer(self.layer_config, self.layer_number, causal)
         mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))

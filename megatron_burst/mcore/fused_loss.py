@@ -8,6 +8,7 @@ nothing changes.
 """
 
 import inspect
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
+from megatron_burst.mcore.args import global_args, wants_fused_loss
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 from megatron_burst.mcore.refusals import check, names_burst
 
@@ -238,7 +240,13 @@ def _refusal(must: str, got: object) -> BurstError:
 
 
 def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *args, **options):
-    """A model's constructor; `only_burst`: skip models that do not ask for burst."""
+    """A model's constructor; `only_burst`: skip models that do not ask for burst.
+
+    A command line wins over what megatron_burst.auto asked for.
+    """
     build(self, *args, **options)
+    asked = global_args() or Namespace()
+    if wants_fused_loss(asked):
+        fused, only_burst = FusedLossConfig.from_args(asked), False
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)

@@ -9,7 +9,8 @@ import logging
 import os
 import runpy
 import sys
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
     add_flags,
-    check_args,
+    check_command,
     check_keep_args,
     check_loss_args,
     check_unused,
@@ -30,7 +31,7 @@ from megatron_burst.mcore.args import (
     wants_burst,
     wants_fused_loss,
 )
-from megatron_burst.mcore.options import VARIABLE, environment_args
+from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, names_burst
 from megatron_burst.patching import Patch, when_imported
@@ -91,9 +92,10 @@ def run_script(argv: list[str]) -> None:
         return
     script = Path(argv[0])
     if not script.is_file():
+        is_what = "is not a file" if script.exists() else f"does not exist in {Path.cwd()}"
         raise BurstError(
             f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
-            f"added; got {argv[0]!r}; pass the path of your pretrain_gpt.py"
+            f"added; got {argv[0]!r}, which {is_what}; pass the path of your pretrain_gpt.py"
         )
     if not torch.cuda.is_available() and not _wants_cpu(argv):
         raise BurstError(
@@ -144,7 +146,7 @@ def take_args(args: Namespace) -> None:
         BurstError: if they combine burst with something that it does not support.
     """
     if names_burst(args.cp_comm_type):
-        check_args(args, "megatron_burst.auto.init")
+        check_command(with_environment(args), "megatron_burst.auto.init")
         force_args(args)
 
 
@@ -156,37 +158,36 @@ def _wants_cpu(argv: list[str]) -> bool:
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
 
-class SwitchOn(Action):
-    """Makes Megatron's layers build burst as soon as `--context-parallel-impl burst` is parsed.
+def switch_on(args: Namespace) -> None:
+    """Make Megatron's layers build burst as soon as arguments that ask for it are parsed.
 
     A script may bypass `validate_args`, which checks the run and sets implied arguments. Burst's
     core attention is built even then, and refuses if they are not set.
     """
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        setattr(namespace, self.dest, values)
-        if values == "burst":
-            patches.apply("attention", "asked")
+    if wants_burst(args):
+        patches.apply("attention", "asked")
 
 
 def with_flags(
-    add_megatron_arguments, /, parser: ArgumentParser, on_impl: str | type[Action] = SwitchOn
-) -> ArgumentParser:
+    add_megatron_arguments, /, parser: ArgumentParser,
+    when_parsed: Callable[[Namespace], None] = switch_on,
+) -> ArgumentParser:  # fmt: skip
     """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
     _refuse_yaml()
     parser = add_megatron_arguments(parser)
-    add_flags(parser, on_impl)
-    take_plans(parser)
+    add_flags(parser)
+    take_plans(parser, when_parsed)
     return parser
 
 
 def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespace:
     """`validate_args` that first checks burst's requirements and switches burst on."""
+    _take_environment(args)
     check_plan(args)
     check_unused(args)
     burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
     if wants_burst(args):
-        check_args(args)
+        check_command(args)
         force_args(args)
     if burst.keep != "none" or burst.offloads_inputs:
         check_keep_args(args)
@@ -205,6 +206,13 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     if has_loss:
         patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
     return validated
+
+
+def _take_environment(args: Namespace) -> None:
+    """Set burst's options that the command line leaves open from MEGATRON_BURST; log it."""
+    vars(args).update(vars(with_environment(args)))
+    if (given := os.environ.get(VARIABLE)) and args.rank == 0:
+        say(f"burst attention: options that no flag sets come from {VARIABLE}: {given}")
 
 
 def _refuse_yaml() -> None:

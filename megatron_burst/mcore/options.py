@@ -20,13 +20,35 @@ _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 
 def burst_config_of(config: Any) -> BurstConfig:
-    """`burst` of Megatron's TransformerConfig if set, else from its command line, else from the
-    environment; with the kernels of Megatron's `attention_backend`, unless that is auto."""
-    given, args = getattr(config, "burst", None), global_args()
+    """`burst` of Megatron's TransformerConfig if set, else from its command line and, where that
+    leaves them open, the environment; with the kernels of Megatron's `attention_backend`, unless
+    that is auto."""
+    given = getattr(config, "burst", None)
     if given is None:
-        has_flags = args is not None and hasattr(args, "burst_keep")
-        given = BurstConfig.from_args(args if has_flags else environment_args())
+        given = BurstConfig.from_args(with_environment(global_args() or Namespace()))
     return with_attention_backend(given, getattr(config, "attention_backend", None))
+
+
+def with_environment(args: Namespace) -> Namespace:
+    """Arguments that take from MEGATRON_BURST what they leave open of burst's options, each tuning
+    by itself.
+
+    Megatron's parser need not have burst's flags, nor run in this process.
+
+    Raises:
+        BurstError: as `environment_args`.
+    """
+    options, own = environment_args(), getattr(args, "burst_tune", None) or []
+    named = {pair.partition("=")[0].strip() for text in own for pair in text.split(",")}
+    more = [pair for pair in options.burst_tune or () if pair.partition("=")[0] not in named]
+    taken = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
+    given = {name: value for name, value in vars(args).items() if _is_given(value)}
+    tunings = {"burst_tune": [*more, *own] or None}
+    return Namespace(**vars(args) | taken | given | tunings)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False  # but 0.0 is
 
 
 def environment_args() -> Namespace:

@@ -3,6 +3,7 @@ TransformerEngine, or if documents start at any token."""
 
 import copy
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,14 +36,24 @@ def is_packed(params: PackedSeqParams | None) -> bool:
     return params is not None and params.qkv_format == "thd"
 
 
-def format_of(params: PackedSeqParams | None) -> str | None:
+def format_of(params: PackedSeqParams | None, tokens: int, samples: int) -> str | None:
     """Names the format of a packed call's tensors; None if it is not packed.
 
-    Parameters in Megatron's usual format without boundaries only set a group.
+    Parameters in Megatron's usual format without boundaries only set a group, and Megatron's VLM
+    passes those of `samples` whole rows of `tokens` (models/multimodal/context_parallel.py:91).
     """
-    if params is None or (params.qkv_format == "sbhd" and params.cu_seqlens_q is None):
+    if params is None or (params.qkv_format == "sbhd" and _are_rows(params, tokens, samples)):
         return None
     return str(params.qkv_format)
+
+
+def _are_rows(params: PackedSeqParams, tokens: int, samples: int) -> bool:
+    def end_rows(ends: Tensor) -> bool:
+        rows = torch.arange(samples + 1, dtype=ends.dtype, device=ends.device) * tokens
+        return ends.shape == rows.shape and bool((ends == rows).all())
+
+    given = [x for x in (params.cu_seqlens_q, params.cu_seqlens_q_padded) if x is not None]
+    return all(_once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given)
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:

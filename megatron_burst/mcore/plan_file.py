@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.say import say
+from megatron_burst.say import say_once
 
 FLAG = "--burst-plan"
 _OWN = "--burst-"  # burst's options on the command line win
@@ -25,10 +25,11 @@ _SHOWN = 80  # characters shown of a file that is not a plan
 _Parse = Callable[..., tuple[Namespace, list[str]]]
 
 
-def take_plans(parser: ArgumentParser) -> None:
-    """Make a parser fill in what the command line leaves open from the file of `--burst-plan`.
+def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> None:
+    """Make a parser fill in what the command line leaves open from the file of `--burst-plan`, and
+    call `then` with the complete arguments.
 
-    It then raises BurstError on every rank if the file is not a plan, has flags or values that the
+    It raises BurstError on every rank if the file is not a plan, has flags or values that the
     parser does not know, or contradicts the command line. For burst's own options the command line
     wins.
     """
@@ -39,6 +40,7 @@ def take_plans(parser: ArgumentParser) -> None:
         found, unknown = parse(words, namespace)
         if found.burst_plan is not None:
             _fill(parser, parse, found, words)
+        then(found)
         return found, unknown
 
     parser.parse_known_args = parse_with_plan
@@ -65,7 +67,8 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
                 f"leave {same[0]} out of the run, or plan again",
             )
     if taken and os.environ.get("RANK", "0") == "0":
-        say(f"burst attention: {path} adds {' '.join(taken)}")
+        # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
+        say_once(f"burst attention: {path} adds {' '.join(taken)}")
 
 
 def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:

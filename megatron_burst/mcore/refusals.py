@@ -59,7 +59,8 @@ def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -
     """Refuse options that a feature of burst would ignore or get wrong.
 
     Args:
-        feature: "run" (burst attention, of a command line), "attention" (also of a configuration or
+        feature: "command" (burst attention, of a command line), "run" (also where models are built,
+            when a script may have changed arguments), "attention" (also of a configuration or
             a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
             "recompute" (anything kept or offloaded), "keep", "half", "own" (Megatron's attention);
             "loss" (the fused one), "head"; "cpu" (CPU mode).
@@ -93,6 +94,12 @@ def names_burst(cp_comm_type: str | list[str] | None) -> bool:
 def _fits_zigzag(tokens: int | None, o: Options) -> bool:
     cp_size = o.context_parallel_size
     return cp_size == 1 or tokens is None or tokens % (2 * cp_size) == 0
+
+
+def _must_run_burst(o: Options) -> bool:
+    """Whether the flag means this model: towers hold whole samples."""
+    causal = getattr(o, "attn_mask_type", None) in _MASKS[::2]
+    return o.context_parallel_size > 1 or causal
 
 
 def _selective(o: Options) -> bool:
@@ -177,7 +184,7 @@ _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
     # burst attention: command line
-    Refusal("run", "seq_length", _fits_zigzag,
+    Refusal("command", "seq_length", _fits_zigzag,
         "zigzag gives each rank two chunks, so it must be divisible by twice the context parallel "
         "size",
         lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
@@ -199,11 +206,11 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",
-        lambda kinds, o: o.context_parallel_size == 1 or names_burst(kinds),
-        "no layer has the cp_comm_type burst, so all would run Megatron's own context "
-        "parallelism",
-        "pass --cp-comm-type burst, or call validate_args of megatron.training.arguments, which "
-        "sets it, after importing megatron_burst.patch"),
+        lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
+        "no layer has the cp_comm_type burst, so all would run Megatron's own attention",
+        "set it in a TransformerConfig of your own, pass --cp-comm-type burst, or call "
+        "validate_args of megatron.training.arguments, which sets it, after importing "
+        "megatron_burst.patch"),
     Refusal("spec", "mtp_num_layers", (0,),
         "Megatron builds layers of multi-token prediction without --spec",
         f"start the script with python -m megatron_burst and {FLAG} instead of --spec",
@@ -236,6 +243,12 @@ TABLE: tuple[Refusal, ...] = (
         "Megatron applies RoPE with the positions of zigzag chunks",
         "leave it at zigzag (--linear-cp-layout may be contiguous: Megatron converts rows "
         "before and after attention layers)"),
+    Refusal("attention recompute loss", "recompute_modules",
+        lambda modules, o: "mlp" not in (modules or ()) or not (
+            _selective(o) and o.add_bias_linear),
+        "Megatron's checkpoint of an MLP returns its bias, whose backward then enters the "
+        "checkpoint again, for ever",
+        "pass --disable-bias-linear, or leave mlp out", got="--recompute-modules {words}"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
@@ -365,5 +378,9 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
     _on_gpus("optimizer_cpu_offload", "memory of their own"),
+    *(_on_gpus(name, "CUDA's statistics of memory") for name in
+      ("log_memory_to_tensorboard", "log_device_memory_used", "record_memory_history")),
+    Refusal("cpu", "profile", lambda on, o: not on or o.use_pytorch_profiler,
+        "only GPUs have CUDA's profiler", "pass --use-pytorch-profiler too"),
     *_cuda_graphs(),
 )  # fmt: skip

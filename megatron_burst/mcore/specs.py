@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from typing import Any, cast
 
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -47,6 +48,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
             f"{find_megatron()}; pass --context-parallel-impl burst instead"
         )
     patches.apply("spec")
+    _leave_out_of_checkpoints(global_args())
     from megatron.training.models.gpt import default_layer_spec
 
     if config.transformer.context_parallel_size > 1:  # check before Megatron builds the model
@@ -57,6 +59,13 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     if getattr(config.transformer, "burst", None) is not None:
         patches.apply("layers")
     return _replaced(default_layer_spec(config, vp_stage))
+
+
+def _leave_out_of_checkpoints(args: Namespace | None) -> None:
+    """Forget the flag once Megatron has read it: with --use-checkpoint-args a checkpoint that has
+    it would force burst on a run that did not ask for it (training/checkpointing.py:1925)."""
+    if args is not None and (args.spec or [None])[0] == "megatron_burst.spec":
+        args.spec = None
 
 
 def _check_by_spec(config: Any) -> None:
@@ -177,9 +186,15 @@ def with_options(config_of_layer, /, self, layer_number):
 
 
 def refuse_unset(init, /, self, *arguments, **options) -> None:
-    """The same constructor with the flag: requires what `validate_args` sets."""
+    """The same constructor with the flag: requires what `validate_args` sets.
+
+    Without context parallelism also of causal models, which the flag means; with it their
+    configuration may say that they are towers, which hold whole samples.
+    """
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
-    check("model", given["config"], WHO)
+    alone = parallel_state.get_context_parallel_world_size() <= 1
+    mask = getattr(given["attn_mask_type"], "name", None) if alone else None
+    check("model", Namespace(**vars(given["config"]) | {"attn_mask_type": mask}), WHO)
     init(self, *arguments, **options)
 
 

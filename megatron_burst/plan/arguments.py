@@ -10,7 +10,8 @@ from megatron_burst.plan.shell import expanded
 _LISTS = ("recompute_modules",)  # flags with several values, here words of one text
 _SWITCHES = {  # flags without a value that plans depend on
     "sft", "swiglu", "group_query_attention", "multi_latent_attention", "recompute_activations",
-    "untie_embeddings_and_output_weights", "reset_attention_mask",
+    "untie_embeddings_and_output_weights", "reset_attention_mask", "disable_bias_linear",
+    "bf16", "fp16",
     "dataloader_inter_document_masking",
 }  # fmt: skip
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

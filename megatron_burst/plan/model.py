@@ -68,6 +68,7 @@ class Model:
     latent: Latent | None = None
     windows: Windows | None = None  # of models with layers of sliding-window attention
     sinks: bool = False  # whether the softmax has a learned sink for each head
+    biases: bool = False  # whether linear layers have biases
     # Megatron's flags that affect neither time nor memory, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model

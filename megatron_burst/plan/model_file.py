@@ -203,4 +203,5 @@ def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
         windows=megatron_windows(arguments, layers, name),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
+        biases=size.truth("add_bias_linear", True) and not size.truth("disable_bias_linear"),
     )  # fmt: skip

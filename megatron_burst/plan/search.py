@@ -206,10 +206,12 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     sizes = {name: getattr(layout, name) for name in SIZES}
     asked = {name: value for name, value in fixed if name not in SIZES}
     again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
+    # Megatron's checkpoints of MLPs with biases never end their backward
+    never = {"selective"} if job.model.biases and "recompute" not in asked else set()
     for policy in _POLICIES:
         strategy = replace(policy, **sizes, core_attn=again)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
-        if wanted and not misfit(job, strategy):
+        if wanted and policy.recompute not in never and not misfit(job, strategy):
             yield strategy
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -65,6 +67,18 @@ def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
     assert later[:2] == [f"not then: {earlier}", "not then: receive buffers"]
 
 
+def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
+    """A pipe's reader may end before the last table: `megatron-burst plan ... | head`."""
+    plain = json.loads(run(f"{LLAMA} --json -"))
+    assert plain["flags"]["--context-parallel-impl"] == "burst"
+    file = tmp_path / "plan.json"
+    command = f"-m megatron_burst.cli plan {LLAMA} --json {file}"
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" {command} | true'], capture_output=True, text=True
+    )
+    assert json.loads(file.read_text()) == plain, done.stderr
+
+
 def test_speed_and_mfu_are_said_without_a_search():
     time = search(JOB)[0].time
     text = run(LLAMA)
@@ -78,14 +92,14 @@ def test_little_room_is_warned_of(share, warned):
     best, (roomy, *_) = found[0], [one for one in found[1:] if one.memory.peak < 0.9 * USABLE]
     more = share * USABLE - best.memory.peak
     tight = replace(best, memory=replace(best.memory, weights=best.memory.weights + more))
-    said = warnings_of(JOB, [tight, roomy], ())
+    said = warnings_of(JOB, [tight, roomy], (), {})
     assert [f"{share:.1%} of the usable memory" in one for one in said] == [True] * warned
     slower = roomy.time.seconds / best.time.seconds - 1
     assert not warned or (
         f"{roomy.strategy.layout}, {roomy.strategy.policy}, which needs "
         f"{roomy.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower" in said[0]
     )
-    assert len(warnings_of(JOB, [tight], ())) == warned
+    assert len(warnings_of(JOB, [tight], (), {})) == warned
 
 
 @pytest.mark.parametrize("options", ["", "--cp 4", "--tp 2 --pp 2", "--cp 8 --tp 2"])

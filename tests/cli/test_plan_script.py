@@ -42,6 +42,25 @@ def test_a_plan_has_recomputation_in_the_words_of_its_script(tmp_path):
     assert "--recompute-activations" in text and "--recompute-modules" not in text
 
 
+def test_a_recomputation_that_never_ends_is_not_chosen(plan_of):
+    """Megatron's, of a feed-forward whose linear layers have biases."""
+    never = "Megatron's backward never ends where --recompute-modules has mlp"
+    wide, selective = "--bf16", "recompute selective"
+    assert selective in plan_of(f"{wide} --disable-bias-linear", "--search")
+    with_biases = plan_of(wide, "--search")
+    assert selective not in with_biases and never not in with_biases
+    assert never in plan_of(wide, "--recompute selective")
+    assert never not in plan_of(f"{wide} --disable-bias-linear", "--recompute selective")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), [("", "in fp32, this"), ("--fp16", "in fp16, this"), ("--bf16", "")]
+)
+def test_a_plan_says_that_it_changes_the_dtype(plan_of, more, words):
+    said = plan_of(more)
+    assert words in said and ("the script trains in" in said) == bool(words)
+
+
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 SELECTIVE = "--recompute-granularity selective "
 

@@ -29,7 +29,8 @@ STOCK = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2
     --tokenizer-type NullTokenizer --vocab-size 127 --distributed-backend gloo"""
 CP4 = f"{STOCK} --context-parallel-size 4"
-BURST = f"{CP4} --context-parallel-impl burst --attention-dropout 0"
+ASKED = "--context-parallel-impl burst"
+BURST = f"{CP4} {ASKED} --attention-dropout 0"
 
 
 def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
@@ -153,6 +154,20 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
     assert said == [f"burst attention: adds {flags}" for flags in lines]
 
 
+def last_impl(rank):
+    start()
+    values, _ = parse(f"{BURST} --context-parallel-impl megatron", validate=False)
+    off = values["context_parallel_impl"], builds_burst()
+    values, _ = parse(f"{CP4} --context-parallel-impl megatron {ASKED}", validate=False)
+    return [off, (values["context_parallel_impl"], builds_burst())]
+
+
+def test_of_two_implementations_the_last_wins():
+    """As of any repeated flag: a launcher's default and what is typed after it."""
+    ((off, on),) = run_ranks(last_impl, 1)
+    assert off == ("megatron", [False] * 3) and on == ("burst", [True] * 3)
+
+
 REFUSED = {  # with the value shown in the message
     "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
     "--burst-tune nodes=3": "--burst-tune nodes=3 and --context-parallel-size 4",
@@ -164,6 +179,7 @@ REFUSED = {  # with the value shown in the message
         "dataloader_inter_document_masking=True"
     ),
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
+    "--recompute-modules mlp --recompute-granularity selective": "--recompute-modules mlp",
     "--use-kitchen-attention": "use_kitchen_attention=True",
     "--softmax-type off-by-one": "softmax_type=off-by-one",
     "--qk-clip": "qk_clip=True",
@@ -218,7 +234,8 @@ def test_every_flag_that_is_refused_has_a_case():
     """Two belong to layers only: no flag sets them; one came after 0.19."""
     of_layers = {"attention_type", "attn_mask_type", "attention_cp_layout"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
-    names = {r.argument for r in TABLE if {"run", "attention"} & {*r.features.split()}} - of_layers
+    ours = {"command", "run", "attention"}
+    names = {row.argument for row in TABLE if ours & {*row.features.split()}} - of_layers
     names = names - {"burst_nodes"} | {"burst_tune"}
     assert {f"--{name.replace('_', '-')}" for name in names} == {
         flags.split()[0] for flags in REFUSED

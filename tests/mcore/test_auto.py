@@ -17,7 +17,7 @@ import pytest
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import wants_fused_loss
-from megatron_burst.mcore.options import burst_config_of, environment_args
+from megatron_burst.mcore.options import burst_config_of, environment_args, with_environment
 from tests.mcore.gpt import (
     Model,
     Parallel,
@@ -33,6 +33,7 @@ from tests.mcore.test_arguments import CP4, parse
 from tests.ranks import run_ranks
 from tests.said import hearing
 
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OPTIONS = "keep=all, fused_loss=1,loss_z_loss=1e-4,circulate=q,overlap=false,deterministic=0"
 
 
@@ -77,26 +78,50 @@ def test_what_the_environment_cannot_mean_is_refused_and_said(text, got):
     assert said == [str(refused.value)]
 
 
+VARIABLE = "keep=all,overlap=false,loss_z_loss=0.1,fused_loss=1"
+
+
 @needs("training")
 def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
-    assert run_ranks(flags_count, 1, environment={"MEGATRON_BURST": "keep=all"}) == [
-        ["all", "half"]
+    """With burst's flags in Megatron's parser and without, and each tuning by itself."""
+    (found,) = run_ranks(flags_count, 1, environment={"MEGATRON_BURST": VARIABLE})
+    all_kept = BurstConfig.of(keep="all", overlap=False)
+    assert found == [
+        (all_kept, FusedLossConfig(z_loss=0.1), True),
+        (all_kept, FusedLossConfig(z_loss=0.1), True),
+        (BurstConfig.of(keep="half", overlap=False, nodes=2), FusedLossConfig(z_loss=0.0), True),
+        (BurstConfig.of(keep="all", overlap=True), FusedLossConfig(z_loss=0.1), True),
     ]
 
 
 def flags_count(rank):
-    """Options on a Megatron command line with burst's flags, and without."""
+    """Options on a Megatron command line without burst's flags, with them, and with some given:
+    of layers, and of a model that does not ask for burst."""
     from megatron.training import global_vars
 
+    from megatron_burst.mcore import fused_loss
     from megatron_burst.mcore.launch import prepare
 
+    os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}
+    cpu_mode = importlib.import_module("megatron_burst.mcore.cpu_mode")
+    cpu_mode.install()
+    burst = f"{CP4} --context-parallel-impl burst --attention-dropout 0 {RECOMPUTED}"
+    lines = [CP4, burst, f"{burst} --burst-keep half --burst-loss-z-loss 0 --burst-tune nodes=2"]
+    lines.append(f"{burst} --burst-tune overlap=true")
     found = []
-    for flags in (CP4, None, f"{CP4} --burst-keep half"):
-        if flags is None:
+    for number, line in enumerate(lines):
+        args, _ = parse(line, validate=number > 0)
+        global_vars._GLOBAL_ARGS = Namespace(**args)
+        options = with_environment(Namespace(**args))
+        loss = FusedLossConfig.from_args(options), wants_fused_loss(options)
+        found.append((burst_config_of(Namespace()), *loss))
+        if number == 0:
             prepare([])
-            continue
-        global_vars._GLOBAL_ARGS = Namespace(**parse(flags, validate=False)[0])
-        found.append(burst_config_of(Namespace()).keep)
+    given = []
+    with mock.patch.object(fused_loss, "fuse_loss", lambda model, config: given.append(config)):
+        model = Namespace(config=Namespace(cp_comm_type="p2p"))
+        fused_loss.build_with_loss(lambda self: None, FusedLossConfig(), True, model)
+    assert given == [FusedLossConfig(z_loss=0.1)]  # not what megatron_burst.auto asked for
     return found
 
 

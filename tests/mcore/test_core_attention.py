@@ -168,9 +168,21 @@ REFUSED_SAMPLES = [
 @pytest.mark.parametrize("arguments, message", REFUSED_CALLS)
 def test_refuses_a_call_with_more_than_query_key_and_value(arguments, message):
     """Silently dropping a mask, bias or packing would give a different model."""
-    check_call(**PLAIN_CALL)
+    check_call(**PLAIN_CALL, tokens=16, samples=2)
     with pytest.raises(BurstError, match="^burst core attention: .*" + message):
-        check_call(**PLAIN_CALL | arguments)
+        check_call(**PLAIN_CALL | arguments, tokens=16, samples=2)
+
+
+def test_boundaries_of_whole_rows_separate_nothing():
+    """pretrain_vlm.py passes them if its samples need no padding."""
+    rows = PLAIN_CALL | dict(packed_seq_params=packed(qkv_format="sbhd"))
+    check_call(**rows, tokens=8, samples=2)
+    for tokens, samples in ((4, 2), (8, 3), (16, 1)):
+        with pytest.raises(BurstError, match="got qkv_format=sbhd; "):
+            check_call(**rows, tokens=tokens, samples=samples)
+    padded = packed(qkv_format="sbhd", cu_seqlens_q_padded=OTHER)
+    with pytest.raises(BurstError, match="got qkv_format=sbhd; "):
+        check_call(**rows | dict(packed_seq_params=padded), tokens=8, samples=2)
 
 
 def test_the_sentence_ends_where_it_ends_when_megatron_builds_the_layer():

@@ -5,6 +5,7 @@ Guards against a flag that is accepted but has no effect, checks that only some 
 and an unsupported or mixed Megatron release that is accepted.
 """
 
+import copy
 import importlib
 import io
 import os
@@ -78,6 +79,7 @@ def test_the_patch_module_must_come_before_arguments_are_parsed():
 def flag_without_its_check(rank):
     """The message when models are built where the flag was parsed but not validated."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_burst.mcore.launch import prepare
@@ -95,12 +97,20 @@ def flag_without_its_check(rank):
         said.append(str(refused.value))
     config = config_of(Parallel(cp=2), cp_comm_type="burst")
     layers = [build_module(spec, config=config, layer_number=1) for spec in (early, late)]
+    whole, encoder = config_of(Parallel(), cp_comm_type=None), copy.deepcopy(late)
+    build_module(late, config=whole, layer_number=1)  # a tower
+    start_groups(Parallel())
+    encoder.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    build_module(encoder, config=whole, layer_number=1)
+    with pytest.raises(BurstError, match=r"; got cp_comm_type=None; set it in a Trans"):
+        build_module(late, config=whole, layer_number=1)
     return said, [type(layer.self_attention.core_attention).__name__ for layer in layers]
 
 
 @needs("training")
 def test_a_flag_that_was_parsed_and_never_checked_does_not_stay_off():
-    """validate_args may be bound where no patch finds it: in a dict, a closure, a class."""
+    """validate_args may be bound where no patch finds it: in a dict, a closure, a class. At a
+    context parallel size of 1 too, but not of towers."""
     for said, cores in run_ranks(flag_without_its_check, 2):
         assert ["got cp_comm_type=p2p; " in text for text in said] == [True, True, False]
         assert "got cp_comm_type=None; " in said[2] and cores == ["BurstCoreAttention"] * 2
@@ -191,7 +201,6 @@ REFUSED_BY_SPEC = {
     "--hybrid-context-parallel": "hybrid_context_parallel=True; leave it out",
     "--cuda-graph-impl local": "cuda_graph_impl=local; leave it out",
     "--flash-attention-version 3": "flash_attention_version=3; leave it out",
-    "--seq-length 62": "--seq-length 62 and --context-parallel-size 2; choose",
 }
 
 
@@ -206,7 +215,12 @@ def refused_by_spec(rank):
         built_by_spec(f"{BY_SPEC} {NO_MASK}", mtp_num_layers=1)
     with pytest.raises(BurstError, match=r"with --cuda-graph-impl.*cuda_graph_impl=local; leave"):
         built_by_spec(f"{BY_SPEC} {NO_MASK}", cuda_graph_impl="local")
-    return [built_by_spec(f"{BY_SPEC} {NO_MASK}") for _ in range(2)]
+    os.environ["WORLD_SIZE"] = "2"
+    with pytest.raises(AssertionError, match=r"multiple of 2 \* context-parallel-size"):
+        parse(f"{BY_SPEC} {NO_MASK} --seq-length 62")
+    # pretrain_vlm.py sets seq_length to its encoder's tokens before it builds the model
+    flags = f"{BY_SPEC} {NO_MASK} --seq-length"
+    return [built_by_spec(f"{flags} {length}") for length in (577, 64)]
 
 
 @needs("--spec")
@@ -221,8 +235,15 @@ def test_by_spec_the_same_is_refused_as_by_the_flag():
 
 def release_said(rank):
     """Messages while a process's first model is built, and the second."""
+    from megatron.training import global_vars
+
     start_groups(Parallel(cp=2))
-    return [built_by_spec(f"{BY_SPEC} {NO_MASK}")[1] for _ in range(2)]
+    flags = f"{BY_SPEC} {NO_MASK} --spec megatron_burst.spec layer_spec"
+    lines = [built_by_spec(flags)[1] for _ in range(2)]
+    assert global_vars.get_args().spec is None  # as checkpoints save it, for --use-checkpoint-args
+    built_by_spec(f"{BY_SPEC} {NO_MASK} --spec own.specs spec_of_mine")
+    assert global_vars.get_args().spec == ["own.specs", "spec_of_mine"]
+    return lines
 
 
 @needs("--spec")

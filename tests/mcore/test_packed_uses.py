@@ -126,7 +126,8 @@ def own_group(gpt, group, kind: str) -> Run:
         whole = {name: whole[name] for name in names}
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        params = PackedSeqParams(qkv_format="sbhd", max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
+        row = torch.tensor([0, SAMPLE.tokens])  # as pretrain_vlm.py passes it
+        params = PackedSeqParams("sbhd", row, row, max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
     else:
         params = params_of(whole)
     params.cp_group, params.local_cp_size = group, group.size() if group else 1

@@ -492,7 +492,8 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["no/such.py"], "error: .*first argument must be a script.*got 'no/such.py'; pass the"),
+        (["no/such.py"], "error: .*argument must be a script.*got 'no/such.py', which does not ex"),
+        (["/"], "error: .*got '/', which is not a file; pass the"),
         (["--burst-intra", "ring"], "error: .*must be a script.*got '--burst-intra'"),
         ([None, "--bf16"], "error: .*a CUDA GPU must be visible.*add --distributed-backend gloo"),
     ],
@@ -502,6 +503,18 @@ def test_a_wrong_command_line_ends_in_one_sentence(script, arguments, message):
     arguments = [script if argument is None else argument for argument in arguments]
     ((printed, status),) = run_ranks(run_as_module, 1, arguments)
     assert printed == "" and "\n" not in status and re.match(message, status)
+
+
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])
+def test_what_all_ranks_refuse_is_said_by_the_first(local_rank, waits, monkeypatch):
+    """torchrun ends the others while they wait; what the first does not refuse, they say."""
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["megatron_burst", "no/such.py"])
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match="^error: .*no/such.py"):
+        runpy.run_module("megatron_burst", run_name="__main__", alter_sys=False)
+    assert slept == waits
 
 
 @pytest.mark.parametrize(

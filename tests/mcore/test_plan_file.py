@@ -50,9 +50,13 @@ def megatron_arguments(parser):
     return parser
 
 
+def parsed(words):
+    """Arguments, without a Megatron that is patched when they are parsed."""
+    return with_flags(megatron_arguments, ArgumentParser(), lambda args: None).parse_args(words)
+
+
 def run_with(path, more="", run=RUN):
-    parser = with_flags(megatron_arguments, ArgumentParser(), "store")
-    return parser.parse_args([*run.split(), "--burst-plan", str(path), *more.split()])
+    return parsed([*run.split(), "--burst-plan", str(path), *more.split()])
 
 
 @pytest.fixture
@@ -78,6 +82,14 @@ def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     assert "adds --pipeline-model-parallel-size 1 --burst-intra gather --burst-tune" in said
 
 
+def test_what_a_plan_adds_is_said_once(plan, caplog):
+    """Megatron parses its arguments up to three times."""
+    path = plan()
+    for _ in range(3):
+        run_with(path)
+    assert caplog.text.count(f"{path} adds") == 1
+
+
 def test_what_is_given_wins(plan):
     args = run_with(plan(), "--burst-intra ring --burst-tune heads_per_round=4")
     config = BurstConfig.from_args(args)
@@ -87,7 +99,7 @@ def test_what_is_given_wins(plan):
 
 
 def test_without_a_plan_nothing_happens():
-    args = with_flags(megatron_arguments, ArgumentParser(), "store").parse_args(RUN.split())
+    args = parsed(RUN.split())
     plain, _ = megatron_arguments(ArgumentParser()).parse_known_args(RUN.split())
     check_plan(args)
     assert vars(args) == vars(args) | vars(plain)

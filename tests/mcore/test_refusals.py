@@ -60,13 +60,18 @@ GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
     name: ([True], [False]) for name in OLD
 }
 FLAG = ([True], [False])
+ALONE = dict(cp_comm_type=None, context_parallel_size=1)
 ANYWHERE, THD = dict(dataloader_inter_document_masking=True), dict(packed_seq_params="thd")
 FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusion=True)
 SELECTIVE = dict(recompute_granularity="selective")
+MLP = SELECTIVE | dict(recompute_modules=["mlp"])
+ENDLESS = {"recompute_modules": ([MLP], [["mlp"], MLP | dict(add_bias_linear=False), SELECTIVE])}
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
-    "run": {
+    "command": {
         "seq_length": ([60, 62], [64, None, dict(seq_length=63, context_parallel_size=1)]),
+    },
+    "run": {
         "burst_nodes": ([3, 0, -2], [1, 2, 4]),
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
@@ -74,8 +79,9 @@ CASES = {
     "built": {"create_attention_mask_in_dataloader": FLAG},
     "model": {
         "cp_comm_type": (
-            ["p2p", ["p2p", "a2a"], None],
-            ["burst", ["p2p", "burst"], dict(cp_comm_type=None, context_parallel_size=1)],
+            ["p2p", ["p2p", "a2a"], None, ALONE],
+            ["burst", ["p2p", "burst"], ALONE | dict(attn_mask_type="no_mask"),
+             ALONE | dict(attn_mask_type=None)],
         )
     },
     "spec": {
@@ -85,7 +91,7 @@ CASES = {
         "dataloader_inter_document_masking": FLAG,
         "sft": ([dict(sft=True, has_te=False)], [False, dict(sft=True, has_te=True)]),
     },
-    "attention": GRAPHS | {
+    "attention": GRAPHS | ENDLESS | {
         "attention_dropout": ([0.1], [0.0]),
         "reset_attention_mask": FLAG,
         "dataloader_inter_document_masking": (
@@ -138,7 +144,7 @@ CASES = {
             [8, dict(query_tokens=8, key_tokens=8, engine=True, place="an inference engine")], [1]
         )
     },
-    "recompute": GRAPHS | {
+    "recompute": GRAPHS | ENDLESS | {
         "recompute_granularity": (
             [None], ["full", dict(recompute_granularity=None, recompute_activations=True)]
         ),
@@ -165,7 +171,7 @@ CASES = {
         ),
     },
     "own": {"keep": (["half"], ["none", "all"])},
-    "loss": GRAPHS_OF_LOSS | {
+    "loss": GRAPHS_OF_LOSS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
@@ -195,9 +201,14 @@ CASES = {
         "moe_permute_fusion": FLAG,
         "moe_token_dispatcher_type": (["flex"], ["allgather", "alltoall"]),
         "optimizer_cpu_offload": FLAG,
+        "log_memory_to_tensorboard": FLAG,
+        "log_device_memory_used": FLAG,
+        "record_memory_history": FLAG,
+        "profile": ([True], [False, dict(profile=True, use_pytorch_profiler=True)]),
     },
 }  # fmt: skip
 BASE = dict(
+    add_bias_linear=True, use_pytorch_profiler=False,
     context_parallel_size=4, seq_length=64, cp_comm_type=["burst"], context_parallel_impl="burst",
     recompute_granularity="full", attn_mask_type="causal", burst_keep_layers=None,
     cp_group_size=4, query_tokens=1, key_tokens=1, engine=False, place="one call", layer_number=3,
@@ -257,7 +268,8 @@ def test_what_is_fine_is_not_refused(feature):
 )
 def test_numbers_to_choose_are_told(options, numbers):
     with pytest.raises(BurstError, match=numbers):
-        check("run", SimpleNamespace(**BASE | options), "somebody")
+        for feature in ("command", "run"):
+            check(feature, SimpleNamespace(**BASE | options), "somebody")
 
 
 def arguments(**changes) -> Namespace:

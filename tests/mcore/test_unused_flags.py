@@ -17,7 +17,8 @@ def megatron_arguments(parser):
 
 
 def parsed(words: str):
-    return with_flags(megatron_arguments, ArgumentParser(), "store").parse_args(words.split())
+    parser = with_flags(megatron_arguments, ArgumentParser(), lambda args: None)
+    return parser.parse_args(words.split())
 
 
 BURST = "--context-parallel-impl burst"

@@ -27,6 +27,7 @@ SHELL = """#!/bin/bash
 torchrun --nproc-per-node 8 pretrain_gpt.py \\
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
     --group-query-attention --num-query-groups 8 --ffn-hidden-size=14336 \\
+    --disable-bias-linear \\
     --swiglu --vocab-size 128256 --untie-embeddings-and-output-weights # the head
 """
 YAML = """
@@ -40,6 +41,7 @@ MODEL_ARGS:
   --swiglu: true
   --vocab-size: 128256
   --untie-embeddings-and-output-weights: true
+  --add-bias-linear: false
 """
 
 
@@ -113,6 +115,7 @@ def test_latent_attention_and_experts_of_megatron():
         megatron_arguments(
             "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
             "--vocab-size 129280 --swiglu --untie-embeddings-and-output-weights "
+            "--disable-bias-linear "
             "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
             "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 "
             "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
