@@ -9,7 +9,7 @@ from megatron_burst.mcore.launch import run_script
 
 # Most refusals are the same on all ranks: a node's first rank says them and ends, upon which
 # torchrun ends the others. What the first does not refuse, the others say this much later.
-_LATER_S = 3
+_LATER_S = 15
 
 if __name__ == "__main__":
     try:

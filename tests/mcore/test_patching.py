@@ -505,7 +505,7 @@ def test_a_wrong_command_line_ends_in_one_sentence(script, arguments, message):
     assert printed == "" and "\n" not in status and re.match(message, status)
 
 
-@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [15])])
 def test_what_all_ranks_refuse_is_said_by_the_first(local_rank, waits, monkeypatch):
     """torchrun ends the others while they wait; what the first does not refuse, they say."""
     slept = []
