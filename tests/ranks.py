@@ -11,13 +11,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+Variables = tuple[tuple[str, str], ...]
 _PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
 # What modules of tests import: a process without it starts 0.12 s of a core later; and what torch
 # imports with the first checkpoint, optimizer or profile: 1.4 s.
 _PRELOAD += ["pytest", "hypothesis", "torch._dynamo"]
-# The process's only cache: GPU crews, by their settings. A CUDA context, NCCL
-# and compiled kernels take 10 s per process, so tests share them.
+# The process's only cache: GPU crews, by their settings, the latest last. A CUDA context, NCCL
+# and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
+# a few processes stay.
 _CREWS: dict[tuple, "Crew"] = {}
+_MOST = 7  # processes: crews of one rank, two and four
 
 
 def preload(*modules: str) -> None:
@@ -54,9 +57,12 @@ def run_ranks(
     Raises:
         AssertionError: if a rank fails, with the traceback of the first that did, or hangs.
     """
-    given = (world, backend, nodes, tuple(sorted((environment or {}).items())))
+    given = backend, _variables(world, backend, nodes, environment or {})
     shared = backend == "nccl" and not fresh
-    crew = (_CREWS.pop(given, None) if shared else None) or Crew(*given)
+    crew = _CREWS.pop(given, None) if shared else None
+    if backend == "nccl" and not crew:
+        _make_room(world)
+    crew = crew or Crew(*given)
     try:
         results = crew.run(function, args, timeout_s)
         if shared:
@@ -72,27 +78,18 @@ class Crew:
     """Processes that run one function after another, each in a new process group.
 
     Args:
-        world: number of processes.
         backend: of the process groups.
-        nodes: that NCCL is made to see.
-        environment: variables to set in each process before anything else.
+        variables: of each process, to set before anything else.
     """
 
-    def __init__(
-        self, world: int, backend: str, nodes: int, environment: tuple[tuple[str, str], ...]
-    ) -> None:
+    def __init__(self, backend: str, variables: tuple[Variables, ...]) -> None:
         context = multiprocessing.get_context("forkserver")  # forks from a process without threads
         context.set_forkserver_preload(_PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes, self._runs = [], [], 0
-        for rank in range(world):
+        for rank, environment in enumerate(variables):
             pipe, theirs = context.Pipe()
-            variables = dict(environment)
-            if nodes > 1 or turns(world, backend) > 1:
-                turn = rank * turns(world, backend) // world
-                variables["NCCL_HOSTID"] = f"pretended-{rank * nodes // world}-{turn}"
-                variables["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-            work = (theirs, rank, world, backend, variables)
+            work = (theirs, rank, len(variables), backend, dict(environment))
             self._processes.append(context.Process(target=_serve, args=work, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -117,6 +114,30 @@ class Crew:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def _make_room(world: int) -> None:
+    """End the oldest crews that are too many beside one of so many processes."""
+    while _CREWS and sum(len(ranks) for _, ranks in _CREWS) + world > _MOST:
+        _CREWS.pop(next(iter(_CREWS))).end()
+
+
+def _variables(
+    world: int, backend: str, nodes: int, environment: dict[str, str]
+) -> tuple[Variables, ...]:
+    """The variables of each rank; equal for numbers of nodes that make no difference to NCCL, as
+    all ranks share one GPU."""
+    in_turn = turns(world, backend)
+    places = [(rank * nodes // world, rank * in_turn // world) for rank in range(world)]
+    every = []
+    for place in places:
+        its = {name: x for name, x in environment.items() if os.environ.get(name) != x}
+        if nodes > 1 or in_turn > 1:
+            its["NCCL_HOSTID"] = f"pretended-{places.index(place)}"
+            its["NCCL_SOCKET_IFNAME"] = "lo"
+            its["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        every.append(tuple(sorted(its.items())))
+    return tuple(every)
 
 
 def turns(world: int, backend: str) -> int:

@@ -4,6 +4,7 @@ Guards against transports without stamps, and differences that only hang.
 """
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -90,16 +91,20 @@ def test_no_weight_is_written_after_a_pass_that_differed():
         assert "causal=False" in sentence and "in a new group" in sentence and weight == 0.0
 
 
+DIFFERENCES = {  # what differs, and its words on rank 1 and on the others
+    "mask": (causal, "causal=False", "causal=True"),
+    "size": (size, "q=(1, 1024, 8, 64)", "q=(1, 2048, 8, 64)"),
+    "skipped call": (skipped, "the backward of pass", "a forward"),
+}
+EACH = [(way, list(DIFFERENCES)[n % 3]) for n, way in enumerate(WAYS)]  # in turn
+REST = [case for case in product(WAYS, DIFFERENCES) if case not in EACH]
+
+
 @pytest.mark.parametrize(
-    "calls, odd, others",
-    [
-        (causal, "causal=False", "causal=True"),
-        (size, "q=(1, 1024, 8, 64)", "q=(1, 2048, 8, 64)"),
-        (skipped, "the backward of pass", "a forward"),
-    ],
+    "name, difference", [*EACH, *(pytest.param(*case, marks=pytest.mark.whole) for case in REST)]
 )
-@pytest.mark.parametrize("name", WAYS)
-def test_both_ranks_are_told_who_differs_and_in_what(name, calls, odd, others):
+def test_both_ranks_are_told_who_differs_and_in_what(name, difference):
+    calls, odd, others = DIFFERENCES[difference]
     # fresh: unmatched transfers hang in NCCL until the processes end
     for sentence, took in run_ranks(astray, 2, name, calls, backend="nccl", fresh=True):
         of = {words: sentence.index(words) for words in (odd, others)}

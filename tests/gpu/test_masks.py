@@ -14,7 +14,6 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
-from tests.gpu.test_nodes import SOCKETS
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
@@ -91,8 +90,8 @@ def errors(rank, world, nodes, case, heads):
     return found
 
 
-PLACES = [(2, 1, (8, 4)), (2, 1, (16, 2)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)),
-          (4, 2, (8, 4))]  # fmt: skip
+PLACES = [(2, 1, (8, 4)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)), (4, 2, (8, 4)),
+          pytest.param(2, 1, (16, 2), marks=pytest.mark.whole)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "nodes", "heads"), PLACES)
@@ -102,7 +101,12 @@ def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
 
 
 # 3, 5 and 7 query heads for each KV head of a rank, of as many KV heads as ranks, and of fewer
-@pytest.mark.parametrize("heads", [(12, 4), (20, 4), (28, 4), (12, 2), (20, 2), (28, 2)])
+ODD = [(12, 4), (20, 4), (28, 4), (20, 2), (28, 2)]
+
+
+@pytest.mark.parametrize(
+    "heads", [(12, 2), *(pytest.param(x, marks=pytest.mark.whole) for x in ODD)]
+)
 @pytest.mark.parametrize("case", ["window", "window in documents"])
 def test_so_they_are_with_odd_ratios_of_heads(case, heads):
     compare(case, 4, 1, heads)
@@ -110,7 +114,7 @@ def test_so_they_are_with_odd_ratios_of_heads(case, heads):
 
 def compare(case, world, nodes, heads):
     """Errors on these ranks and nodes next to those of one GPU."""
-    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
+    settings = {"backend": "nccl", "timeout_s": 300, "nodes": nodes}
     found = run_ranks(errors, world, world, nodes, case, heads, **settings)[0]
     single = found.pop("alone")
     print(f"{case} {heads} 1 rank: {single}")

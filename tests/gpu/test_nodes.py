@@ -42,7 +42,6 @@ WAYS = [
     {"inter": "a2a"},
     {"flat": True},
 ]
-SOCKETS = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def errors(rank, world, nodes, shape, ways, backend="auto"):
@@ -67,7 +66,7 @@ def errors(rank, world, nodes, shape, ways, backend="auto"):
 @pytest.mark.parametrize("connections", ["1", "8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_errors_are_at_most_twice_one_gpus(shape, connections):
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, **SOCKETS}
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
     places = ((2, 2), (4, 2), (4, 4)) if connections == "1" or GPUS >= 4 else ((2, 2),)
     compare(places, SHAPES[shape], WAYS, settings)
@@ -78,8 +77,7 @@ def test_errors_are_at_most_twice_one_gpus(shape, connections):
 def test_so_they_are_with_every_kernel(backend, shape):
     if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
         pytest.skip(f"{backend} does not do {SHAPES[shape]}")
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **SOCKETS}
-    settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
+    settings = {"backend": "nccl", "timeout_s": 300}
     places = ((4, 2),) if GPUS >= 4 else ((2, 2),)
     compare(places, SHAPES[shape], [*INSIDE, {"inter": "a2a"}, {"flat": True}], settings, backend)
 
@@ -114,6 +112,6 @@ def many_calls(rank, world, options):
 @pytest.mark.parametrize("circulate", ["kv", "q"])
 def test_back_to_back_calls_give_the_same_bits(circulate):
     options = {"intra": "gather", "heads_per_round": 3, "circulate": circulate}
-    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS}
+    settings = {"backend": "nccl", "timeout_s": 300}
     for difference in run_ranks(many_calls, SEVERAL, SEVERAL, options, nodes=2, **settings):
         assert difference == 0

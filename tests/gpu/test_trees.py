@@ -13,7 +13,6 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
-from tests.gpu.test_nodes import SOCKETS
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
@@ -106,7 +105,7 @@ def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(
     name, world, nodes, backend
 ):
     heads = (16, 2) if nodes == 1 else (8, 4)
-    settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
+    settings = {"backend": "nccl", "timeout_s": 300, "nodes": nodes}
     found = run_ranks(errors, world, world, nodes, name, heads, backend, **settings)[0]
     single = found.pop("alone")
     print(f"{name} {backend} 1 rank, prompts repeated: {single}")
