@@ -16,6 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,9 +101,7 @@ EACH = [(way, list(DIFFERENCES)[n % 3]) for n, way in enumerate(WAYS)]  # in tur
 REST = [case for case in product(WAYS, DIFFERENCES) if case not in EACH]
 
 
-@pytest.mark.parametrize(
-    "name, difference", [*EACH, *(pytest.param(*case, marks=pytest.mark.whole) for case in REST)]
-)
+@pytest.mark.parametrize("name, difference", [*EACH, *whole(*REST)])
 def test_both_ranks_are_told_who_differs_and_in_what(name, difference):
     calls, odd, others = DIFFERENCES[difference]
     # fresh: unmatched transfers hang in NCCL until the processes end

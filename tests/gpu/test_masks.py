@@ -16,6 +16,7 @@ from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +92,7 @@ def errors(rank, world, nodes, case, heads):
 
 
 PLACES = [(2, 1, (8, 4)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)), (4, 2, (8, 4)),
-          pytest.param(2, 1, (16, 2), marks=pytest.mark.whole)]  # fmt: skip
+          *whole((2, 1, (16, 2)))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "nodes", "heads"), PLACES)
@@ -104,9 +105,7 @@ def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
 ODD = [(12, 4), (20, 4), (28, 4), (20, 2), (28, 2)]
 
 
-@pytest.mark.parametrize(
-    "heads", [(12, 2), *(pytest.param(x, marks=pytest.mark.whole) for x in ODD)]
-)
+@pytest.mark.parametrize(("heads",), [((12, 2),), *whole(*((heads,) for heads in ODD))])
 @pytest.mark.parametrize("case", ["window", "window in documents"])
 def test_so_they_are_with_odd_ratios_of_heads(case, heads):
     compare(case, 4, 1, heads)

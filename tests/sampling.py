@@ -1,0 +1,13 @@
+"""What `make test` leaves to `make test-all`; see also the fixture `draw`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def whole(*cases: Any) -> Iterator[Any]:
+    """Cases of `parametrize` that run with --all only."""
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        yield pytest.param(*values, marks=pytest.mark.whole)
