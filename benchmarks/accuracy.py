@@ -8,8 +8,8 @@ burst's own engine, and to the real ranks: burst and TransformerEngine's modes. 
 |x - truth| / |truth| over the whole sequence. The same inputs everywhere.
 """
 
-import csv
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
+from benchmarks.rows import Sheet, read
+from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.cli.world import attempt, started
 from megatron_burst.config import BurstConfig, Tuning
@@ -33,10 +35,27 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 
-COLUMNS = ("impl", "mode", "ranks", "simulated", "heads_q", "heads_kv", "seq", "tensor", "error")
 TENSORS = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 2))
 DIM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyRow:
+    """The error of one tensor; `simulated`: ranks are threads of one process."""
+
+    impl: str
+    mode: str
+    ranks: int
+    simulated: bool
+    heads_q: int
+    heads_kv: int
+    seq: int
+    tensor: str
+    error: float | None
+
+
+ACCURACY_CSV = Sheet("benchmarks/accuracy.py", AccuracyRow)
 
 
 def draw(heads, seq, device):
@@ -125,9 +144,10 @@ def real(peer_class, text, tensors, truth, world):
 
 
 def measure(path, seq):
-    """Write a row for each implementation, number of ranks, head count and tensor."""
+    """Add a row for each implementation, number of ranks, head count and tensor."""
     rows = []
     with started("accuracy", None) as world:
+        check_out(path, world, ACCURACY_CSV)
         for heads in HEADS:
             tensors = draw(heads, seq, world.device)
             truth = truth_of(tensors)
@@ -135,7 +155,7 @@ def measure(path, seq):
             def add(impl, mode, ranks, is_simulated, errors, heads=heads):
                 for name, error in zip(TENSORS, errors, strict=True):
                     rows.append(
-                        (impl, mode, ranks, is_simulated, *heads, seq, name, f"{error:.4g}")
+                        AccuracyRow(impl, mode, ranks, is_simulated, *heads, seq, name, error)
                     )
 
             for ranks in (1, 2, 4, 8):
@@ -151,32 +171,23 @@ def measure(path, seq):
                     print(f"{impl}: {errors}") if world.rank == 0 else None
                 else:
                     add(impl.name, impl.mode, world.size, False, errors)
-        if world.rank == 0:
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerows([COLUMNS, *rows])
+        save(path, world, rows, ACCURACY_CSV)
 
 
 def plot(path, picture):
-    """Errors over ranks, a panel for each tensor and head count."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    """Errors over ranks, a panel for each tensor and head count; the newest of equal rows."""
+    rows = read([path], ACCURACY_CSV)
     figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True)
     for panels, heads in zip(axes, HEADS, strict=True):
         for axis, tensor in zip(panels, TENSORS, strict=True):
-            chosen = [
-                r for r in rows
-                if (int(r["heads_q"]), int(r["heads_kv"])) == heads and r["tensor"] == tensor
-            ]  # fmt: skip
-            lines = dict.fromkeys((r["impl"], r["mode"], r["simulated"]) for r in chosen)
-            for line in lines:
-                points = [r for r in chosen if (r["impl"], r["mode"], r["simulated"]) == line]
-                style = "o-" if line[2] == "True" else "x"
-                label = f"{line[0]} {line[1]}" + (", simulated" if line[2] == "True" else "")
-                xs, ys = (
-                    [int(r["ranks"]) for r in points],
-                    [1e3 * float(r["error"]) for r in points],
-                )
-                axis.plot(xs, ys, style, label=label, markersize=6)
+            lines = {}
+            for r in rows:
+                if (r.heads_q, r.heads_kv) == heads and r.tensor == tensor:
+                    lines.setdefault((r.impl, r.mode, r.simulated), {})[r.ranks] = 1e3 * r.error
+            for (impl, mode, is_simulated), errors in lines.items():
+                label = f"{impl} {mode}" + (", simulated" if is_simulated else "")
+                style = "o-" if is_simulated else "x"
+                axis.plot(errors.keys(), errors.values(), style, label=label, markersize=6)
             axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
             axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
@@ -193,7 +204,7 @@ def plot(path, picture):
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="the CSV; written anew")],
+    path: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
     picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of it")] = None,
 ) -> None:
     """Measure errors, on all ranks together; or draw what was measured."""

@@ -114,7 +114,7 @@ part() {
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
             bench 60 loss $(sized "--tokens 128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") \
-                --impl burst:auto --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
+                --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
             ;;
         *)
             echo "everything.sh: no part $1; see the first lines of it" >&2

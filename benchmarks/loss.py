@@ -221,9 +221,7 @@ def main(
     ] = None,
     impl: Annotated[
         list[str] | None,
-        Option(
-            help="repeatable, e.g. burst:auto, megatron:fused, liger; default: all that can run"
-        ),
+        Option(help="repeatable, e.g. burst:forward, megatron:fused, liger; default: all that can"),
     ] = None,
     dtype: Dtype = None,
     out: Out = Path("loss.csv"),

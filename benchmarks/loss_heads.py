@@ -1,14 +1,13 @@
 """LM heads that `benchmarks.loss` measures: their sizes, tensors and true gradients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.main_grad import Forecast
 from megatron_burst.units import in_units, whole_numbers
 
 _WHO = "benchmarks.loss"
@@ -91,17 +90,12 @@ class HeadTensors:
         weight: [vocab / ranks, h]; takes a gradient.
         labels: [tokens] int64.
         group: of the ranks that share the vocabulary.
-        forecast: knows that the mean is asked for, as after the first micro-batch of a training.
     """
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
     group: dist.ProcessGroup
-    forecast: Forecast = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forecast = Forecast(False, torch.ones((), device=self.hidden.device))
 
     def first(self, tokens: int) -> "HeadTensors":
         """The same head with the first tokens only; shares no gradient."""

@@ -26,14 +26,6 @@ def burst(grads: str, x: HeadTensors) -> Tensor:
     return linear_cross_entropy(x.hidden, x.weight, x.labels, tp_group=x.group, grads=grads)
 
 
-def burst_in_training(x: HeadTensors) -> Tensor:
-    """Ours as in Megatron, which asks for the losses of tokens and scales them afterwards."""
-    losses = linear_cross_entropy(
-        x.hidden, x.weight, x.labels, tp_group=x.group, reduction="none", forecast=x.forecast
-    )
-    return losses.mean()
-
-
 def megatron(fused: bool, x: HeadTensors) -> Tensor:
     """Megatron's own head and loss with all logits in memory, combined as in GPTModel.
 
@@ -119,7 +111,6 @@ class LossPeer:
         if self.into_main_grad and x.weight.dtype != torch.float64:
             x.weight.main_grad = torch.zeros_like(x.weight, dtype=torch.float32)
             x.weight.grad_added_to_main_grad = False
-            x.forecast.open()
 
     def run(self, x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, dX, dW) of a forward and a backward pass; main_grad has what it had besides."""
@@ -135,7 +126,6 @@ class LossPeer:
 PEERS = {
     peer.name: peer
     for peer in (
-        LossPeer("burst:auto", burst_in_training, None, True, True),
         LossPeer("burst:recompute", partial(burst, "recompute"), None, True, True),
         LossPeer("burst:forward", partial(burst, "forward"), None, True, True),
         LossPeer("burst:plain", partial(burst, "auto"), None, True),

@@ -1,4 +1,8 @@
-"""Rows of results: one a measurement, in a CSV that is appended to."""
+"""Rows of results: one a measurement, in a CSV that is appended to.
+
+No row is deleted. A CSV may have a last column `superseded`, with the commit that replaced a row
+because the code had changed; such a row stays in the file, and `read` leaves it out.
+"""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +18,7 @@ from megatron_burst.errors import BurstError, nearest
 
 _WHO, _OUT = "benchmarks", "--out"
 _FEW = 3  # columns that differ and are named
+SUPERSEDED = "superseded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +144,15 @@ def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> Non
     """
     is_new = not path.exists()
     check_writable(sheet.writer, _OUT, path)
+    mark = []
     if not is_new:
-        _check_head(_lines(path, sheet), path, sheet)
+        mark = [""] if _check_head(_lines(path, sheet), path, sheet) else []
         _check_end(path, sheet, _OUT)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if is_new:
             writer.writerow(columns_of(sheet.kind))
-        writer.writerows(map(cells_of, rows))
+        writer.writerows(cells_of(row) + mark for row in rows)
 
 
 def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OUT) -> None:
@@ -177,12 +183,12 @@ def is_packed(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
-    """The rows of all files, in order.
+    """The rows of all files, in order, without those that are superseded.
 
     Raises:
         BurstError: if a file is missing or no whole CSV of that kind, or there is no row at all.
     """
-    rows = [row for path in paths for row in _rows(path, sheet)]
+    rows = [row for path in paths for row, mark in _rows(path, sheet) if not mark]
     if not rows:
         raise BurstError(
             f"{_WHO}: {', '.join(map(str, paths))} must hold a measurement, because without one "
@@ -191,21 +197,27 @@ def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
     return rows
 
 
-def _rows(path: Path, sheet: Sheet) -> Iterator[Any]:
+def _rows(path: Path, sheet: Sheet) -> Iterator[tuple[Any, str]]:
+    """Each row, with the commit that superseded it or ""."""
     lines = _lines(path, sheet)
-    _check_head(lines, path, sheet)
+    is_marked = _check_head(lines, path, sheet)
     for number, cells in lines:
         where = f"{_WHO}: {path}, line {number},"
+        mark = cells.pop() if is_marked else ""
         row = row_of(cells, sheet.kind, where)
         _check_row(row, sheet, where)
-        yield row
+        yield row, mark
 
 
-def _check_head(lines: Iterator[tuple[int, list[str]]], path: Path, sheet: Sheet) -> None:
+def _check_head(lines: Iterator[tuple[int, list[str]]], path: Path, sheet: Sheet) -> bool:
+    """Whether rows have the column `superseded`; refuses other columns."""
     columns = columns_of(sheet.kind)
     _, head = next(lines, (0, []))
-    if tuple(head) != columns:
-        raise _other_file(path, sheet, _difference(head, columns))
+    is_marked = head[-1:] == [SUPERSEDED]
+    known = head[:-1] if is_marked else head
+    if tuple(known) != columns:
+        raise _other_file(path, sheet, _difference(known, columns))
+    return is_marked
 
 
 def _check_end(path: Path, sheet: Sheet, option: str) -> None:

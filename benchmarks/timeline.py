@@ -48,6 +48,8 @@ def record(
     nodes: Annotated[int, typer.Option(help="pretend so many, with sockets between them")] = 1,
 ) -> None:
     """Profile one pass of each mode on every rank; rank 0 writes its own."""
+    if out.exists():
+        raise typer.BadParameter(f"OUT must be a new file, because measurements stay; got {out}")
     if nodes > 1:  # before NCCL starts
         node = int(os.environ["RANK"]) * nodes // int(os.environ["WORLD_SIZE"])
         os.environ["NCCL_HOSTID"] = f"pretended-{node}"

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
-from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row, is_packed, read
+from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, SUPERSEDED, Row, is_packed, read
 from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.plan.hardware_file import hardware as hardware_of
 from megatron_burst.units import in_units
@@ -200,7 +200,8 @@ def report(rows: Sequence[Row], compared: Sequence[Compared]) -> list[str]:
 def results() -> list[Path]:
     """All CSVs of the repository with measurements that can be predicted."""
     files = sorted((ROOT / "benchmarks/results").glob("*.csv"))
-    return [file for file in files if file.open().readline().strip() == ",".join(COLUMNS)]
+    heads = {",".join(COLUMNS), ",".join((*COLUMNS, SUPERSEDED))}
+    return [file for file in files if file.open().readline().strip() in heads]
 
 
 def _read(csvs: Sequence[Path]) -> list[Row]:

@@ -50,7 +50,7 @@ TE_KERNEL = Patch(
     f"{_CP}.utils:get_attention_backend",
     "conformance.in_place:choose_kernel",
     ("attention_params",),
-    "TransformerEngine finds no kernel for windows in p2p and never comes to its function",
+    "TransformerEngine finds none where its own way lacks the case and never comes to its function",
     package="transformer-engine",
 )
 
@@ -99,9 +99,15 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
 
 
 def choose_kernel(get_attention_backend, /, attention_params):
-    """TransformerEngine's function; for a window in p2p and a2a+p2p what it finds for
-    all_gather."""
-    if "p2p" in attention_params.cp_comm_type and _window(attention_params):
+    """TransformerEngine's function; asked about all_gather where its own ways cannot have the case.
+
+    It finds nothing for a window in p2p and a2a+p2p. In a2a it gives each rank KV heads // ranks of
+    the KV heads, and cuDNN divides by that: with fewer KV heads than ranks the process ends in
+    SIGFPE.
+    """
+    way, heads = attention_params.cp_comm_type, attention_params.num_gqa_groups
+    windowed_ring = "p2p" in way and _window(attention_params)
+    if windowed_ring or (way == "a2a" and heads % attention_params.cp_size):
         attention_params = replace(attention_params, cp_comm_type="all_gather")
     return get_attention_backend(attention_params)
 

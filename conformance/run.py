@@ -58,7 +58,7 @@ class Place:
             return f"{suite.path} is not in {self.checkouts[suite.checkout]}"
         if suite.checkout == TE and not find_spec("transformer_engine"):
             return "TransformerEngine is not installed"
-        return "needs 2 GPUs" if suite.needs_gpu and self.gpus < 2 else ""
+        return "needs a GPU" if suite.needs_gpu and not self.gpus else ""
 
 
 def main() -> int:
@@ -238,7 +238,7 @@ def _options() -> argparse.Namespace:
         parser.add_argument(flag, type=Path, default=default, help=PINNED[variable])
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes")
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1,
-                        help="emulated; always 2 where ranks share GPUs")  # fmt: skip
+                        help="emulated; where ranks share GPUs, as many as share one")  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder; default .cache/conformance-RANKS")
     parser.add_argument("--lanes", type=int, default=1, help="programs at a time")
     parser.add_argument("--resume", action="store_true", help="only what has not passed before")
@@ -252,7 +252,7 @@ def _place(options: argparse.Namespace) -> Place:
     checkouts = {name: Path(path).resolve() for name, path in given.items() if path}
     out = options.out or ROOT / ".cache" / f"conformance-{options.ranks}"
     gpus, end = _gpus(), time.monotonic() + options.limit_s
-    nodes = 2 if 0 < gpus < options.ranks else options.nodes
+    nodes = -(-options.ranks // gpus) if 0 < gpus < options.ranks else options.nodes
     return Place(checkouts, out.resolve(), gpus, options.ranks, nodes, end)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
@@ -241,14 +241,13 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
-        number = marks.begin(Kind.FORWARD, layer=layer, data=known)
         here = range_of_pass(Direction.FORWARD, layer, passes.way)
-        with here, _without_autocast(q):
-            out, lse, left = passes.forward(q, k, v, documents)
+        with here, _without_autocast(q), Pass(marks, Kind.FORWARD, layer=layer) as this:
+            out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
         out = out.to(q.dtype)
         ctx.save_for_backward(out, *left)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
-        ctx.begin_backward = partial(marks.begin, Kind.BACKWARD, number, layer)
+        ctx.its_backward = partial(Pass, marks, Kind.BACKWARD, this.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -259,12 +258,11 @@ class BurstAttentionFunction(torch.autograd.Function):
         refuse_transforms(_WHO, dout)
         if dout is None:
             return (None,) * 7
-        ctx.begin_backward(data=ctx.documents.checked() if ctx.documents else None)
         out, *left = ctx.saved_tensors
-        dout = _readable(dout)
         here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.way)
-        with here, _without_autocast(out):
-            grads = ctx.passes.backward(left, out, dout, ctx.documents)
+        with here, _without_autocast(out), ctx.its_backward() as this:
+            begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
+            grads = ctx.passes.backward(left, out, _readable(dout), ctx.documents, begin)
         return *(grad.to(out.dtype) for grad in grads), None, None, None, None
 
 

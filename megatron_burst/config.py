@@ -135,14 +135,14 @@ def _legal(kind: Any) -> str:
     return "true|false" if kind is bool else "N" if int in get_args(kind) else "X"
 
 
-def _check_words(options: Any) -> None:
+def _check_words(options: Any, who: str = "burst attention") -> None:
     """Refuse a word that its field does not accept."""
     for field in fields(options):
         value = getattr(options, field.name)
         if get_origin(field.type) is Literal and value not in get_args(field.type):
             legal = ", ".join(get_args(field.type))
             raise BurstError(
-                f"burst attention: the option {field.name} must be one of {legal}, because a "
+                f"{who}: the option {field.name} must be one of {legal}, because a "
                 f"misspelt one would be silently ignored; got {value!r}; choose one of these"
             )
 
@@ -272,25 +272,25 @@ class FusedLossConfig:
     """Options of the fused LM head and loss in Megatron (`--burst-fused-loss`).
 
     Attributes:
-        grads: "auto" computes gradients along with the loss and adds the weight's to `main_grad`,
-            with the scale of the last backward pass. If backward brings another scale, it computes
-            them again, so results are correct for any use of the losses. "recompute" always
-            recomputes logits in backward, which is a third more work; "auto" does so in fp16, with
-            --deterministic-mode and without Megatron's DDP. "forward" needs a second float32
-            gradient of the weight, and losses that are multiplied by the loss mask and one number,
-            as in pretrain_gpt.py; other uses give NaN gradients.
+        grads: "recompute" computes logits again in backward, which is a third more work, and is
+            correct for any use of the losses. "forward" computes gradients along with the loss. It
+            needs a second float32 gradient of the weight, and losses that are multiplied by the
+            loss mask and one number, as in pretrain_gpt.py; other uses give NaN gradients.
         label_smoothing: as in Megatron's vocab_parallel_cross_entropy.
         z_loss: weight of the squared log-sum-exp.
         softcap: soft cap of the logits; 0: none.
     """
 
-    grads: Literal["auto", "recompute", "forward"] = "auto"
+    grads: Literal["recompute", "forward"] = "recompute"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_words(self, "--burst-fused-loss")
+
     @classmethod
     def from_args(cls, args: Namespace) -> "FusedLossConfig":
-        """The configuration in Megatron's parsed arguments (`--burst-loss-*`), `grads` auto."""
+        """The configuration in Megatron's parsed arguments (`--burst-loss-*`)."""
         given = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})

@@ -76,7 +76,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "Fused loss": {
         "losses and gradients": [("loss", ".*"), ("packed_uses", ".*fused_loss.*")],
-        "gradients in forward": [("loss_window", ".*"), ("loss", ".*forward.*")],
+        "gradients in forward": [("loss", ".*forward.*")],
         "other uses, refusals": [("loss_uses", ".*")],
     },
     "Entry points": {

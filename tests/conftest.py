@@ -2,6 +2,7 @@
 
 import gc
 import os
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,33 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # durations of examples say nothing on a busy machine
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="run all of what tests otherwise sample (make test-all)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave tests with the marker `whole` to --all."""
+    if not config.getoption("--all"):
+        left = [item for item in items if item.get_closest_marker("whole")]
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture
+def draw(request):
+    """`draw(cases, few, most)` returns `few` of the cases, the same ones in each run; with --all
+    `most` of them, or each if None."""
+    every, random = request.config.getoption("--all"), Random(request.node.name)
+
+    def drawn(cases, few, most=None):
+        cases, count = list(cases), most if every else few
+        return cases if count is None else random.sample(cases, min(count, len(cases)))
+
+    return drawn
 
 
 def pytest_collection_finish():

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
 from megatron_burst.errors import BurstError
 
 REFUSALS = {
@@ -28,6 +28,12 @@ REFUSALS = {
 def test_contradictions_are_refused(options, words):
     with pytest.raises(BurstError, match=words):
         BurstConfig.of(**options)
+
+
+def test_the_loss_has_two_ways_to_its_gradients():
+    assert FusedLossConfig(grads="forward") != FusedLossConfig()
+    with pytest.raises(BurstError, match="grads must be one of recompute, forward, .*got 'auto'"):
+        FusedLossConfig(grads="auto")
 
 
 @pytest.mark.parametrize("intra", ["auto", "ring", "gather", "a2a"])

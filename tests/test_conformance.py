@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from conformance import results, run, shared_gpus
-from conformance.in_place import MODES, TE_FUNCTION, attend, turned
+from conformance.in_place import MODES, TE_FUNCTION, attend, choose_kernel, turned
 from conformance.results import Outcome
 from conformance.suites import SUITES, Suite, named
 from megatron_burst.errors import BurstError
@@ -49,6 +50,33 @@ def te_function():
 
     function.__signature__ = inspect.Signature(signature)
     return function
+
+
+@dataclass
+class AttentionParams:
+    """What `choose_kernel` reads of TransformerEngine's class."""
+
+    cp_comm_type: str
+    window_size: tuple[int, int]
+    num_gqa_groups: int
+    cp_size: int = 4
+
+
+@pytest.mark.parametrize(
+    ("way", "window", "kv_heads", "asked"),
+    [
+        ("p2p", (-1, 0), 2, "p2p"),
+        ("p2p", (512, 0), 2, "all_gather"),
+        ("a2a+p2p", (512, 0), 2, "all_gather"),
+        ("a2a", (512, 0), 4, "a2a"),
+        ("a2a", (512, 0), 2, "all_gather"),  # it would divide by 2 // 4 KV heads
+    ],
+)
+def test_transformer_engine_is_asked_for_a_kernel_of_a_case_that_it_has(
+    way, window, kv_heads, asked
+):
+    params = AttentionParams(way, window, kv_heads)
+    assert choose_kernel(lambda params: params.cp_comm_type, params) == asked
 
 
 def sample() -> list[torch.Tensor]:
@@ -227,9 +255,9 @@ def test_with_four_ranks_cases_that_need_them_run_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "nodes"), [(2, 1, 2), (3, 1, 2), (4, 1, 1), (4, 2, 2), (0, 1, 1)]
+    ("gpus", "asked", "nodes"), [(1, 1, 4), (2, 1, 2), (3, 1, 2), (4, 1, 1), (4, 2, 2), (0, 1, 1)]
 )
-def test_two_nodes_are_emulated_where_ranks_share_gpus_or_if_asked(monkeypatch, gpus, asked, nodes):
+def test_nodes_are_emulated_where_ranks_share_gpus_or_if_asked(monkeypatch, gpus, asked, nodes):
     monkeypatch.setattr(run, "_gpus", lambda: gpus)
     given = {"te": "te", "megatron_lm": "megatron", "out": None, "limit_s": 1}
     place = run._place(Namespace(**given, ranks=4, nodes=asked))

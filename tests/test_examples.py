@@ -21,7 +21,7 @@ from megatron_burst.mcore.plan_file import check_plan
 from megatron_burst.plan.flags import as_words, model_flags
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.model_file import from_hugging_face
-from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B
+from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, PRINTED
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -76,7 +76,8 @@ def test_megatron_takes_the_flags_of_every_model():
     from megatron.core.transformer.utils import is_layer_window_attention
 
     parser = megatrons_parser()
-    described = [from_hugging_face(config, "x") for config in (GEMMA_3_27B, GPT_OSS_20B)]
+    printed = (config for config, _ in PRINTED.values())
+    described = [from_hugging_face(c, "x") for c in (GEMMA_3_27B, GPT_OSS_20B, *printed)]
     for model in (*PRESETS.values(), *described):
         args = parser.parse_args(shlex.split(" ".join(as_words(model_flags(model)))))
         assert (args.num_layers, args.vocab_size) == (model.layers, model.vocab)

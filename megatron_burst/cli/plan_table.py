@@ -26,7 +26,6 @@ from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.units import in_units
 
-_OF_CARD = {"--swiglu": "activation", "--rotary-base": "rotary base", "--norm-epsilon": "epsilon"}
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
 _WIDTH = 160  # where no terminal says
 
@@ -149,7 +148,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     for pairs in zip_longest(*parts.values(), fillvalue=("", "")):
         table.add_row(*(cell for pair in pairs for cell in pair))
     console.print(table)
-    if best.strategy.cp > 1:
+    if best.strategy.cp > 1 and job.model.full_layers:
         for line in _attention_lines(job, attention_call(job, best.strategy)):
             say(console, line)
         if best.time and not best.refused:
@@ -161,12 +160,10 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
 def _show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
-    if not shown.arguments:
-        known = model_flags(job.model)
-        missing = [what for flag, what in _OF_CARD.items() if flag not in known]
-        missing += ["router"] if job.model.experts else []
-        more = f", else as in Llama; look up in its card: {', '.join(missing)}" if missing else ""
-        _show_words(console, f"Model flags (of its config{more}):", as_words(known))
+    if not shown.arguments and job.model.unknown:
+        say(console, _no_model_flags(job.model.unknown), "\nno model flags: ", "yellow")
+    elif not shown.arguments:
+        _show_words(console, "Model flags:", as_words(model_flags(job.model)))
     note = "in addition to the model's own" if best.fits else "of what does not fit"
     if best.refused:
         note = "of what burst refuses today"
@@ -181,6 +178,15 @@ def _show_flags(console: Console, shown: Shown) -> None:
     _show_words(console, f"{head}:", as_words(new) or ["none"])
     old = {flag: flags[flag] for flag in flags if flag in there}
     _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])
+
+
+def _no_model_flags(unknown: Sequence[str]) -> str:
+    return (
+        "the planner knows no Megatron-LM flags for these entries of the model's config: "
+        f"{', '.join(unknown)}. Flags for the others alone would train another model: build it "
+        "with Megatron Bridge, or write its flags yourself. Time and memory are those of "
+        "layers like Llama's with its sizes"
+    )
 
 
 def _has(arguments: Mapping[str, Any], flag: str, value: object) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 
+_LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
 
 
@@ -29,7 +30,7 @@ class UnderWay(Protocol):
 
 
 class Where(NamedTuple):
-    """Where a call runs; each stream's calls have their own buffers."""
+    """Where a call runs."""
 
     device: torch.device
     stream: int = 0  # the caller's; 0 on CPU
@@ -77,11 +78,38 @@ class Memory(Views):
 
     Args:
         flats: the buffers, equally large.
+        where: the call ran that allocated them.
     """
 
-    def __init__(self, flats: list[Tensor]) -> None:
+    def __init__(self, flats: list[Tensor], where: Where | None = None) -> None:
         super().__init__()
-        self.flats = flats
+        self.flats, self.where = flats, where
+
+
+class Held:
+    """How many buffers are held, and of how many bytes: as the largest of the latest passes needs
+    them. So one long sample does not take memory for good, and lengths that alternate allocate
+    nothing. Ranks that make the same passes hold the same."""
+
+    def __init__(self) -> None:
+        self.size, self._most, self._passes = (0, 0), (0, 0), 0
+
+    def changes(self, count: int, num_bytes: int) -> bool:
+        """Note what a pass needs; returns whether `size` changes."""
+        before, need = self.size, (count, num_bytes)
+        self._most = _larger(self._most, need)
+        self._passes += 1
+        if _larger(before, need) != before:
+            self.size = _larger(before, need)
+        elif self._passes >= _LATEST:
+            if 2 * prod(self._most) <= prod(before):
+                self.size = self._most
+            self._most, self._passes = (0, 0), 0
+        return self.size != before
+
+
+def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 class SentSlots:
@@ -309,7 +337,8 @@ class Carrier(Protocol):
     overlaps: bool  # whether transfers overlap with kernels
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
-        """At least `count` buffers of at least `num_bytes`, the same ones in every call."""
+        """At least `count` buffers of at least `num_bytes`, the same ones in every call of the
+        group; calls use them one after the other."""
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """Slots for a call, which this rank shares with the others of its node."""
@@ -319,7 +348,7 @@ class Carrier(Protocol):
         match in order."""
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
-        """The queues of a call."""
+        """The queues of a call, which begins when the group's call before it is over."""
 
     def time_transfers(self) -> None:
         """Have NCCL record the times of its transfers from now on."""

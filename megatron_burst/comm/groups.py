@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_burst.comm.carrier import (
     Memory,
@@ -21,10 +20,12 @@ from megatron_burst.comm.carrier import (
     Where,
 )
 from megatron_burst.comm.nodes import check_devices, find_topology
-from megatron_burst.comm.state import SubGroups, state_of
+from megatron_burst.comm.pass_log import PassLog
+from megatron_burst.comm.state import GroupState, SubGroups, state_of
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import Choice, choose_transfer
 from megatron_burst.say import say
 from megatron_burst.schedule.call import Cargo
@@ -37,7 +38,7 @@ class Transfer:
 
     works: Sequence[dist.Work]
     timeout_s: float | None  # for each; None on GPUs, where a wait with one would block the CPU
-    explain: Callable[[Exception], Exception]  # turns torch's exception into an error of ours
+    lost: Callable[[Exception], Exception]  # turns torch's exception into an error of ours
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make the current stream (on CPU: this thread) wait until all are complete."""
@@ -49,7 +50,7 @@ class Transfer:
             for work in works:
                 work.wait(*limit)
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise self.lost(error) from error
 
     def seconds(self) -> float:
         """Seconds on the GPUs, waiting for each other included; nan unless finished and
@@ -68,14 +69,14 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, topology: Topology, board: Board, config: BurstConfig,
-        sub_groups: SubGroups, read_groups: Sequence[dist.ProcessGroup] | None = None,
+        self, group: dist.ProcessGroup, topology: Topology, state: GroupState, config: BurstConfig,
+        read_groups: Sequence[dist.ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
-        self.topology, self.board = topology, board
+        self.topology, self.board, self._memory = topology, state.board, state.memory
+        self._lost = partial(_lost, state.board, state.log)
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
         self.cp_rank, self._times = group.rank(), False
         self._ranks = dist.get_process_group_ranks(group)
-        self._buffers: dict[tuple, Memory] = {}
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
@@ -86,10 +87,10 @@ class Communicator:
         self._groups = {(link, Cargo.READ): given[link] for link in several if given}
         lacking = {(link, c): several[link] for link in several for c in Cargo}
         lacking = {name: ranks for name, ranks in lacking.items() if name not in self._groups}
-        self._groups |= sub_groups.of(lacking, config.tuning.nccl_ctas)
-        self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), sub_groups)
+        self._groups |= state.sub_groups.of(lacking, config.tuning.nccl_ctas)
+        self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
-        refusal = partial(self._pool.refusal, board) if self._pool else lambda: None
+        refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, self._asked, refusal)  # inside a node
 
     def _pool_of(
@@ -107,26 +108,15 @@ class Communicator:
         return pools[name]
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
-        """As `Carrier.buffers`: allocated once, kept, grown."""
-        key = use, where
-        memory = self._buffers.get(key)
-        if memory is None or memory.flats[0].numel() < num_bytes:
-            self._buffers.pop(key, None)
-            del memory  # free it before allocating the larger one
-            memory = self._buffers[key] = Memory([_bytes(num_bytes, where)])
-        while len(memory.flats) < count:
-            memory.flats.append(_bytes(memory.flats[0].numel(), where))
-        return memory
-
-    def release_buffers(self) -> None:
-        """Free all buffers; the next call allocates them again."""
-        self._buffers.clear()
+        """As `Carrier.buffers`."""
+        return self._memory.of(use, count, num_bytes, where)
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """As `Carrier.queues`; one queue where nothing overlaps."""
         if device.type != "cuda":
             return OneQueue(Where(device))
         queues = Queues(device, self._streams.setdefault(device, {}))
+        self._memory.begin(queues.stream)
         return queues if self.overlaps else OneQueue(queues.where)
 
     def time_transfers(self) -> None:
@@ -168,16 +158,21 @@ class Communicator:
             for operation, parcels in ((dist.isend, sends), (dist.irecv, recvs))
             for peer, tensor in parcels
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        lost = partial(self._lost, name)
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise lost(error) from error
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
         on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
         timeout_s = self.board.timeout_s if on_cpu else None
-        return Transfer(works, timeout_s, lambda error: self.board.explain(error, WHO, name))
+        return Transfer(works, timeout_s, lost)
 
 
-@torch.inference_mode(False)  # kept: training after an evaluation writes to it
-def _bytes(count: int, where: Where) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=where.device)
+def _lost(board: Board, log: PassLog | None, hop: str, error: Exception) -> BurstError:
+    """The error of a transfer that failed, after which no pass of the group can be right."""
+    found = board.explain(error, WHO, hop)
+    return log.end(found) if log else found
 
 
 def communicator_of(
@@ -209,5 +204,5 @@ def communicator_of(
             topology, hcp_groups = topology.flat(), None
         if state.log is None and group.size() > 1:
             state.open_log(group)
-        made[key] = Communicator(group, topology, board, config, state.sub_groups, hcp_groups)
+        made[key] = Communicator(group, topology, state, config, hcp_groups)
     return made[key]

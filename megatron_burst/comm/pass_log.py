@@ -38,12 +38,13 @@ _TELL_S = 5.0  # how long a rank that has given up waits for the others' terms
 class Kind(IntEnum):
     """What a stamp announces; in words below, in the same order."""
 
-    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL = range(7)
+    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL, FAILURE = range(8)
 
 
 _IN_WORDS = (
     "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
     "the recomputation of an early half", "the end of a step", "a call that it refuses",
+    "a pass that failed",
 )  # fmt: skip
 
 
@@ -166,6 +167,27 @@ class PassLog:
                     self._look()
         return self._number
 
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that this one could not run a pass; waits for nobody.
+
+        Ranks that all say so are in step. Else those that do not raise an error where they look.
+        """
+        with self._lock:
+            if self._broken:
+                return
+            self._number += 1
+            terms = {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            with suppress(RuntimeError):  # connections or the store may be gone, with a rank
+                self._post(Stamp(Kind.FAILURE, self._number, 0, 0), terms)
+                self._store.set(self._key(self._pending[-1]), json.dumps(terms))
+
+    def end(self, error: BurstError) -> BurstError:
+        """Raise an error in all later passes, as none can be right; returns it."""
+        self.fail(error)
+        with self._lock:
+            self._broken = self._broken or error
+        return error
+
     def look(self) -> None:
         """Compare the stamps received so far without waiting; raises as `begin`."""
         with self._lock:
@@ -187,8 +209,13 @@ class PassLog:
                 entry.work.wait()
             except RuntimeError as error:
                 raise self._lost(entry, str(error).splitlines()[0]) from error
+            failed = entry.stamp.kind is Kind.FAILURE
             if entry.room.stamps != entry.room.mine:
-                raise self._disagreement(entry)
+                # this rank has raised its own error; where stamps are waited for, all are in step
+                if not (failed and self._waits):
+                    raise self._disagreement(entry)
+            elif failed:
+                self._store.delete_key(self._key(entry))
             self._rooms.append(entry.room)
 
     def _await(self, entry: _Entry) -> None:
@@ -205,6 +232,9 @@ class PassLog:
                 raise self._lost(entry, f"nothing came within {self._board.timeout_s:g} s")
             with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
                 alarmed = self._store.check([self._alarm(entry)])
+
+    def _key(self, entry: _Entry) -> str:
+        return f"{self._name}/{entry.number}/{self._rank}"
 
     def _alarm(self, entry: _Entry) -> str:
         return f"{self._name}/{entry.number}/alarm"
@@ -224,7 +254,10 @@ class PassLog:
 
     def _disagreement(self, entry: _Entry) -> DisagreementError:
         stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
-        got = _differences(stamps, self._tell(entry))
+        told = self._tell(entry)
+        if any(stamp.kind is Kind.FAILURE for stamp in stamps):
+            return self._failure(entry, stamps, told)
+        got = _differences(stamps, told)
         error = DisagreementError(
             f"{WHO}: all ranks of a context-parallel group must make the same calls in the same "
             "order, with the same shapes and options, because every call sends shards between "
@@ -232,6 +265,24 @@ class PassLog:
             "ranks, and run every forward and every backward on all of them"
         )
         self._broken = None if self._waits else error  # on GPUs some ranks are ahead, or hang
+        return error
+
+    def _failure(
+        self, entry: _Entry, stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]
+    ) -> DisagreementError:
+        failed = [
+            f"{(terms or {}).get('failure', 'an exception')} on cp rank {rank}"
+            for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True))
+            if stamp.kind is Kind.FAILURE
+        ]
+        begun = _IN_WORDS[entry.stamp.kind]
+        error = DisagreementError(
+            f"{WHO}: a pass must succeed on every rank, because ranks send each other what they "
+            f"compute; got {' and '.join(failed)}, while cp rank {self._rank} began {begun} as "
+            f"pass {entry.number} of the group; look there first, and to go on after such an "
+            "error, catch it on all ranks and repeat the step on all of them"
+        )
+        self._broken = None if self._waits else error  # on GPUs some ranks are ahead
         return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
@@ -281,3 +332,29 @@ class Marks:
             return self.log.begin(kind, self.digest, self.terms, call, layer)
         both = Marks.of(self.log, {**self.terms, **data})
         return self.log.begin(kind, both.digest, both.terms, call, layer)
+
+
+class Pass:
+    """A pass of a call on this rank: `begin` announces it; as a context it tells the other ranks
+    if it fails.
+
+    Attributes:
+        number: of the pass, once it has begun.
+    """
+
+    def __init__(self, marks: Marks, kind: Kind, call: int = 0, layer: int = 0) -> None:
+        self._marks, self._what, self.number = marks, (kind, call, layer), 0
+        self._tells = marks.log is not None
+
+    def begin(self, data: Mapping[str, str] | None = None) -> None:
+        """As `Marks.begin`, when this rank has what it needs to take part."""
+        tells, self._tells = self._tells, False  # all ranks know what this raises
+        self.number = self._marks.begin(*self._what, data)
+        self._tells = tells
+
+    def __enter__(self) -> "Pass":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._tells and self._marks.log and isinstance(error, Exception):
+            self._marks.log.fail(error)

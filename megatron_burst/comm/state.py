@@ -1,19 +1,24 @@
 """Per-process-group state of this rank, which lives as long as the group."""
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_burst.comm.carrier import Held, Memory, Where
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
 from megatron_burst.comm.symmetric import SymmetricPool
-from megatron_burst.comm.watch import WHO, Board, Latest, backend_of, set_seconds
+from megatron_burst.comm.watch import PREFIX, WHO, Board, Latest, backend_of, set_seconds
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
@@ -26,8 +31,6 @@ _SAMPLES = 8  # micro-batches in flight
 _SAME = -1.0  # keep the time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
-# The highest number used in names of groups, as long as the default group lives.
-_MOST: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # State is dropped when its group is.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, "GroupState"] = WeakKeyDictionary()
 
@@ -36,13 +39,14 @@ class SubGroups:
     """Sub-groups of a group, one for each set of ranks, cargo and thread blocks.
 
     Creating one can take seconds, so configurations share them. Their time-out is that of the
-    group's board; torch keeps them until all groups are destroyed.
+    group's board. They are destroyed with the group: see `state_of`.
     """
 
     def __init__(self, group: dist.ProcessGroup, board: Board) -> None:
         self._ranks, self._backend = dist.get_process_group_ranks(group), backend_of(group)
         self._board, self._timeout_s = board, 0.0
         self._made: dict[tuple, dist.ProcessGroup] = {}
+        self._number = 0  # of groups that were made
         self._beside: dist.ProcessGroup | None = None
         self.pools: dict[str, SymmetricPool] = {}  # by the name of a sub-group
 
@@ -56,8 +60,10 @@ class SubGroups:
         keys = {name: (*sorted(ranks), name[1], ctas) for name, ranks in wanted.items()}
         names = list(wanted)
         lacking = [place for place, name in enumerate(names) if keys[name] not in self._made]
-        for place in self._level(lacking):
-            self._made[keys[names[place]]] = self._new(wanted[names[place]], ctas)
+        for place in self._lacking_anywhere(lacking):
+            ranks = [self._ranks[rank] for rank in wanted[names[place]]]
+            made = self._new(ranks, self._timeout_s, self._backend, self._bounded(ctas))
+            self._made[keys[names[place]]] = made
         return {name: self._made[key] for name, key in keys.items()}
 
     def beside(self) -> dist.ProcessGroup:
@@ -65,40 +71,33 @@ class SubGroups:
 
         Its time-out is twice that of others, because gloo's errors name no ranks.
         """
-        self._level([0])
-        self._beside = dist.new_group(
-            self._ranks, timedelta(seconds=_CONNECT_S), "gloo", use_local_synchronization=True
-        )
+        self._lacking_anywhere([0])
+        self._beside = self._new(self._ranks, _CONNECT_S, "gloo")
         set_seconds(self._beside, 2 * self._board.timeout_s)
         return self._beside
 
-    def _level(self, lacking: Sequence[int]) -> list[int]:
-        """Make all ranks count equally many process groups; returns groups that any rank lacks.
+    def _lacking_anywhere(self, lacking: Sequence[int]) -> list[int]:
+        """The groups that any rank lacks; all ranks call it together."""
+        everyones = [json.loads(text) for text in self._board.share(json.dumps(lacking), WHO)]
+        return sorted({place for theirs in everyones for place in theirs})
 
-        torch counts them into the name under which the members of a locally synchronised group
-        find each other (distributed_c10d.py, _hash_ranks_to_str); with unequal counts they hang.
-        """
-        known, default = len(distributed_c10d._world.pg_names), dist.group.WORLD
-        # reusing the number of a destroyed group would give two groups one name
-        used = max(known, _MOST.get(default, 0))
-        mine = json.dumps({"process groups": used, "lacking": lacking})
-        everyones = [json.loads(text) for text in self._board.share(mine, WHO)]
-        missing = sorted({place for theirs in everyones for place in theirs["lacking"]})
-        most = max(theirs["process groups"] for theirs in everyones)
-        for _ in range(most - known if missing else 0):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        _MOST[default] = most + len(missing)
-        return missing
+    def _bounded(self, ctas: int | None) -> Any:
+        """NCCL's options of a group whose transfers have at most so many thread blocks."""
+        if self._backend != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if ctas is not None:
+            options.config.max_ctas = options.config.min_ctas = ctas
+        return options
 
-    def _new(self, cp_ranks: Sequence[int], ctas: int | None) -> dist.ProcessGroup:
+    def _new(
+        self, ranks: Sequence[int], timeout_s: float, backend: str, options: Any = None
+    ) -> dist.ProcessGroup:
         """A new group of some of the ranks; only its members call it."""
-        options = None
-        if self._backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            if ctas is not None:
-                options.config.max_ctas = options.config.min_ctas = ctas
-        ranks, limit = [self._ranks[rank] for rank in cp_ranks], timedelta(seconds=self._timeout_s)
-        return dist.new_group(ranks, limit, self._backend, options, use_local_synchronization=True)
+        self._number += 1
+        limit, of = timedelta(seconds=timeout_s), "-".join(map(str, sorted(ranks)))
+        with _named(f"{self._board.name}/{self._number}/{of}"):
+            return dist.new_group(ranks, limit, backend, options, use_local_synchronization=True)
 
     def follow(self) -> None:
         """Adopt the board's time-out: the user's, or the group's current one."""
@@ -110,12 +109,67 @@ class SubGroups:
                 set_seconds(self._beside, 2 * self._timeout_s)
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have torch give a new group this name, under which its members find each other.
+
+    torch's own names count the groups of a process, so ranks with other groups would wait for each
+    other forever, and a group could get the name of one that was destroyed.
+    """
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
+
+
+class GroupMemory:
+    """The buffers of a group's calls on this rank, which use them one after the other."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Memory] = {}
+        self._held: defaultdict[Hashable, Held] = defaultdict(Held)
+        self._stream: torch.cuda.Stream | None = None  # of the latest call
+
+    def of(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
+        """As `Carrier.buffers`."""
+        held = self._held[use]
+        memory = None if held.changes(count, num_bytes) else self._made.get(use)
+        if memory is None:
+            self._made.pop(use, None)  # free it before allocating others
+            count, num_bytes = held.size
+            made = [_bytes(num_bytes, where.device) for _ in range(count)]
+            memory = self._made[use] = Memory(made, where)
+        if memory.where != where:  # once freed, they must not be used before this call is over
+            for flat in memory.flats:
+                flat.record_stream(torch.cuda.current_stream(where.device))
+        return memory
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """Let a call on this stream begin when the latest one, if on another, is over."""
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def release(self) -> None:
+        """Free all of it; the next call allocates it again."""
+        self._made.clear()
+        self._held.clear()
+
+
+@torch.inference_mode(False)  # kept: training after an evaluation writes to it
+def _bytes(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
 @dataclass(slots=True)
 class GroupState:
     """State of a context-parallel group on this rank."""
 
     board: Board  # out-of-band agreement of its ranks
     sub_groups: SubGroups  # shared by its communicators
+    memory: GroupMemory = field(default_factory=GroupMemory)  # likewise
     # by how they carry data
     communicators: dict[Hashable, "Communicator"] = field(default_factory=dict)
     # results for calls that ranks agreed on and accepted, for when they are repeated
@@ -148,7 +202,7 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     left out: as before.
     """
     if group not in _STATES:
-        _drop_destroyed()
+        _drop_destroyed()  # all ranks of the new group are here, as they were for the others
         board = Board(group, None if timeout_s == _SAME else timeout_s)
         _STATES[group] = GroupState(board, SubGroups(group, board))
     state = _STATES[group]
@@ -159,17 +213,21 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
 
 
 def _drop_destroyed() -> None:
-    """Drop the state of destroyed groups that are still referenced."""
-    known = distributed_c10d._world.pg_map
-    for group in [group for group in _STATES if group not in known]:
+    """Drop the state of destroyed groups that are still referenced; destroy their sub-groups, which
+    torch would keep, with their threads and connections."""
+    world = distributed_c10d._world
+    for group in [group for group in _STATES if group not in world.pg_map]:
         del _STATES[group]
+    owners = tuple(f"{state.board.name}/" for state in _STATES.values() if state.board.name)
+    for group, name in [*world.pg_names.items()]:
+        if name.startswith(f"{PREFIX}/") and not name.startswith(owners):
+            dist.destroy_process_group(group)
 
 
 def release_buffers(group: dist.ProcessGroup) -> None:
     """Free the memory that a group's communicators hold; all its ranks call it together."""
     if group in _STATES:
-        for communicator in _STATES[group].communicators.values():
-            communicator.release_buffers()
+        _STATES[group].memory.release()
         for pool in _STATES[group].sub_groups.pools.values():
             pool.release()
 

@@ -1,5 +1,6 @@
 """Slots in torch's symmetric memory: GPUs of one node read each other's, by copy engine."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import PulledSlots, Where
+from megatron_burst.comm.carrier import Held, PulledSlots, Where
 from megatron_burst.comm.watch import WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
@@ -33,8 +34,8 @@ class SymmetricError(BurstError):
 
 
 class SymmetricPool:
-    """The symmetric buffers of a group, allocated at first use by all its ranks together; they
-    grow.
+    """The symmetric buffers of a group, allocated by all its ranks together when `Held` changes, so
+    in the same pass on all of them, whatever its stream.
 
     Args:
         group: the ranks that read each other's memory; on one node.
@@ -50,7 +51,8 @@ class SymmetricPool:
         self._group_name = group.group_name  # must not keep the group alive
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
-        self._slots: dict[tuple, PulledSlots] = {}
+        self._slots: dict[Cargo, PulledSlots] = {}
+        self._held: defaultdict[Cargo, Held] = defaultdict(Held)
 
     @property
     def num_bytes(self) -> int:
@@ -63,21 +65,18 @@ class SymmetricPool:
         Raises:
             SymmetricError: on all ranks of the group, if one has too little memory.
         """
-        key, device = (cargo, where.stream), where.device
-        old = self._slots.get(key)
-        if old and len(old) >= count and old.slot_bytes >= num_bytes:
-            return old.begin()
-        if old:
-            count, num_bytes = max(count, len(old)), max(num_bytes, old.slot_bytes)
+        held, device = self._held[cargo], where.device
+        if not held.changes(count, num_bytes) and cargo in self._slots:
+            return self._slots[cargo].begin()
+        count, num_bytes = held.size
         self._wait_for_all(device)
-        self._slots.pop(key, None)
-        del old
+        self._slots.pop(cargo, None)
         own, reason = self._allocate(count, num_bytes, device)
         # other ranks would hang in the rendezvous if one cannot allocate
         if reason := next(filter(None, self._board.share(reason, WHO)), None):
             raise SymmetricError(count * num_bytes, reason)
-        self._slots[key] = self._meet(own)
-        return self._slots[key].begin()
+        self._slots[cargo] = self._meet(own)
+        return self._slots[cargo].begin()
 
     @torch.inference_mode(False)  # kept: training after an evaluation writes to them
     def _allocate(
@@ -122,6 +121,7 @@ class SymmetricPool:
         if self._slots:
             self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
             self._slots.clear()
+            self._held.clear()
 
     def refusal(self, everyone: Board) -> str | None:
         """Why ranks of some node cannot read each other's memory, or None; all ranks call it

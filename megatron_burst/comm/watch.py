@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_burst.errors import BurstError, DisagreementError
 
 WHO = "burst attention"
-_PREFIX = "megatron_burst"
+PREFIX = "megatron_burst"  # of keys in stores and names of groups
 _POLL_S = 0.005
 _AGREEMENTS = 256  # a model has a few configurations
 
@@ -63,7 +63,8 @@ class Board:
         self._group, self._store = ref(group), group.get_group_store()
         self._rank, self._size = group.rank(), group.size()
         self.given_timeout_s = timeout_s
-        self._name, self._posts = "", 0
+        # unique; empty until the first post
+        self.name, self._posts = "", 0
         self._agreed: Latest[Hashable, None] = Latest(_AGREEMENTS)
 
     @property
@@ -82,10 +83,10 @@ class Board:
         """
         if self._size == 1:
             return [text]
-        if not self._name:
-            self._name = self._join(who, text)
+        if not self.name:
+            self.name = self._join(who, text)
         keys = self._keys()
-        read = f"{self._name}/{self._posts}/read"
+        read = f"{self.name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
         is_first = self._rank == 0 and self._posts == 1
@@ -126,7 +127,7 @@ class Board:
 
     def news(self) -> dict[int, str]:
         """Other ranks' posts on the next topic, which this rank has not reached, by rank."""
-        keys = dict(enumerate(self._keys())) if self._name else {}
+        keys = dict(enumerate(self._keys())) if self.name else {}
         keys.pop(self._rank, None)
         posted = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key).decode() for rank, key in posted.items()}
@@ -152,9 +153,9 @@ class Board:
         key."""
         mine = uuid4().hex
         if self._rank == 0:
-            return f"{_PREFIX}/{mine}"
-        self._store.set(f"{_PREFIX}/hello/{self._rank}", mine)
-        answer = f"{_PREFIX}/welcome/{mine}"
+            return f"{PREFIX}/{mine}"
+        self._store.set(f"{PREFIX}/hello/{self._rank}", mine)
+        answer = f"{PREFIX}/welcome/{mine}"
         if self._wait([answer]):
             raise self._lost([0], who, text)
         return self._store.get(answer).decode()
@@ -166,13 +167,13 @@ class Board:
         A request may be stale, left by an earlier group, so requests are checked until then.
         """
         end, answers = time.monotonic() + self.timeout_s, set()
-        requests = [f"{_PREFIX}/hello/{rank}" for rank in range(self._size)]
+        requests = [f"{PREFIX}/hello/{rank}" for rank in range(self._size)]
         late = list(range(self._size))
         while late := [rank for rank in late if not self._store.check([keys[rank]])]:
             asking = [requests[rank] for rank in late if self._store.check([requests[rank]])]
-            fresh = {f"{_PREFIX}/welcome/{self._store.get(key).decode()}" for key in asking}
+            fresh = {f"{PREFIX}/welcome/{self._store.get(key).decode()}" for key in asking}
             for answer in fresh - answers:
-                self._store.set(answer, self._name)
+                self._store.set(answer, self.name)
             answers |= fresh
             if time.monotonic() > end:
                 return late
@@ -199,7 +200,7 @@ class Board:
 
     def _keys(self) -> list[str]:
         """Keys of the ranks' posts on the next topic."""
-        return [f"{self._name}/{self._posts}/{rank}" for rank in range(self._size)]
+        return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
 def refuse_differences(who: str, everyones: Sequence[Mapping[str, str]], rank: int) -> None:

@@ -1,8 +1,8 @@
 """One attention call, ready to run: its programs, and the two passes that autograd sees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -62,8 +62,9 @@ class Passes:
         return self._executor(Direction.BACKWARD)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor, Tensor, Tensors]:
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None,
+        begin: Callable[[], object] = dict,
+    ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
@@ -71,6 +72,7 @@ class Passes:
             k: [b, n, h_kv, dqk].
             v: [b, n, h_kv, dv].
             documents: of the sample, if the mask has documents.
+            begin: as in `Executor.run`.
 
         Returns:
             out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
@@ -78,8 +80,8 @@ class Passes:
         """
         executor = self.forward_executor
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        given |= _results(executor, {"out": (q, v.shape[-1])})
-        run = executor.run(given, documents=documents)
+        results = partial(_results, executor, {"out": (q, v.shape[-1])})
+        run = executor.run(given, None, documents, results, begin)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         left = tuple(run.left[name] for name in executor.program.left)
         if self._takes_inputs:
@@ -92,15 +94,16 @@ class Passes:
         return "kv" in self.backward_executor.program.buffers
 
     def backward(
-        self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None
-    ) -> Tensors:
+        self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None,
+        begin: Callable[[], object] = dict,
+    ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
         Args:
             left: what forward saved.
             out: [b, n, h, dv].
             dout: [b, n, h, dv].
-            documents: as in forward.
+            documents, begin: as in forward.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
         shape, given, like = self.way.shape, {}, (dout,) * 3
@@ -110,9 +113,9 @@ class Passes:
             given, like = {"kv": {"k": k, "v": v}}, (q, k, v)
         dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
-        given |= {"side": side} | _results(executor, rows)
+        given["side"] = side
         of_forward = dict(zip(self.forward_executor.program.left, left, strict=True))
-        run = executor.run(given, of_forward, documents)
+        run = executor.run(given, of_forward, documents, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
 
 

@@ -25,6 +25,9 @@ from megatron_burst.schedule.operations import Arrange, Op, Restore, Stream, Tra
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Buffer, Home, Program
 
+_OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
+_APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
+
 
 class Binder:
     """Makes a program ready to run at any length.
@@ -119,7 +122,7 @@ class Executor:
         return {
             name: Layout.of(buffer, self.program.batch, self.dtypes)
             for name, buffer in self.buffers.items()
-            if buffer.home not in (Home.CALL, Home.PART)
+            if buffer.home not in _OWN
         }
 
     @cached_property
@@ -134,6 +137,17 @@ class Executor:
                 most = max(before[0], count), max(before[1], layout.num_bytes)
                 found[buffer.home, buffer.use] = most
         return found
+
+    @cached_property
+    def places(self) -> tuple[dict[tuple[Home, str], int], int]:
+        """By use, where its buffers begin in the group's memory; how many bytes that needs. Other
+        ranks read slots, so these have memory of their own."""
+        begins, end = {}, 0
+        for (home, use), (count, size) in self.uses.items():
+            if home is not Home.SLOT:
+                begins[home, use] = end
+                end += count * _aligned(size)
+        return begins, end
 
     @cached_property
     def marks(self) -> list[UnderWay | None]:
@@ -152,18 +166,26 @@ class Executor:
 
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
-        documents: Documents | None = None,
+        documents: Documents | None = None, results: Callable[[], dict[str, Fields]] = dict,
+        begin: Callable[[], object] = dict,
     ) -> "Run":  # fmt: skip
         """Run the program.
+
+        If it fails after `begin`, this rank's other transfers are made nevertheless, as other ranks
+        wait for them, and are over for the current stream when the exception leaves. What it sends
+        from then on is NaN.
 
         Args:
             given: the call's own buffers: inputs, and outputs to write.
             left: bytes that forward saved.
             documents: of the sample, if the program's mask has documents.
+            results: allocates the call's outputs that are not given.
+            begin: called when all memory that other ranks write to is there.
         """
         device = next(iter(next(iter(given.values())).values())).device
         queues = self.carrier.queues(device)
         run = Run(self, dict(given), dict(left or {}), queues, documents)
+        begin()
         clock = METER.clock(self) if METER.on else None
         steps = self.ranged if profiled() else clock.steps if clock else self.binder.steps
         over: list[Any] = [None] * len(steps)
@@ -171,11 +193,19 @@ class Executor:
             clock.begin(queues)
             over = clock.over(len(steps))
         try:
+            run.attempt(run.prepare, results)
             self._issue(run, queues, steps, over)
+            for earlier in self.binder.order.joins:
+                over[earlier].wait(queues.stream)
+            if run.failure is not None:
+                raise run.failure
+        except Exception as error:
+            if run.failure is None or error is run.failure:
+                raise
+            raise error from run.failure  # transfers failed too
         finally:
             queues.go(None)
-        for earlier in self.binder.order.joins:
-            over[earlier].wait(queues.stream)
+            run.failure = None  # its frames hold the run, and so all tensors
         if clock:
             clock.end()
         return run
@@ -183,11 +213,15 @@ class Executor:
     def _issue(
         self, run: "Run", queues: OneQueue | Queues, steps: tuple["Step", ...], over: list[Any]
     ) -> None:
-        """Launch all operations on their queues; `over`: completion handles, by operation."""
+        """Launch all operations on their queues; after a failure, transfers only.
+
+        `over`: completion handles, by operation.
+        """
         marks, waits = self.marks, not self.carrier.overlaps
         # work of earlier calls is ordered before this call's kernels
         begin = marks[-1] = queues.mark(marks[-1])
-        for index, step in enumerate(steps):
+        for index in range(len(steps)):
+            step = steps[index] if run.failure is None else self.binder.steps[index]
             if step.moves:
                 queues.go(step.queue)
                 if step.begins:
@@ -196,15 +230,21 @@ class Executor:
                 over[earlier].wait(queues.stream)
             for use, number in step.opens:
                 run.slots[use].open(number, queues.stream)
-            under_way = step.run(run)
             if step.transfers:
-                over[index] = under_way
+                over[index] = step.run(run)
                 if waits:
                     over[index].wait(queues.stream)
-            elif step.waited_for:
+            elif run.failure is None:
+                run.attempt(step.run, run)
+            if step.waited_for and not step.transfers:
                 over[index] = marks[index] = queues.mark(marks[index])
             for name in step.frees:
                 run.fields.pop(name, None)
+        queues.go(None)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _APART) * _APART
 
 
 def _queue(op: Op) -> Hashable | None:
@@ -247,6 +287,7 @@ class Run:
     Attributes:
         fields: of the call's buffers and of parts, by name.
         left: bytes of buffers that forward saves for backward.
+        failure: of an operation, or None so far; from then on only transfers are made.
         slots: of this call, by use.
         views: of buffers that live as long as the run, by the executor's names; those of the
             group's memory are reused from the previous run.
@@ -262,25 +303,39 @@ class Run:
     ) -> None:  # fmt: skip
         self.fields, self.left, self.documents = given, left, documents
         self.executor, self.queues, carrier = executor, queues, executor.carrier
-        self.unit = executor.unit
-        if documents is not None:  # here, because the indices are allocated on the compute stream
-            for back, *chunks in executor.binder.orders:
-                (documents.restored if back else documents.arranged)(*chunks)
-        self.slots, self._memory, self._kept = {}, {}, {}
+        self.unit, self.failure = executor.unit, None
+        self.slots = {
+            use: carrier.slots(use, count, size, queues.where)
+            for (home, use), (count, size) in executor.uses.items()
+            if home is Home.SLOT
+        }
+        memory = carrier.buffers("all", 1, executor.places[1], queues.where)
+        self._flat = memory.flats[0]
+        self._kept = {use: slots.views(executor) for use, slots in self.slots.items()}
+        self._kept[None] = memory.views(executor)
         self.views: dict[int, Any] = {}
-        for (home, use), (count, size) in executor.uses.items():
-            if home is Home.SLOT:
-                memory = self.slots[use] = carrier.slots(use, count, size, queues.where)
-            else:
-                memory = carrier.buffers((home, use), count, size, queues.where)
-                self._memory[home, use] = memory
-            kept = self._kept[home, use] = memory.views(executor)
+        for kept in self._kept.values():
             self.views.update(kept)
         for name in executor.program.left:  # here, because it is allocated on the compute stream
             if name not in left:
                 size = executor.layouts[name].num_bytes
                 device = queues.where.device
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def attempt(self, work: Callable[..., object], *args: Any) -> None:
+        """Do some work; if it fails, note why."""
+        try:
+            work(*args)
+        except Exception as error:
+            self.failure = error
+
+    def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
+        """Allocate results and indices, before the loop, because they belong to the compute
+        stream."""
+        self.fields |= results()
+        if self.documents is not None:
+            for back, *chunks in self.executor.binder.orders:
+                (self.documents.restored if back else self.documents.arranged)(*chunks)
 
     def make(self, name: str) -> Fields:
         """Allocate a part, or results, at first use in this run."""
@@ -297,9 +352,10 @@ class Run:
     def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
         """Cache a view of a buffer for as long as its memory lives."""
         self.views[name] = view
-        kept = self._kept.get((buffer.home, buffer.use))
-        if kept is not None:
-            kept[name] = view
+        if buffer.home is Home.SLOT:
+            self._kept[buffer.use][name] = view
+        elif buffer.home not in (*_OWN, Home.LEFT):
+            self._kept[None][name] = view
         return view
 
     def layout(self, buffer: Buffer) -> Layout:
@@ -314,4 +370,6 @@ class Run:
         if buffer.home is Home.LEFT:
             return self.left[buffer.name]
         number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
-        return self._memory[buffer.home, buffer.use].flats[number][:size]
+        use = buffer.home, buffer.use
+        begin = self.executor.places[0][use] + number * _aligned(self.executor.uses[use][1])
+        return self._flat[begin : begin + size]

@@ -33,6 +33,7 @@ from megatron_burst.schedule.program import Buffer, Home
 if TYPE_CHECKING:
     from megatron_burst.engine.executor import Binder, Run
 
+_NAN = 0xFF  # each byte of a NaN, in every dtype
 Bound = Callable[["Run"], Any]
 Part = Callable[["Run"], Fields]
 Source = Callable[["Run"], Tensor]
@@ -376,6 +377,9 @@ def transfer(binder: Binder, op: ops.Transfer) -> Bound:
 
     def bound(run: Run) -> UnderWay:
         given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
+        if run.failure:
+            for _, rows in given:
+                rows.fill_(_NAN)
         return run.executor.carrier.send(op.link, op.cargo, given, taken)
 
     return bound
@@ -395,6 +399,8 @@ def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bo
 
     def bound(run: Run) -> UnderWay:
         into = [of(run) for of in targets]
+        if run.failure:
+            slot(run).fill_(_NAN)
         return run.slots[use].exchange(number, ends(run), into, run.queues)
 
     return bound

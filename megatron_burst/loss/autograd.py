@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import passes
-from megatron_burst.loss.main_grad import Expected, announce_main_grad, common_factor, main_grad_of
+from megatron_burst.loss.main_grad import announce_main_grad, common_factor, main_grad_of
 from megatron_burst.loss.passes import Head, Sums
 from megatron_burst.loss.rows import HiddenGrad, Rows
 from megatron_burst.loss.statistics import WHO, Factor, Stat, sum_dtype
@@ -19,13 +19,11 @@ class Recomputed(torch.autograd.Function):
     """Statistics in forward; backward recomputes the logits, except the last tile."""
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected | None
-    ):
+    def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
         stats, buffer = passes.statistics_pass(head, hidden, weight, rows)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
-        ctx.rows, ctx.head, ctx.expected = rows, head, expected
+        ctx.rows, ctx.head = rows, head
         # after offloading, saved_tensors does not return the parameter itself: keep its buffer
         ctx.weight = weight
         entropy = stats[Stat.LSE] - stats[Stat.MEAN]
@@ -41,8 +39,6 @@ class Recomputed(torch.autograd.Function):
         head, rows = ctx.head, ctx.rows
         zeros = stats.new_zeros(rows.labels.shape)
         loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
-        if ctx.expected is not None:
-            ctx.expected.learn(loss)
         factors = passes.loss_factors(head, stats, loss)
         # d entropy / dz = -p (z - mean)
         factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
@@ -57,8 +53,8 @@ class Recomputed(torch.autograd.Function):
         del kept
         dhidden = sums.finish(hidden.shape)
         if main_grad is not None:
-            return dhidden, announce_main_grad(ctx.weight), None, None, None
-        return dhidden, None if total is None else total.to(weight.dtype), None, None, None
+            return dhidden, announce_main_grad(ctx.weight), None, None
+        return dhidden, None if total is None else total.to(weight.dtype), None, None
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -98,50 +94,6 @@ class GradientsInForward(torch.autograd.Function):
                 main_grad.addcmul_(total, factor)
                 dweight = announce_main_grad(ctx.weight)
         return dhidden, dweight, None, None, None
-
-
-class GradientsInMainGrad(torch.autograd.Function):
-    """Gradients in forward with the expected scale, the weight's added to `main_grad`.
-
-    If backward gets a different gradient, the same products are subtracted again, and gradients are
-    computed as in `Recomputed`. So results are right for any gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head, expected: Expected):
-        sums = Sums(_hidden_sum(ctx, head, rows, hidden), main_grad_of(weight))
-        row_weight = expected.count_on_it()
-        stats = passes.forward_gradient_pass(head, hidden, weight, rows, row_weight, sums)
-        ctx.dhidden = sums.finish(hidden.shape)
-        ctx.save_for_backward(hidden, weight, stats)
-        ctx.rows, ctx.head, ctx.expected, ctx.weight = rows, head, expected, weight
-        return rows.spread(passes.losses(head, stats))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad = ctx.rows.collect(grad)
-        expected, ctx.expected = ctx.expected, None  # a second backward expects nothing
-        dhidden, ctx.dhidden = ctx.dhidden, None
-        if expected is None or not expected.resolve(grad, ctx.head.tp.group):
-            del dhidden
-            dhidden = _corrected(ctx, grad, expected)
-        return dhidden, announce_main_grad(ctx.weight), None, None, None
-
-
-def _corrected(ctx, grad: Tensor, expected: Expected | None) -> Tensor | None:
-    """The hidden states' gradient; replaces the expected weight gradient in `main_grad`.
-
-    Uses forward's tiles, so that subtracted products are bitwise those that were added.
-    """
-    hidden, weight, stats = ctx.saved_tensors
-    head, rows, main_grad = ctx.head, ctx.rows, main_grad_of(ctx.weight)
-    if expected is not None and expected.in_main_grad:
-        factors = passes.loss_factors(head, stats, -expected.gradient)
-        passes.gradient_pass(head, hidden, weight, rows, factors, Sums(None, main_grad))
-    sums = Sums(_hidden_sum(ctx, head, rows, hidden), main_grad)
-    passes.gradient_pass(head, hidden, weight, rows, passes.loss_factors(head, stats, grad), sums)
-    return sums.finish(hidden.shape)
 
 
 def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor) -> HiddenGrad | None:

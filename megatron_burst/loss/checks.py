@@ -48,7 +48,6 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
     expected = (first * tp.blocks, *others)
     masks = () if loss_mask is None else (loss_mask,)
     devices = {str(x.device) for x in (hidden, weight, labels, *masks)}
-    chunk = settings.get("chunk_tokens", "auto")
     needs = (  # whether it holds, what must hold and why, what was got, what to change
         (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[-1],
          "hidden [..., h] and weight [vocab / tp, h] must have the same width, because logits are "
@@ -74,8 +73,6 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
         (settings.get("grads", "auto") in ("auto", "forward", "recompute"), "grads must be auto, "
          "forward or recompute, because a misspelt one would be ignored",
          repr(settings.get("grads")), "choose one of these"),
-        (chunk == "auto" or (type(chunk) is int and chunk > 0), "chunk_tokens must be auto or a "
-         "positive number, because it is a number of rows", repr(chunk), "leave it out"),
         (not (settings.get("return_lse") and settings.get("grads") == "forward"),
          "return_lse needs grads='recompute', because its gradient is not known in forward",
          "grads='forward'", "leave grads out"),

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.loss.autograd import GradientsInForward, GradientsInMainGrad, Recomputed
+from megatron_burst.loss.autograd import GradientsInForward, Recomputed
 from megatron_burst.loss.checks import check_call
-from megatron_burst.loss.main_grad import Expected, Forecast, held_bytes
+from megatron_burst.loss.main_grad import held_bytes
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import (
     Rows,
@@ -30,8 +30,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False, reduction: Reduction = "mean", ignore_index: int = -100,
     loss_mask: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float = 0.0, logit_scale: float = 1.0, return_lse: bool = False,
-    chunk_tokens: int | str = "auto", grads: Grads = "auto", keep_logits: bool = True,
-    supervised: SupervisedCount | None = None, forecast: Forecast | None = None,
+    grads: Grads = "auto", keep_logits: bool = True, supervised: SupervisedCount | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross entropy of `hidden @ weight.T`, computed one tile of logits at a time.
 
@@ -57,19 +56,16 @@ def linear_cross_entropy(
         loss_mask: [...] weights of tokens in the reduction; with "none" only 0 matters.
         label_smoothing, z_loss, softcap, logit_scale: see `LossOptions`.
         return_lse: whether to also return each token's log-sum-exp.
-        chunk_tokens: rows per tile of logits; "auto" fits tiles into the memory above.
         grads: "recompute" recomputes logits in backward: 4 GEMMs, one collective for the
             statistics, any gradient of the losses. "forward" computes gradients along with the
             loss: 3 GEMMs, one collective per chunk. Only a scalar factor may then come later: with
             "none", the losses' gradients must be proportional to loss_mask, otherwise all gradients
             become NaN. "auto" is "forward" for sums and means in bf16, fp32 and fp64 without
-            return_lse. With a forecast, it computes gradients in forward for any use of the losses.
+            return_lse, else "recompute".
         keep_logits: if logits are recomputed in backward, whether to save the last tile of them, in
             the memory above; pass False if several losses wait for backward at the same time.
         supervised: from `count_supervised`; skips ignored tokens on a GPU. On the CPU they are
             always skipped.
-        forecast: of an LM head in Megatron's training. With "auto" and "none", the weight's
-            gradient is added to `main_grad` in forward while that is allowed; see `Forecast`.
 
     Returns:
         the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 for
@@ -84,27 +80,20 @@ def linear_cross_entropy(
     """
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    mode = grads if grads != "auto" else _mode(hidden, weight, reduction, return_lse, forecast)
+    mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
     settings = {"reduction": reduction, "grads": grads, "mode": mode, "return_lse": return_lse}
-    check_call(
-        hidden, weight, labels, loss_mask, tp, options, settings | {"chunk_tokens": chunk_tokens}
-    )
+    check_call(hidden, weight, labels, loss_mask, tp, options, settings)
     rows = _rows(hidden, labels, loss_mask, tp, ignore_index, supervised)
     weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
     held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
-    head = _head(hidden, weight, options, tp, rows, chunk_tokens, mode != "recompute", held)
-    expected = None
-    if forecast is not None and reduction == "none":
-        expected = Expected(forecast, _shares(forecast, rows, labels, loss_mask, hidden.dtype))
+    head = _head(hidden, weight, options, tp, rows, mode == "forward", held)
     if mode == "forward":
         loss = GradientsInForward.apply(hidden, weight, rows.collect(weights), rows, head)
-    elif mode == "main_grad":
-        loss = GradientsInMainGrad.apply(hidden, weight, rows, head, expected)
     else:
         head = replace(head, keep=keep_logits)
-        loss, lse, _ = Recomputed.apply(hidden, weight, rows, head, expected)
+        loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
     loss = loss.view(labels.shape) if reduction == "none" else (loss * weights).sum()
     return (loss, lse.view(labels.shape)) if return_lse else loss
 
@@ -148,22 +137,20 @@ def token_log_probs(
     tp = TensorParallel.of(tp_group, sequence_parallel)
     check_call(hidden, weight, labels, loss_mask, tp, options, {"entropy": entropy})
     rows = _rows(hidden, labels, loss_mask, tp, options.ignore_index, None)
-    head = _head(hidden, weight, options, tp, rows, "auto", False)
+    head = _head(hidden, weight, options, tp, rows, False)
     head = replace(head, entropy=entropy, keep=keep_logits)
-    loss, _, entropies = Recomputed.apply(hidden, weight, rows, head, None)
+    loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
     mask = valid_tokens(labels, loss_mask, options.ignore_index)
     return TokenLogProbs(
         -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None, mask
     )
 
 
-def _mode(hidden, weight, reduction, return_lse: bool, forecast: Forecast | None) -> str:
+def _mode(hidden, reduction: Reduction, return_lse: bool) -> Grads:
     """How gradients are computed if the caller does not choose."""
     if hidden.dtype == torch.float16 or return_lse:  # in forward fp16 is not loss-scaled yet
         return "recompute"
-    if reduction != "none":
-        return "forward"
-    return "main_grad" if forecast is not None and forecast.ready(weight) else "recompute"
+    return "recompute" if reduction == "none" else "forward"
 
 
 def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
@@ -195,18 +182,6 @@ def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dty
     return weights / torch.where(total == 0, 1, total)
 
 
-def _shares(forecast: Forecast, rows: Rows, labels, loss_mask, dtype: torch.dtype) -> Tensor:
-    """Weights per token, [blocks, n]; the losses' gradients should be a multiple of them."""
-    shares = rows.collect(_row_weights(rows, labels, loss_mask, "sum", dtype))
-    if forecast.per_token:
-        return shares
-    tokens = labels.numel() if loss_mask is None else loss_mask.sum()  # as Megatron counts them
-    return shares / torch.as_tensor(tokens, dtype=shares.dtype, device=shares.device).clamp(min=1)
-
-
-def _head(
-    hidden, weight, options, tp, rows: Rows, chunk_tokens, whole: bool, held: int = 0
-) -> Head:
-    chunk = None if chunk_tokens == "auto" else chunk_tokens
-    tiles = choose_tiles(tp.sizes(rows.labels.numel(), hidden, weight, held), whole, chunk)
+def _head(hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0) -> Head:
+    tiles = choose_tiles(tp.sizes(rows.labels.numel(), hidden, weight, held), whole)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

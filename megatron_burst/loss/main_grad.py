@@ -1,35 +1,14 @@
-"""Accumulates the weight's gradient in float32, directly in Megatron's `main_grad` if it exists,
-and forecasts the gradient of a head's losses so that forward can already do so.
-
-Megatron scales a loss after computing it: by one factor for all tokens, or by one over the number
-of tokens, the same in every micro-batch. The last backward pass shows which. With that scale,
-forward adds the weight's gradient to `main_grad`; backward compares, and if the gradient differs,
-subtracts what was added and recomputes it.
-
-Between a forward pass and its backward pass, `main_grad` thus holds gradients that backward has not
-confirmed. So forward adds to it only between `open` (it was zeroed) and `close` (it is about to be
-used), and `close` fails if a backward pass is missing.
+"""Accumulates the weight's gradient in float32, directly in Megatron's `main_grad` if it exists.
 
 Megatron's contract (core/tensor_parallel/layers.py:690, core/distributed/
 distributed_data_parallel.py:485): code that adds to `weight.main_grad` sets
 `grad_added_to_main_grad`; then the weight's hook adds `weight.grad` only if `zero_out_wgrad`.
 """
 
-import logging
-from dataclasses import dataclass
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.errors import BurstError
 from megatron_burst.loss.statistics import sum_dtype
-
-_SAME = 1e-6  # relative: a few float32 roundings of the scale, far below those of the gradients
-_HITS_A_MISS = 16  # a miss costs five GEMMs, a hit saves one
-_FREE_MISSES = 2
-
-_log = logging.getLogger(__name__)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
@@ -78,100 +57,6 @@ def announce_main_grad(weight: Tensor) -> Tensor | None:
     if weight.grad is None:
         weight.grad = weight.new_zeros(1).expand_as(weight)
     return None
-
-
-@dataclass(slots=True)
-class Forecast:
-    """The expected gradient of one head's losses."""
-
-    per_token: bool  # whether losses are summed, not divided by the sum of their mask
-    # further factor of the losses in the last backward pass, on the device
-    factor: Tensor | None = None
-    step: int = 0  # how often `main_grad` was zeroed
-    is_open: bool = False  # whether `main_grad` may be added to in forward
-    pending: int = 0  # calls of this step that did so, still without backward
-    hits: int = 0  # backward passes that found what was expected
-    misses: int = 0  # those that did not
-
-    def open(self) -> None:
-        """`main_grad` was zeroed: earlier additions are gone."""
-        self.step += 1
-        self.is_open, self.pending = True, 0
-
-    def close(self) -> None:
-        """`main_grad` is complete, and about to be used."""
-        self.is_open = False
-        if self.pending:
-            raise BurstError(
-                "--burst-fused-loss: each loss of a training step must have one backward pass, "
-                "because its gradient was added to main_grad along with the loss; got "
-                f"{self.pending} without one; compute such losses under torch.no_grad(), or "
-                "call fuse_loss with FusedLossConfig(grads='recompute') instead of the flag"
-            )
-
-    @property
-    def given_up(self) -> bool:
-        """Whether it was wrong too often to be worthwhile."""
-        return self.misses > _FREE_MISSES + self.hits // _HITS_A_MISS
-
-    def ready(self, weight: Tensor) -> bool:
-        """Whether a call with this weight can use it."""
-        wanted = torch.is_grad_enabled() and weight.requires_grad
-        known = self.is_open and self.factor is not None and not self.given_up
-        return wanted and known and main_grad_of(weight) is not None
-
-
-@dataclass(slots=True)
-class Expected:
-    """What one call expects."""
-
-    forecast: Forecast
-    share: Tensor  # [blocks, n], the losses' gradients are multiples of it
-    gradient: Tensor | None = None  # [blocks, n], what forward assumed, if anything
-    step: int = 0  # the step of that forward
-
-    def count_on_it(self) -> Tensor:
-        """The losses' expected gradient, [blocks, n]; from now on `main_grad` depends on it."""
-        self.step, self.forecast.pending = self.forecast.step, self.forecast.pending + 1
-        self.gradient = self.share * self.forecast.factor
-        return self.gradient
-
-    @property
-    def in_main_grad(self) -> bool:
-        """Whether `main_grad` still has what was added: it was not zeroed since."""
-        return self.step == self.forecast.step
-
-    def resolve(self, grad: Tensor, group: dist.ProcessGroup | None) -> bool:
-        """In backward: whether the losses' grad [blocks, n] is as expected, on all ranks of the
-        group. Synchronizes, because the CPU must know whether to recompute.
-        """
-        forecast, tolerance = self.forecast, _SAME * self.gradient.abs()
-        off = (~((grad - self.gradient).abs() <= tolerance)).any().int()  # NaN is off
-        if group is not None:
-            dist.all_reduce(off, dist.ReduceOp.MAX, group)
-        if self.in_main_grad:
-            forecast.pending -= 1
-        hit = not off.item()
-        forecast.hits, forecast.misses = forecast.hits + hit, forecast.misses + (not hit)
-        if not hit:
-            self.learn(grad)
-            if forecast.given_up:
-                _log.warning(
-                    "--burst-fused-loss: the scale of the losses changes unpredictably; from "
-                    "now on logits are recomputed in backward"
-                )
-        return hit and self.in_main_grad
-
-    def learn(self, grad: Tensor) -> None:
-        """Remember the factor for later calls; an undefined one changes nothing.
-
-        It is never NaN or infinite, because such additions could not be subtracted again.
-        """
-        if grad.numel() == 0:
-            return
-        factor = common_factor(grad, self.share)
-        before = torch.zeros_like(factor) if self.forecast.factor is None else self.forecast.factor
-        self.forecast.factor = torch.where(factor.isfinite() & (factor != 0), factor, before)
 
 
 def common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:

@@ -48,11 +48,10 @@ class Sizes:
         return self.width * (copies * self.itemsize + sums)
 
 
-def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> Tiles:
+def choose_tiles(sizes: Sizes, whole: bool) -> Tiles:
     """The fastest tiles that fit, by the rules above.
 
-    `whole`: whether a tile must have all classes, for gradients in forward; `chunk_tokens`: fixed
-    number of rows.
+    `whole`: whether a tile must have all classes, for gradients in forward.
     """
     # this call's other sums count, unless too little would be left
     left = SCRATCH_BYTES - sizes.held
@@ -64,10 +63,7 @@ def choose_tiles(sizes: Sizes, whole: bool, chunk_tokens: int | None = None) -> 
         narrow = min(sizes.classes, _LEAST_CLASSES) * sizes.itemsize
         most = min(most, (scratch - share) // narrow)
     fitting = min(_MOST_ROWS, max(most // _UNIT, 2) * _UNIT)
-    per_block = max((chunk_tokens or fitting) // blocks, 1)
-    if not chunk_tokens:
-        per_block = _rows_of_a_block(sizes, per_block)
-    chunk = per_block * blocks
+    chunk = _rows_of_a_block(sizes, max(fitting // blocks, 1)) * blocks
     if whole:
         return Tiles(chunk, sizes.classes)
     room = (scratch - min(share, chunk * a_row)) // (chunk * sizes.itemsize)

@@ -8,7 +8,6 @@ nothing changes.
 """
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,11 @@ from torch import Tensor
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
-from megatron_burst.loss.main_grad import Forecast
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.mcore import packed, patches
+from megatron_burst.mcore import packed
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 from megatron_burst.mcore.refusals import check, names_burst
 
@@ -76,9 +74,6 @@ class FusedHead:
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
-        self.forecast = None
-        if config.grads == "auto" and not self.model_config.deterministic_mode:
-            self.forecast = Forecast(self.model_config.calculate_per_token_loss)
         self.parameters = inspect.signature(model.forward).parameters
         self.logits_of, self.loss_of = self.layer.forward, model.compute_language_model_loss
         self.active = False
@@ -139,7 +134,6 @@ class FusedHead:
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others are in memory at the same time
-            forecast=self.forecast if is_main else None,
         )  # fmt: skip
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss.t().contiguous()
@@ -159,8 +153,6 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
         return model
     head = FusedHead(model, config or FusedLossConfig())
-    if head.forecast is not None:
-        patches.apply("main_grad")
     model.fused_head = head
     head.layer.forward = head.output_layer
     model.compute_language_model_loss = head.loss
@@ -250,26 +242,3 @@ def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *a
     build(self, *args, **options)
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)
-
-
-def zero_and_open(zero, /, self, *args, **options) -> None:
-    """The function that zeroes `main_grad`: from then on the fused loss may add to it."""
-    zero(self, *args, **options)
-    # there parameters are gathered into gradient memory during forward
-    if not getattr(self.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        for forecast in _forecasts(self):
-            forecast.open()
-
-
-def close_and_finish(finish, /, self, *args, **options):
-    """The function that reduces `main_grad`: from then on the fused loss may not add to it."""
-    for forecast in _forecasts(self):
-        forecast.close()
-    return finish(self, *args, **options)
-
-
-def _forecasts(ddp) -> Iterator[Forecast]:
-    for module in ddp.modules():
-        forecast = getattr(getattr(module, "fused_head", None), "forecast", None)
-        if forecast is not None:
-            yield forecast

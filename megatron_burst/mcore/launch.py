@@ -204,7 +204,6 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         patches.apply("log")
     if has_loss:
         patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
-        patches.apply("main_grad")
     return validated
 
 

@@ -23,7 +23,6 @@ _ARGUMENTS = "megatron.training.arguments"
 _ATTENTION = f"{_CORE}.transformer.attention"
 _DOT_PRODUCT = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
 _TE = f"{_CORE}.extensions.transformer_engine"
-_DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 _DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"
 _LAUNCH = "megatron_burst.mcore.launch"
 _SPECS = "megatron_burst.mcore.specs"
@@ -258,15 +257,6 @@ TABLE: tuple[Patch, ...] = (
          f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
         (releases.MAMBA, f"{_LOSS}:build_with_loss",
          f"self config mamba_stack_spec {_HYBRID}", _BUILT),
-    ),
-    # between zeroing and reduction of main_grad, a fused loss may add to it in forward
-    *_of(
-        "main_grad",
-        (f"{_DDP}.zero_grad_buffer", f"{_LOSS}:zero_and_open", "self",
-         "tells the fused loss that main_grad is zero: no hook is called then"),
-        (f"{_DDP}.finish_grad_sync", f"{_LOSS}:close_and_finish", "self force_all_reduce",
-         "fails where main_grad has a loss's gradient without its backward pass: no hook is "
-         "called before main_grad is used"),
     ),
     # applied by --burst-log
     *_of(

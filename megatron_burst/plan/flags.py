@@ -43,7 +43,7 @@ def as_json(
     described = {
         "version": VERSION,
         "flags": flag_values(job, best.strategy, best.memory.node, own),
-        "model_flags": model_flags(job.model),
+        "model_flags": None if job.model.unknown else model_flags(job.model),
         "job": {
             "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
@@ -143,9 +143,9 @@ def _keep_flags(strategy: Strategy) -> Values:
 
 
 def model_flags(model: Model) -> Values:
-    """A model's sizes, and what the planner assumes, as Megatron's flags.
+    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
 
-    Norms, biases and position embedding are those of a Llama, unless its config says otherwise.
+    They are those of another model if it has `unknown` entries.
     """
     flags: Values = {"--num-layers": model.layers, "--hidden-size": model.hidden}
     flags |= {"--ffn-hidden-size": model.ffn, "--num-attention-heads": model.heads_q}

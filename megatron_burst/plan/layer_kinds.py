@@ -16,28 +16,38 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PERIODS = {"gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # the last of them is full
 _NOT_COUNTED = (  # keys of models with layers that are not softmax attention over a causal range
     "attn_logit_softcapping", "attention_chunk_size", "full_attention_interval",
-    "linear_attn_config", "attn_type_list", "attn_layer_period", "hybrid_override_pattern",
+    "linear_attn_config", "attn_layer_period", "hybrid_override_pattern",
     "block_types", "index_topk", "cross_attention_layers", "mamba_d_state", "ssm_state_size",
 )  # fmt: skip
 
 
-def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> Windows | None:
-    """The windows in a Hugging Face config with this many layers; `name` is the file's.
+def check_layers(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a Hugging Face config with layers that the planner has no times for.
 
     Raises:
-        BurstError: if there are layers that the planner does not count, or kinds that contradict
-            the other keys.
+        BurstError: if there are such layers; `name` is the file's.
     """
-    kinds = config.get("layer_types") or _kinds(config, layers)
     found = [f"{key} {config[key]}" for key in _NOT_COUNTED if config.get(key)]
-    if unknown := sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING}):
+    kinds = {str(kind) for kind in config.get("layer_types") or ()}
+    if unknown := sorted(kinds - {_FULL, _SLIDING}):
         found.append(f"layer_types with {', '.join(unknown)}")
+    if any(kind != 1 for kind in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
+        found.append("attn_type_list with others than 1")
     if found:
         raise BurstError(
             f"plan: {name} must be a model whose layers are softmax attention over all earlier "
             "keys or a window of them, because the planner has no times for others; got "
             f"{', '.join(found)}; plan another model"
         )
+
+
+def hugging_face_windows(config: Mapping[str, Any], layers: int, name: str) -> Windows | None:
+    """The windows in a Hugging Face config with this many layers; `name` is the file's.
+
+    Raises:
+        BurstError: if kinds of layers contradict the other keys.
+    """
+    kinds = config.get("layer_types") or _kinds(config, layers)
     if len(kinds) != layers:
         raise _unread(name, "kind for each layer", f"{len(kinds)} layer_types and {layers} layers")
     if _SLIDING not in kinds:
@@ -99,6 +109,24 @@ def dense_layers(arguments: Mapping[str, Any], layers: int, name: str) -> int:
     if isinstance(freq, int):
         return layers - len(range(0, layers, freq))
     return len(freq) - sum(freq)
+
+
+def layers_without_experts(config: Mapping[str, Any], layers: int, name: str) -> int:
+    """Layers without experts of a Hugging Face config of a model with experts.
+
+    Raises:
+        BurstError: if it cannot be read.
+    """
+    first = int(config.get("first_k_dense_replace") or 0)
+    only, freq = config.get("mlp_only_layers") or (), config.get("moe_layer_freq", 1)
+    if isinstance(freq, list):
+        return layers - sum(map(bool, freq))
+    each = _number(freq, "moe_layer_freq", name)
+    step = _number(config.get("decoder_sparse_step", 1), "decoder_sparse_step", name)
+    return sum(
+        number < first or number in only or number % each > 0 or (number + 1) % step > 0
+        for number in range(layers)
+    )
 
 
 def _windows(size: Any, layers: tuple[bool, ...], name: str) -> Windows | None:

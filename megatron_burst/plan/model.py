@@ -70,6 +70,8 @@ class Model:
     sinks: bool = False  # whether the softmax has a learned sink for each head
     # Megatron's flags that affect neither time nor memory, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
+    # entries of its config that no flag here says: its flags would be those of another model
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("layers", "hidden", "heads_q", "heads_kv", "dim_qk", "dim_v", "ffn", "vocab")
@@ -179,36 +181,39 @@ def _llama(
     return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
 
 
-def _rope(base: int, epsilon: float, *flags: str) -> dict:
-    return {
-        "beside": (
-            ("--rotary-base", base), ("--norm-epsilon", epsilon), *((flag, True) for flag in flags)
-        )
-    }  # fmt: skip
+def _rope(base: int, epsilon: float, **flags: bool | int) -> dict:
+    more = ((f"--{name}".replace("_", "-"), value) for name, value in flags.items())
+    return {"beside": (("--norm-epsilon", epsilon), ("--rotary-base", base), *more)}
 
 
+_LLAMA2 = _rope(10000, 1e-5)
 _LLAMA3 = _rope(500000, 1e-5)
-_QWEN2 = _rope(1000000, 1e-6, "--add-qkv-bias")
-_QWEN3 = _rope(1000000, 1e-6, "--qk-layernorm")
+_LLAMA31 = _rope(500000, 1e-5, use_rope_scaling=True, rope_scaling_factor=8)
+_QWEN2 = _rope(1000000, 1e-6, add_qkv_bias=True)
+_QWEN3 = _rope(1000000, 1e-6, qk_layernorm=True)
 _PRESETS = (
-    # arXiv 2407.21783, table 3
+    # config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-405B
     _llama("llama3-8b", 32, 4096, (32, 8), 14336, 128256, **_LLAMA3),
     _llama("llama3-70b", 80, 8192, (64, 8), 28672, 128256, **_LLAMA3),
-    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256, **_LLAMA3),
-    # config.json of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-72B, Qwen/Qwen3-8B, Qwen/Qwen3-32B
+    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256, **_LLAMA31),
+    # of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B
     _llama("qwen2.5-7b", 28, 3584, (28, 4), 18944, 152064, **_QWEN2),
     _llama("qwen2.5-72b", 80, 8192, (64, 8), 29568, 152064, **_QWEN2),
     _llama("qwen3-8b", 36, 4096, (32, 8), 12288, 151936, **_QWEN3),
     _llama("qwen3-32b", 64, 5120, (64, 8), 25600, 151936, **_QWEN3),
-    # arXiv 2412.19437, section 4.2; without the multi-token prediction layer
+    # of deepseek-ai/DeepSeek-V3; without the multi-token prediction layer
     Model(
         "deepseek-v3", 61, 7168, 128, 128, 192, 128, 18432, 129280,
         experts=Experts(256, 8, 2048, 2048, 3), latent=Latent(1536, 512, 64),
-        **_rope(10000, 1e-6, "--qk-layernorm"),
+        unknown=(
+            "model_type deepseek_v3", "n_group 8", "num_nextn_predict_layers 1",
+            "routed_scaling_factor 2.5", "scoring_func sigmoid", "topk_group 4",
+            "topk_method noaux_tc", "yarn scaling of rotary embeddings",
+        ),
     ),
     # BurstEngine's tables: Llama-2's 7B, and 14B with 40 layers, 40 heads and V 120k; all MHA.
     # The 14B's feed-forward is not published; 13824 is that of Llama-2-13B.
-    _llama("burstengine-7b", 32, 4096, (32, 32), 11008, 32000),
-    _llama("burstengine-14b", 40, 5120, (40, 40), 13824, 120000),
+    _llama("burstengine-7b", 32, 4096, (32, 32), 11008, 32000, **_LLAMA2),
+    _llama("burstengine-14b", 40, 5120, (40, 40), 13824, 120000, **_LLAMA2),
 )  # fmt: skip
 PRESETS: Mapping[str, Model] = MappingProxyType({model.name: model for model in _PRESETS})

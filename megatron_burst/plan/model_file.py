@@ -9,15 +9,20 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.plan.arguments import megatron_arguments
+from megatron_burst.plan.config_keys import flags_of, with_usual
 from megatron_burst.plan.layer_kinds import (
+    check_layers,
     dense_layers,
     has_sinks,
     hugging_face_windows,
+    layers_without_experts,
     megatron_windows,
 )
 from megatron_burst.plan.model import PRESETS, Experts, Latent, Model
 
 _HUB = "hf:"
+# model types whose feed-forward has no gate
+_UNGATED = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
 MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
@@ -131,22 +136,14 @@ class _Sizes:
         return str(value).lower() not in ("false", "0", "none", "no")
 
 
-_LEFT_OUT = {  # by published configs, as they are defaults of the model's class
-    "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 262208, "sliding_window": 4096, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-
-
 def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
     """The model of a Hugging Face config (Llama, Qwen, Mistral, DeepSeek, Gemma, gpt-oss, ...).
 
     Raises:
         BurstError: if it lacks something, or has layers that the planner does not count.
     """
-    config = config.get("text_config", config)
-    config = {**_LEFT_OUT.get(config.get("model_type", ""), {}), **config}
+    config = with_usual(config)
+    check_layers(config, name)
     size = _Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("head_dim", hidden // max(heads, 1))
@@ -155,36 +152,22 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> Model:
         rope = size("qk_rope_head_dim")
         dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
-    experts = None
+    layers, experts = size("num_hidden_layers"), None
     if count := size("n_routed_experts", size("num_local_experts", size("num_experts", 0))):
         width = size("moe_intermediate_size", size("intermediate_size"))
         shared = size("n_shared_experts", 0) * width
         shared = size("shared_expert_intermediate_size", shared)
-        active = size("num_experts_per_tok")
-        experts = Experts(count, active, width, shared, size("first_k_dense_replace", 0))
-    layers = size("num_hidden_layers")
+        dense = layers_without_experts(config, layers, name)
+        experts = Experts(count, size("num_experts_per_tok"), width, shared, dense)
+    flags, unknown = flags_of(config)
     return Model(
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
         *dims, size("intermediate_size"), size("vocab_size"),
+        gated=config.get("model_type") not in _UNGATED,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
         windows=hugging_face_windows(config, layers, name), sinks=has_sinks(config),
-        beside=_beside(config),
+        beside=tuple(flags.items()), unknown=unknown,
     )  # fmt: skip
-
-
-def _beside(config: Mapping[str, Any]) -> tuple[tuple[str, int | float | bool], ...]:
-    """Megatron's flags for config entries that no figure depends on."""
-    kind, flags = str(config.get("model_type")), {}
-    rope = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    if isinstance(rope, int | float):
-        flags["--rotary-base"] = int(rope)
-    if isinstance(config.get("rms_norm_eps"), float):
-        flags["--norm-epsilon"] = config["rms_norm_eps"]
-    if config.get("attention_bias") or kind.startswith("qwen2"):
-        flags["--add-qkv-bias"] = True
-    if kind.startswith(("qwen3", "gemma3")) or "kv_lora_rank" in config:
-        flags["--qk-layernorm"] = True
-    return tuple(flags.items())
 
 
 def from_megatron(arguments: Mapping[str, Any], name: str) -> Model:

@@ -214,8 +214,9 @@ def _network_share(hardware: Hardware) -> float:
 
 
 def _head_seconds(job: Job, strategy: Strategy) -> float:
-    """Head and its backward: three products, with the fused loss too."""
-    flops = 2 * 3 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
+    """Head and its backward: four products. The fused loss computes logits again; for Megatron's
+    own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
+    flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
     return Timer(job.hardware).matmul(flops)
 
 

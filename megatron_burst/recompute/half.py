@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.groups import Communicator
-from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.planned import half_call
@@ -44,21 +44,22 @@ class LaterHalf:
         if not self.plan.kept:
             late = slice(self._early.stop, None)
             return out[:, late].clone(), lse[:, :, late].clone()
-        self.marks.begin(Kind.LATER_ROWS)
-        with torch.no_grad():
+        with torch.no_grad(), Pass(self.marks, Kind.LATER_ROWS) as this:
             half = out.shape[1] // 2
             kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
+            this.begin()
             _pass(self.plan.kept, self.over_all, _rows_first(out, lse), _rows_first(*kept))
         return kept
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
         """Out and lse of all rows; the early ones recomputed from q, k and v."""
         tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
-        out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
-        whole = _rows_first(out, lse)
-        self.marks.begin(Kind.EARLY_HALF)
         here = range_of("burst recomputation of an early half")
-        with here, torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+        this = Pass(self.marks, Kind.EARLY_HALF)
+        with here, torch.no_grad(), torch.autocast(kept[0].device.type, enabled=False), this:
+            out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
+            whole = _rows_first(out, lse)
+            this.begin()
             if self.plan.kept:
                 home = [move.home for move in self.plan.kept]
                 _pass(home, self.over_all, _rows_first(*kept), whole)

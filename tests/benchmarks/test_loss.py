@@ -19,8 +19,7 @@ from tests.ranks import preload, run_ranks
 preload("benchmarks.loss")
 CASES = (LossCase(96, 32, 64, "float32"), LossCase(40, 32, 64, "bfloat16"))
 NAMES = (
-    "burst:auto", "burst:recompute", "burst:forward", "burst:plain", "megatron:unfused", "torch",
-    "liger",
+    "burst:recompute", "burst:forward", "burst:plain", "megatron:unfused", "torch", "liger",
 )  # fmt: skip
 
 
@@ -74,7 +73,7 @@ def test_speed_and_errors(results):
 
 def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
     for rows, none, bad in results[0]:
-        assert none == [] and len(rows) == 14
+        assert none == [] and len(rows) == 12
         assert bad.status == "failed" and "results are wrong" in bad.note
         assert bad.error_loss == pytest.approx(0.2, rel=1e-3)
 
@@ -99,12 +98,12 @@ def test_without_names_what_can_run_is_measured(monkeypatch, capsys):
         world = SimpleNamespace(size=ranks, progress=Progress(talks=True))
         usual = [peer.name for peer in usual_peers(world)]
         said = capsys.readouterr().err
-        assert len(usual) == len(PEERS) - left_out and "burst:auto" in usual
+        assert len(usual) == len(PEERS) - left_out and "burst:recompute" in usual
         assert "liger (liger_kernel is not installed)" in said and said.count("\n") == 1
 
 
 def test_unknown_implementations_are_refused():
-    with pytest.raises(BurstError, match="got 'ligre'; choose among burst:auto, burst:recompute"):
+    with pytest.raises(BurstError, match="got 'ligre'; choose among burst:recompute,"):
         peers_of(["ligre"])
 
 

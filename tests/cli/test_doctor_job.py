@@ -9,9 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
+from megatron_burst.cli.doctor.meeting import Launch, Meeting
 from tests.ranks import _PRELOAD, preload
 
+LATE_S = 0.2  # many times what a transfer takes
 preload("megatron_burst.cli.doctor.job", "megatron_burst.cli.main", "megatron_burst.mcore.patches")
+preload("megatron.training.training")  # which each node looks through
 
 
 def free_port() -> int:
@@ -39,7 +44,7 @@ def slow():
     post = dist.batch_isend_irecv
 
     def late(operations):
-        time.sleep(0.4)
+        time.sleep(LATE_S)
         return post(operations)
 
     dist.batch_isend_irecv = late
@@ -50,6 +55,39 @@ def stuck():
     import torch.distributed as dist
 
     dist.batch_isend_irecv = lambda operations: time.sleep(600)
+
+
+def impatient():
+    """This rank gives up a shift after a second of its 60, and waits for all else as long."""
+    from megatron_burst.cli.doctor import meeting
+
+    real = meeting.Timer
+
+    def timer(limit_s, expire):
+        shifts = expire.__self__.stage.startswith("the shift")
+        return real(1.0 if shifts else limit_s, expire)
+
+    meeting.Timer = timer
+
+
+def impatient_and_stuck():
+    impatient()
+    stuck()
+
+
+def sure_who_comes():
+    """This rank waits for the first four ranks, and no more for others, as if its time was over."""
+    from megatron_burst.cli.doctor.meeting import Meeting
+
+    real = Meeting.collect
+
+    def collect(self, topic, ranks, patience=1.0):
+        if topic == "here" and len(ranks) > 4:
+            real(self, topic, range(4))
+            patience = 0.0
+        return real(self, topic, ranks, patience)
+
+    Meeting.collect = collect
 
 
 def odd():
@@ -119,17 +157,28 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     for kind in ("intra", "inter"):
         assert "rank 3 on b" in found[f"{kind} links", "warn"]["what"]
     assert links["intra", 2, 3]["nodes"] == ["b", "b"]
-    assert links["intra", 2, 3]["gb_per_s"] < 2**20 / 0.4 / 1e9
+    assert links["intra", 2, 3]["gb_per_s"] < 2**20 / LATE_S / 1e9
+
+
+def test_who_says_nothing_is_waited_for_until_the_time_is_over():
+    meeting = Meeting(Launch(0, 3, 0, 3, "localhost", 0), dist.HashStore(), timeout_s=0.1)
+    meeting.post("here", "first")
+    began = time.monotonic()
+    assert meeting.collect("here", range(3)) == {0: "first"}
+    assert time.monotonic() - began >= 0.1
+    began = time.monotonic()
+    assert meeting.collect("here", [2], patience=3.0) == {} and time.monotonic() - began >= 0.3
 
 
 def test_a_missing_node_is_named_and_the_others_are_measured(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 6, port, "ab"[rank // 2]) for rank in (0, 1, 2, 3)}
-    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "8", "--cp", "6")
+    options = ("--json", "--timeout-s", "60", "--cp", "6")
+    codes, out, err = doctor(tmp_path, ranks, *options, tamper={0: sure_who_comes})
     assert set(codes.values()) == {1}, err
     found = checks_of(out[0])
     missing = found["attendance", "fail"]
-    assert missing["what"] == "ranks [4, 5] of 6 did not come within 8 s"
+    assert missing["what"] == "ranks [4, 5] of 6 did not come within 60 s"
     assert missing["where"] == "node 2" and f"127.0.0.1:{port}" in missing["change"]
     assert ("groups", "skip") in found
     assert len(json.loads(out[0])["links"]) == 8 and json.loads(out[0])["breaks"]
@@ -138,10 +187,11 @@ def test_a_missing_node_is_named_and_the_others_are_measured(tmp_path):
 def test_a_stuck_rank_is_named_instead_of_waited_for(tmp_path):
     port = free_port()
     ranks = {rank: torchrun(rank, 3, port, "a", local_size=3) for rank in range(3)}
-    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "6", tamper={1: stuck})
+    tamper = {0: impatient, 1: impatient_and_stuck, 2: impatient}
+    codes, out, err = doctor(tmp_path, ranks, "--json", "--timeout-s", "60", tamper=tamper)
     assert set(codes.values()) == {1}, err
     late = checks_of(out[0])["time-out", "fail"]
-    assert "did not finish the shift over intra links within 6 s" in late["what"]
+    assert "did not finish the shift over intra links within 60 s" in late["what"]
     assert late["where"] in ("ranks [0, 1, 2]", "ranks [1]", "ranks [0, 1]", "ranks [1, 2]")
 
 

@@ -6,9 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from megatron_burst.cli.doctor import survey
 from megatron_burst.cli.doctor.nodes import Reach, check_nodes, nodes_in
 from megatron_burst.cli.doctor.report import Status
-from megatron_burst.cli.doctor.survey import Answer
+from megatron_burst.cli.doctor.survey import Answer, run_command
 from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
 from tests.cli.surveys import UUID, addresses, gpu_line, h200
@@ -45,8 +46,12 @@ def doctor(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_nodes_are_asked_and_one_is_down_and_one_hangs(ssh):
-    done = doctor("--nodes", "a,b,down,hung", "--ssh", ssh, "--timeout-s", "5", "--json")
+def test_nodes_are_asked_and_one_is_down_and_one_hangs(ssh, monkeypatch):
+    def run(command, timeout_s):  # only the node that hangs uses up its time
+        return run_command(command, 0.5 if "hung" in command else timeout_s)
+
+    monkeypatch.setattr(survey, "run_command", run)
+    done = doctor("--nodes", "a,b,down,hung", "--ssh", ssh, "--timeout-s", "60", "--json")
     assert done.exit_code == 1
     report = json.loads(done.output)
     found = {(c["name"], c["where"]): (c["status"], c["what"]) for c in report["checks"]}
@@ -54,7 +59,7 @@ def test_nodes_are_asked_and_one_is_down_and_one_hangs(ssh):
     assert found["reachable", "down"] == (
         "fail", "no answer: ssh: connect to node down port 22: Connection refused",
     )  # fmt: skip
-    assert found["reachable", "hung"] == ("fail", "no answer: no answer within 5 s")
+    assert found["reachable", "hung"] == ("fail", "no answer: no answer within 0.5 s")
     assert found["free", "a"] == ("ok", "8 of 8 GPUs are free")
     assert found["free", "b"] == ("warn", "7 of 8 GPUs are free: [0, 1, 2, 4, 5, 6, 7]")
     assert "export NCCL_SOCKET_IFNAME==bond0" in report["environment"]

@@ -14,7 +14,7 @@ from megatron_burst.plan.hardware_file import preset
 from megatron_burst.plan.model import PRESETS
 from megatron_burst.plan.search import layouts, search
 from megatron_burst.plan.strategy import Job
-from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, MIXTRAL_8X7B
+from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -142,7 +142,29 @@ def test_models_with_windows_are_planned_by_the_keys_that_queries_see(config):
     assert "refuses" not in text and "--context-parallel-impl burst" in text
     seconds = float(re.search(r"a step takes ([\d.]+) s", text)[1])
     assert seconds < 60  # far over 120 if all layers saw all keys
-    assert "--window-size 1023,0" in text and "--window-attn-skip-freq 6" in text
+
+
+def test_a_model_with_windows_in_all_layers_is_planned(config):
+    """It once divided by the time of layers without a window."""
+    text = run(f"{config(MISTRAL_7B)} --seq-length 128k --gpus 8 --cp 8")
+    assert "--window-size 4095,0" in text and "--context-parallel-impl burst" in text
+    assert "Megatron's own ring" not in text and "attention of a layer" not in text
+
+
+def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_path):
+    plan = tmp_path / "plan.json"
+    options = f"--seq-length 128k --gpus 8 --json {plan}"
+    for path, named in (
+        (config(LLAMA_3_8B | {"brand_new_attention": "yes"}), "brand_new_attention yes"),
+        ("deepseek-v3 --gpus 512 --tp 2", "num_nextn_predict_layers 1"),
+    ):
+        text = run(f"{path} {options}" if "config" in path else f"{path} --seq-length 128k")
+        (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
+        assert named in line and "Megatron Bridge" in line
+        assert "--num-layers" not in text and "--seq-length 131072" in text
+    written = json.loads(plan.read_text())
+    assert written["model_flags"] is None
+    assert written["job"]["model"]["unknown"] == ["brand_new_attention yes"]
 
 
 def test_what_burst_refuses_is_planned_with_a_warning_and_not_run(config, tmp_path):
@@ -152,7 +174,6 @@ def test_what_burst_refuses_is_planned_with_a_warning_and_not_run(config, tmp_pa
     assert "its run would refuse to start" in text and "of what burst refuses today" in text
     written = json.loads(plan.read_text())
     assert written["best"]["fits"] and "sinks" in written["best"]["refused"]
-    assert written["model_flags"]["--softmax-type"] == "learnable"
 
 
 def test_a_plan_of_a_config_prints_the_models_flags(config, tmp_path):

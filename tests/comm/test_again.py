@@ -4,6 +4,7 @@ Guards against a second group that reads the first one's answers, and caches tha
 communicators or buffers.
 """
 
+import gc
 import os
 import time
 from datetime import timedelta
@@ -12,7 +13,9 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_burst.attention import burst_attention
 from megatron_burst.comm import state
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
@@ -75,7 +78,7 @@ def several_groups(rank, kind, folder):
         got = run(tensors, rows, config=config)
         error = worst(got, truth_of(tensors, True, 8**-0.5), rows)
         made = communicator_of(dist.group.WORLD, config)
-        buffers = [ref(x) for memory in made._buffers.values() for x in memory.flats]
+        buffers = [ref(x) for memory in made._memory._made.values() for x in memory.flats]
         things = [ref(dist.group.WORLD), ref(made), *map(ref, made._groups.values()), *buffers]
         topology = str(made.topology)
         del made
@@ -109,3 +112,33 @@ def held_by_the_user(rank):
 
 def test_a_destroyed_group_that_is_still_held_keeps_no_buffers():
     assert run_ranks(held_by_the_user, 2) == [(True, True, False)] * 2
+
+
+def held_by_process():
+    """Threads, descriptors and process groups of this process."""
+    groups = len(distributed_c10d._world.pg_map)
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] + [groups]
+
+
+def many_groups(rank):
+    """What the process holds after each of several groups was made, used and destroyed."""
+    found = []
+    for number in range(5):
+        group = dist.new_group([0, 1])
+        if rank == number % 2:  # other groups of its own
+            dist.new_group([rank], use_local_synchronization=True)
+        q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+        burst_attention(q, k, v, group=group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        found.append(held_by_process())
+    return found
+
+
+def test_groups_that_are_made_and_destroyed_leave_nothing_behind():
+    """Sub-groups of the latest one exist until another is used."""
+    for first, *_, last in run_ranks(many_groups, 2):
+        own = 2  # groups of a single rank, which the test itself left
+        assert last[2] - first[2] == own
+        assert last[0] - first[0] <= 3 * own and last[1] - first[1] <= 5 * own

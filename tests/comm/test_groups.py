@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm import carrier
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import seconds_of
@@ -107,21 +108,23 @@ def test_uneven_nodes_run_one_flat_ring():
 
 
 def addresses(rank):
-    """Where hop buffers lie after each of several calls, and how often one was allocated."""
-    communicator = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
-    seen = []
-    for tokens in (4, 8, 8, 4, 8):
-        q, k, v = (torch.randn(1, tokens, 2, 8).requires_grad_() for _ in range(3))
-        burst_attention(q, k, v, config=BurstConfig.of(nodes=2)).sum().backward()
-        flats = [x for memory in communicator._buffers.values() for x in memory.flats]
-        seen.append(sorted(flat.data_ptr() for flat in flats))
+    """Where the group's buffer lies after each of several calls, and its size."""
+    carrier._LATEST = 16
+    memory, seen = state_of(dist.group.WORLD).memory, []
+    for tokens in (4, 64, 64, 4, 64, *[4] * 32, 64):
+        q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
+        for nodes in (1, 2) if tokens == 64 else (1,):
+            burst_attention(q, k, v, config=BurstConfig.of(nodes=nodes))
+        (flat,) = (x for used in memory._made.values() for x in used.flats)
+        seen.append((flat.data_ptr(), flat.numel()))
     return seen
 
 
-def test_hop_buffers_are_allocated_once_and_only_ever_grow():
-    for small, grown, *later in run_ranks(addresses, 4):
-        assert len(small) == len(grown) == 2 + 1 + 3  # circulating, returned, gradients
-        assert all(pointers == grown for pointers in later)
+def test_one_buffer_serves_all_calls_and_is_as_large_as_the_latest_ones_need():
+    for seen in run_ranks(addresses, 2):
+        small, *large = seen[:5]
+        assert len(set(large)) == 1 and small[1] < large[0][1]
+        assert seen[-2][1] == small[1] and seen[-1][1] == large[0][1]
 
 
 def shared_groups(rank):

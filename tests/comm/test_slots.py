@@ -9,6 +9,7 @@ import torch
 
 from megatron_burst.comm.carrier import (
     OVER,
+    Held,
     Memory,
     OneQueue,
     PulledSlots,
@@ -67,6 +68,16 @@ def test_sent_slots_are_as_many_as_the_program_takes_in_turn():
     memory = Memory([torch.tensor([number], dtype=torch.uint8) for number in range(3)])
     slots = SentSlots(memory, 2, lambda sends, recvs: OVER)
     assert [slots.flat(index).item() for index in range(5)] == [0, 1, 0, 1, 0]
+
+
+def test_what_is_held_grows_at_once_and_shrinks_to_what_the_latest_passes_need():
+    held = Held()
+    assert held.changes(2, 100) and not held.changes(1, 50)
+    assert held.changes(1, 300) and held.size == (2, 300)
+    changes = [held.changes(1, (40, 60)[number % 2]) for number in range(600)]
+    assert sum(changes) == 1 and held.size == (1, 60)
+    assert not any(held.changes(1, (31, 60)[number % 2]) for number in range(600))
+    assert not any(held.changes(1, 31) for number in range(600))  # more than half of it
 
 
 def test_one_slot_with_one_barrier_would_not_do(monkeypatch):

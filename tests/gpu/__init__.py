@@ -1,0 +1,19 @@
+"""Tests that need CUDA GPUs.
+
+Where there are fewer GPUs than ranks, ranks share them (see `tests/ranks.py`): that is right for
+correctness, never for times. Each of them then counts as a node of its own unless a test passes
+`nodes`.
+"""
+
+import pytest
+import torch
+
+GPUS = torch.cuda.device_count()
+RANKS = max(GPUS, 4) if GPUS else 1  # as many as tests run with
+SEVERAL = 4 if GPUS >= 4 else 2  # ranks of a test that can have any number
+
+
+def needs_gpus(count: int = 1):
+    """The mark of a test that needs this many GPUs, not only ranks."""
+    reason = f"needs {count} CUDA GPU{'s' * (count > 1)}, found {GPUS}"
+    return pytest.mark.skipif(count > GPUS, reason=reason)

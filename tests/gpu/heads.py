@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_burst.loss.linear import linear_cross_entropy
-from tests.loss.oracle import PLAIN, Problem, oracle
+from tests.loss.oracle import PLAIN, Problem, chunks_of, oracle
 
 
 def problem_of(device, dtype, sizes, masked=False) -> Problem:
@@ -28,12 +28,13 @@ def off(got, true) -> float:
     return float((got.double() - true).norm() / true.norm())
 
 
-def call(problem, options=PLAIN, **settings):
-    """`linear_cross_entropy` of a problem."""
-    return linear_cross_entropy(
-        problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask,
-        **asdict(options), **settings,
-    )  # fmt: skip
+def call(problem, options=PLAIN, chunk=None, **settings):
+    """`linear_cross_entropy` of a problem, a chunk of rows at a time."""
+    with chunks_of(chunk):
+        return linear_cross_entropy(
+            problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask,
+            **asdict(options), **settings,
+        )  # fmt: skip
 
 
 def exact(problem) -> dict:

@@ -2,18 +2,17 @@
 stay mapped while it is read."""
 
 import pytest
-import torch
 
 from megatron_burst.cli.calibrate import calibrate
 from megatron_burst.cli.speeds import Mover
 from megatron_burst.cli.world import world_of
 from megatron_burst.comm.nodes import my_home, topology_of_homes
+from tests.gpu import needs_gpus
 from tests.ranks import preload, run_ranks
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}"),
+    needs_gpus(2),
 ]
 preload("megatron_burst.cli.calibrate")
 

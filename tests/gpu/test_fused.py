@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels import partial
+from tests.gpu import needs_gpus
 from tests.kernels.test_fused import (
     DELTAS,
     MANY,
@@ -22,7 +23,7 @@ from tests.kernels.test_fused import (
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+    needs_gpus(),
 ]
 LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)]
 

@@ -15,13 +15,14 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import Problem, backends
 from megatron_burst.schedule.layout import Layout
-from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu import GPUS, SEVERAL, needs_gpus
+from tests.gpu.test_nccl import alone, relative
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
+    needs_gpus(),
 ]
 SHAPES = {  # query heads, KV heads, head dimension
     "MHA": (8, 8, 64), "GQA": (8, 2, 128), "MQA": (8, 1, 64), "narrow": (8, 2, 16),
@@ -97,10 +98,9 @@ def errors(rank, world, backend, shape):
 def test_errors_are_at_most_twice_one_gpus(backend, shape):
     if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
         pytest.skip(f"{backend} does not do {SHAPES[shape]}")
-    compare(max(w for w in (1, 2, 4) if w <= GPUS), backend, shape)
+    compare(SEVERAL, backend, shape)
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_so_they_are_on_four_ranks(shape):
     compare(4, "auto", shape)
@@ -123,7 +123,7 @@ def twice(rank, world, backend, intra, transfer):
     tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     rounds = {"heads_per_round": 1, "transfer": transfer} if intra == "gather" else {}
-    config = BurstConfig.of(intra=intra, backend=backend, deterministic=True, **rounds)
+    config = BurstConfig.of(intra=intra, backend=backend, deterministic=True, nodes=1, **rounds)
     first = run(tensors, rows, config)
     torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
     if rank == 0:
@@ -140,7 +140,6 @@ def twice(rank, world, backend, intra, transfer):
     "backend", [name for name in kernels() if backends()[name].capability.deterministic] or ["none"]
 )
 def test_deterministic_means_the_same_bits_twice(backend, intra, transfer):
-    world = max(w for w in (1, 2, 4) if w <= GPUS)
     settings = {"backend": "nccl", "timeout_s": 300}
-    for same in run_ranks(twice, world, world, backend, intra, transfer, **settings):
+    for same in run_ranks(twice, SEVERAL, SEVERAL, backend, intra, transfer, **settings):
         assert same == [True] * 4

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstError, burst_attention, linear_cross_entropy
+from tests.gpu import GPUS, needs_gpus
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 HEADS, DIM, TOKENS = 4, 64, 512
 WIDTH = HEADS * DIM
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not GPUS, reason="needs a CUDA GPU, found none"),
+    needs_gpus(),
 ]
 
 

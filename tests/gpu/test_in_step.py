@@ -13,18 +13,18 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.state import check_in_step
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
-from tests.gpu.test_nccl import GPUS
+from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 WAYS = {
-    "ring": {"intra": "ring"},
-    "send": {"intra": "gather", "transfer": "send"},
-    "pull": {"intra": "gather", "transfer": "pull"},
-    "a2a": {"intra": "a2a"},
+    "ring": {"intra": "ring", "nodes": 1},
+    "send": {"intra": "gather", "transfer": "send", "nodes": 1},
+    "pull": {"intra": "gather", "transfer": "pull", "nodes": 1},
+    "a2a": {"intra": "a2a", "nodes": 1},
     "two nodes": {"nodes": 2},
 }
 

@@ -20,9 +20,9 @@ from megatron_burst.engine import planned
 from megatron_burst.mcore import patches
 from megatron_burst.plan.half import Rates
 from megatron_burst.recompute.offload import host_memory
+from tests.gpu import SEVERAL, needs_gpus
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 LAYERS, TOKENS, HEADS, DIM = 4, 4096, (8, 2), 64
 HOST_GIB = 1.0
 SIZES = [HEADS[0] * DIM, HEADS[1] * DIM, HEADS[1] * DIM]  # of q, k and v
@@ -127,12 +127,11 @@ def check(results, kept_bytes: int, slack: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@needs_gpus()
 def test_bits_and_bytes_of_what_is_kept():
-    world = max(n for n in (2, 4) if n <= GPUS)
     kept = LAYERS * TOKENS * HEADS[0] * (DIM * 2 + 4)  # out in bf16, lse in fp32
     args = ("cuda", torch.bfloat16, TOKENS)
-    results = run_ranks(run, world, *args, backend="nccl", fresh=True)
+    results = run_ranks(run, SEVERAL, *args, backend="nccl", fresh=True)
     check(results, kept, slack=LAYERS * 4096)  # allocator rounding
 
 

@@ -5,16 +5,15 @@ another layer.
 """
 
 import pytest
-import torch
 
 from megatron_burst.config import BurstConfig
+from tests.gpu import SEVERAL, needs_gpus
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 LAYERS = 2
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 
 
@@ -50,9 +49,8 @@ def steps(rank, world, comm_type):
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
 def test_recomputation_takes_what_transformer_engine_computed(comm_type):
     pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
-    world = max(n for n in (2, 4) if n <= GPUS)
     settings = {"backend": "nccl", "timeout_s": 300, "fresh": True}
-    for found in run_ranks(steps, world, world, comm_type, **settings):
+    for found in run_ranks(steps, SEVERAL, SEVERAL, comm_type, **settings):
         print(comm_type, found)
         assert found["full", "none"][0] == 2 * LAYERS
         assert found["off", "none"][0] == found["full", "all"][0] == LAYERS

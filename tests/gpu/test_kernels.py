@@ -11,11 +11,12 @@ import torch
 
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
 from megatron_burst.schedule.mask import Mask
+from tests.gpu import needs_gpus
 from tests.kernels.bands import Band, errors_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+    needs_gpus(),
 ]
 BOUND = 4 * 2**-9
 GROUPED = {"heads": 64, "heads_kv": 8, "dim_qk": 128, "dim_v": 128}

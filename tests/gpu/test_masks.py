@@ -12,14 +12,15 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu import needs_gpus
+from tests.gpu.test_nccl import alone, relative
 from tests.gpu.test_nodes import SOCKETS
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 TOKENS, DIM = 2048, 128
 ANYWHERE = (0, 1, 1, 300, 1111, 2047)  # one of a token, an empty one, one token behind the last
@@ -97,6 +98,18 @@ PLACES = [(2, 1, (8, 4)), (2, 1, (16, 2)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 
 @pytest.mark.parametrize(("world", "nodes", "heads"), PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
+    compare(case, world, nodes, heads)
+
+
+# 3, 5 and 7 query heads for each KV head of a rank, of as many KV heads as ranks, and of fewer
+@pytest.mark.parametrize("heads", [(12, 4), (20, 4), (28, 4), (12, 2), (20, 2), (28, 2)])
+@pytest.mark.parametrize("case", ["window", "window in documents"])
+def test_so_they_are_with_odd_ratios_of_heads(case, heads):
+    compare(case, 4, 1, heads)
+
+
+def compare(case, world, nodes, heads):
+    """Errors on these ranks and nodes next to those of one GPU."""
     settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS, "nodes": nodes}
     found = run_ranks(errors, world, world, nodes, case, heads, **settings)[0]
     single = found.pop("alone")

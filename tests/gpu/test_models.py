@@ -10,12 +10,12 @@ where none is returned. Latent attention (MLA) of Megatron's own spec is selecte
 import pytest
 import torch
 
+from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 TOKENS, HIDDEN = 2048, 512
 FP8 = dict(fp8="hybrid", fp8_recipe="tensorwise")

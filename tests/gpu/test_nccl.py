@@ -12,14 +12,13 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
+from tests.gpu import SEVERAL, needs_gpus
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
-RANKS = max(GPUS, 4 if GPUS >= 2 else 1)  # two ranks share a GPU where there are 2 or 3
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 
 
@@ -87,13 +86,12 @@ def test_errors_are_at_most_twice_one_gpus(dtype, heads, connections):
         "timeout_s": 300,
     }
     tokens = 4096 if dtype is torch.bfloat16 else 1024
-    world = max(w for w in (2, 4) if w <= GPUS)
-    found = run_ranks(errors, world, world, dtype, heads, tokens, **settings)[0]
+    found = run_ranks(errors, SEVERAL, SEVERAL, dtype, heads, tokens, **settings)[0]
     single = found.pop("alone")
     for (nodes, circulate), several in found.items():
-        print(f"{dtype} heads {heads} ranks {world} nodes {nodes} {circulate}: {several}")
+        print(f"{dtype} heads {heads} ranks {SEVERAL} nodes {nodes} {circulate}: {several}")
         for error, bar in zip(several, single, strict=True):
-            assert error <= 2 * bar, (world, nodes, circulate, several, single)
+            assert error <= 2 * bar, (SEVERAL, nodes, circulate, several, single)
 
 
 def many_calls_without_a_sync(rank, world, options):
@@ -118,16 +116,17 @@ def many_calls_without_a_sync(rank, world, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"nodes": 2 if GPUS % 2 == 0 else 1, "circulate": "q"},
-        {"intra": "gather", "heads_per_round": 3, "transfer": "pull"},
-        {"intra": "gather", "heads_per_round": 8, "transfer": "pull"},
-        {"intra": "gather", "heads_per_round": 3, "transfer": "send"},
+        {"nodes": 2, "circulate": "q"},
+        {"intra": "gather", "heads_per_round": 3, "transfer": "pull", "nodes": 1},
+        {"intra": "gather", "heads_per_round": 8, "transfer": "pull", "nodes": 1},
+        {"intra": "gather", "heads_per_round": 3, "transfer": "send", "nodes": 1},
     ],
     ids=str,
 )
 def test_back_to_back_calls_give_the_same_results(options):
-    world = min(GPUS, 4)
-    for difference in run_ranks(many_calls_without_a_sync, world, world, options, backend="nccl"):
+    for difference in run_ranks(
+        many_calls_without_a_sync, SEVERAL, SEVERAL, options, backend="nccl"
+    ):
         assert difference == 0
 
 
@@ -139,6 +138,7 @@ def two_on_one_gpu(rank):
     return str(error.value)
 
 
+@needs_gpus(2)  # with one, NCCL is told that they are on different nodes
 def test_ranks_that_share_a_gpu_are_refused_on_all():
     for sentence in run_ranks(two_on_one_gpu, 2, backend="nccl", fresh=True):
         assert "got cp ranks [0, 1] on GPU" in sentence
@@ -151,6 +151,7 @@ def on_another_device(rank):
     return str(error.value)
 
 
+@needs_gpus(2)
 def test_tensors_on_another_device_than_the_current_one_are_refused():
     for rank, sentence in enumerate(run_ranks(on_another_device, 2, backend="nccl")):
         assert f"got cuda:{1 - rank} while cuda:{rank} is current" in sentence

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from megatron_burst import next_tokens
 from megatron_burst.schedule.layout import Layout
+from tests.gpu import needs_gpus
 from tests.loss.packed import random_packed
 from tests.loss.test_next_tokens import LAYOUTS, differing, log_prob_errors
 from tests.ranks import run_ranks
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason=f"needs a CUDA GPU, found {GPUS}"),
+    needs_gpus(),
 ]
 
 
@@ -50,12 +50,10 @@ def over_ranks(rank: int) -> dict:
     }
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}")
 def test_two_ranks_have_the_log_probabilities_of_the_whole_sample():
     for found in run_ranks(over_ranks, 2, backend="nccl"):
         assert len(found) == 24 and max(found.values()) < 1e-12, found
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs, found {GPUS}")
 def test_boundaries_that_differ_make_all_losses_nan():
     assert run_ranks(differing, 2, "cuda", backend="nccl", fresh=True) == [(True, 4)] * 2

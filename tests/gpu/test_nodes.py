@@ -11,14 +11,15 @@ import torch
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.layout import Layout
+from tests.gpu import GPUS, RANKS, SEVERAL, needs_gpus
 from tests.gpu.test_gather import kernels, problem_for, problem_of, run
-from tests.gpu.test_nccl import GPUS, RANKS, relative
+from tests.gpu.test_nccl import relative
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 SHAPES = {
     "MHA": (8, 8, 64),
@@ -113,7 +114,6 @@ def many_calls(rank, world, options):
 @pytest.mark.parametrize("circulate", ["kv", "q"])
 def test_back_to_back_calls_give_the_same_bits(circulate):
     options = {"intra": "gather", "heads_per_round": 3, "circulate": circulate}
-    world = 4 if GPUS >= 4 else 2
     settings = {"backend": "nccl", "timeout_s": 300, "environment": SOCKETS}
-    for difference in run_ranks(many_calls, world, world, options, nodes=2, **settings):
+    for difference in run_ranks(many_calls, SEVERAL, SEVERAL, options, nodes=2, **settings):
         assert difference == 0

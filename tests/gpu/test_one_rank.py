@@ -10,12 +10,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
+from tests.gpu import needs_gpus
 from tests.oracle import full_attention
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+    needs_gpus(),
 ]
 FAMILIES = ["auto", "fa4,fa3,flash-attn,flash", "cudnn,te", "triton", "reference"]
 TOKENS = 1023  # odd

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.gpu import needs_gpus
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    needs_gpus(),
 ]
 
 

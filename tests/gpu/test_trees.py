@@ -11,14 +11,15 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from tests.gpu.test_nccl import GPUS, alone, relative
+from tests.gpu import needs_gpus
+from tests.gpu.test_nccl import alone, relative
 from tests.gpu.test_nodes import SOCKETS
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs or more, found {GPUS}"),
+    needs_gpus(),
 ]
 TOKENS, DIM, MASK = 2048, 128, Mask(right=0, documents=True)
 TREES = {  # parents, and where segments begin; each sample's last row belongs to none

@@ -8,12 +8,13 @@ import torch
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.triton import Triton
 from megatron_burst.kernels.visible import CAUSAL
+from tests.gpu import needs_gpus
 from tests.kernels.attention import Tile, errors_of, inputs_of
 from tests.kernels.test_triton import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none"),
+    needs_gpus(),
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # inputs are exact; weights and gradients of scores are rounded once before each product

@@ -1,11 +1,14 @@
 """The loss by definition, in float64 with all logits, differentiable; and random inputs."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_burst.loss.statistics import LossOptions
+from megatron_burst.loss.tiles import choose_tiles
 
 PLAIN = LossOptions()
 
@@ -68,6 +71,16 @@ def oracle(problem: Problem, options=PLAIN, reduction="mean"):
         if reduction == "mean":
             loss = loss / weights.sum() if weights.sum() else loss * 0
     return loss, lse, entropy
+
+
+def chunks_of(rows: int | None) -> AbstractContextManager:
+    """Makes losses compute so many rows of logits at a time; None: as many as they choose."""
+
+    def chosen(sizes, whole):
+        blocks = sizes.blocks
+        return replace(choose_tiles(sizes, whole), rows=max(rows // blocks, 1) * blocks)
+
+    return mock.patch("megatron_burst.loss.linear.choose_tiles", chosen) if rows else nullcontext()
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:

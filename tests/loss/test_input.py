@@ -1,21 +1,24 @@
 """What happens with bad and unusual input: defined, documented, and the same on every rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_burst import count_supervised, linear_cross_entropy
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import passes
-from tests.loss.oracle import oracle, random_problem, relative_error
+from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
 
 BOTH = pytest.mark.parametrize("grads", ["recompute", "forward"])
 
 
-def run(problem, grads="recompute", **settings):
-    return linear_cross_entropy(
-        problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask, grads=grads,
-        **settings,
-    )  # fmt: skip
+def run(problem, grads="recompute", chunk=None, **settings):
+    with chunks_of(chunk):
+        return linear_cross_entropy(
+            problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask,
+            grads=grads, **settings,
+        )  # fmt: skip
 
 
 @BOTH
@@ -57,7 +60,7 @@ def test_nan_in_tokens_that_are_left_out_goes_nowhere(grads, compact, monkeypatc
     assert out.any() and not out.all()
     with torch.no_grad():
         ours.hidden[out] = torch.nan
-    loss = run(ours, grads, chunk_tokens=5)
+    loss = run(ours, grads, chunk=5)
     loss.backward()
     assert relative_error(loss, oracle(truth)[0]) < 1e-14
     assert relative_error(ours.hidden.grad, truth.hidden.grad) < 1e-14
@@ -77,10 +80,8 @@ def test_strided_hidden_is_read_as_it_lies(how, grads):
         dense.hidden.data = view.contiguous()
     view = view.requires_grad_()
     assert not view.is_contiguous()
-    run(dense, grads, chunk_tokens=5).backward()
-    ours = linear_cross_entropy(
-        view, dense.weight, dense.labels, loss_mask=dense.loss_mask, grads=grads, chunk_tokens=5
-    )
+    run(dense, grads, chunk=5).backward()
+    ours = run(replace(dense, hidden=view), grads, chunk=5)
     weight_grad = dense.weight.grad.clone()
     dense.weight.grad = None
     ours.backward()
@@ -133,7 +134,6 @@ REFUSED = {
     "mask": ((H, W, L), {"loss_mask": L[0]}, r"loss_mask must have the shape.*got \[\(2,\)\]"),
     "reduction": ((H, W, L), {"reduction": "avg"}, r"reduction must be.*got 'avg'; choose"),
     "grads": ((H, W, L), {"grads": "both"}, r"grads must be auto.*got 'both'; choose"),
-    "chunk": ((H, W, L), {"chunk_tokens": 0}, r"chunk_tokens must be auto or.*got 0; leave it out"),
     "lse": ((H, W, L), {"return_lse": True, "grads": "forward"}, r"needs grads='recompute'"),
     "smoothing": ((H, W, L), {"label_smoothing": 1.0}, r"label_smoothing must be in.*got 1.0"),
     "z-loss": ((H, W, L), {"z_loss": -0.1}, r"z_loss must not be negative.*got -0.1; change it"),

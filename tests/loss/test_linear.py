@@ -16,7 +16,7 @@ from megatron_burst import linear_cross_entropy, token_log_probs
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import tiles
 from megatron_burst.loss.statistics import LossOptions
-from tests.loss.oracle import oracle, random_problem, relative_error
+from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
 
 PLAIN = LossOptions()
 ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7)
@@ -30,11 +30,12 @@ OPTIONS = {
 }
 
 
-def call(problem, options=PLAIN, **settings):
-    return linear_cross_entropy(
-        problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask,
-        **asdict(options), **settings,
-    )  # fmt: skip
+def call(problem, options=PLAIN, chunk=None, **settings):
+    with chunks_of(chunk):
+        return linear_cross_entropy(
+            problem.hidden, problem.weight, problem.labels, loss_mask=problem.loss_mask,
+            **asdict(options), **settings,
+        )  # fmt: skip
 
 
 def errors(problem, options, reduction, **settings):
@@ -59,15 +60,15 @@ def errors(problem, options, reduction, **settings):
 @pytest.mark.parametrize("grads", ["recompute", "forward"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_loss_and_gradients_are_those_of_the_definition(options, grads, reduction):
-    for chunk in (1, 7, "auto"):
-        found = errors(random_problem(), options, reduction, grads=grads, chunk_tokens=chunk)
+    for chunk in (1, 7, None):
+        found = errors(random_problem(), options, reduction, grads=grads, chunk=chunk)
         assert max(found) < 1e-14, (chunk, found)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     s=st.integers(0, 9), b=st.integers(1, 3), width=st.integers(1, 9), vocab=st.integers(1, 700),
-    chunk=st.one_of(st.just("auto"), st.integers(1, 40)), scratch=st.integers(1, 1 << 16),
+    chunk=st.one_of(st.none(), st.integers(1, 40)), scratch=st.integers(1, 1 << 16),
     reduction=st.sampled_from(["none", "sum", "mean"]), mask=st.booleans(),
     grads=st.sampled_from(["auto", "recompute", "forward"]), seed=st.integers(0, 9),
     options=st.sampled_from(list(OPTIONS.values())),
@@ -80,7 +81,7 @@ def test_any_shape_and_any_tiles(
         patch.setattr(tiles, "SCRATCH_BYTES", scratch)
         if reduction == "none" and grads == "forward":
             grads = "auto"
-        found = errors(problem, options, reduction, grads=grads, chunk_tokens=chunk)
+        found = errors(problem, options, reduction, grads=grads, chunk=chunk)
     # for a single class p - [y] is 0: z_loss leaves a small difference of numbers near 1
     assert max(found) < (1e-11 if vocab > 1 else 1e-8), found
 
@@ -123,7 +124,7 @@ def test_gradcheck():
         log_probs, entropy, _ = token_log_probs(
             hidden, weight, problem.labels, options=LossOptions(softcap=4.0)
         )
-        loss, lse = call(moved, ALL, reduction="none", return_lse=True, chunk_tokens=2)
+        loss, lse = call(moved, ALL, reduction="none", return_lse=True, chunk=2)
         return log_probs, entropy, loss, lse, call(moved, ALL, grads="recompute")
 
     leaves = problem.leaves()
@@ -161,7 +162,7 @@ def test_errors_are_at_most_those_of_the_plain_computation(dtype, grads):
     oracle(truth)[0].backward()
     logits = (plain.hidden @ plain.weight.t()).flatten(0, 1).float()
     F.cross_entropy(logits, plain.labels.flatten()).backward()
-    loss = call(ours, grads=grads, chunk_tokens=9)
+    loss = call(ours, grads=grads, chunk=9)
     assert loss.dtype == torch.float32 and ours.hidden.dtype == dtype
     loss.backward()
     for name in ("hidden", "weight"):
@@ -183,7 +184,7 @@ def test_error_of_the_weights_gradient_is_flat_in_the_number_of_chunks():
     for grads in ("recompute", "forward"):
         for chunk in (512, 64, 8, 1):
             ours = rounded.leaves()
-            call(ours, grads=grads, chunk_tokens=chunk).backward()
+            call(ours, grads=grads, chunk=chunk).backward()
             difference = (ours.weight.grad.double() - truth.weight.grad).norm()
             found.append(float(difference / truth.weight.grad.norm()))
     assert max(found) <= 1.05 * min(found), found
@@ -245,7 +246,7 @@ def test_main_grad_is_added_to_in_backward_only(grads):
         ours.weight.main_grad = torch.full(ours.weight.shape, 2.0)
         ours.weight.grad, ours.weight.grad_added_to_main_grad = None, False
         ours.weight.zero_out_wgrad = shared
-        loss = call(ours, grads=grads, chunk_tokens=5)
+        loss = call(ours, grads=grads, chunk=5)
         assert ours.weight.main_grad.eq(2).all() and not ours.weight.grad_added_to_main_grad
         loss.backward()
         assert ours.weight.grad_added_to_main_grad

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_burst import linear_cross_entropy, token_log_probs
 from megatron_burst.loss import autograd, tiles
 from megatron_burst.loss.tiles import SCRATCH_BYTES, Sizes, choose_tiles
-from tests.loss.oracle import random_problem
+from tests.loss.oracle import chunks_of, random_problem
 
 VOCAB, WIDTH = 512, 8
 
@@ -71,10 +71,10 @@ def test_masked_tokens_take_no_second_gradient_of_the_hidden_states(grads, monke
     monkeypatch.setattr(autograd, "_ROWS_AT_ONCE", 64)
     width, tokens = 256, 2048
     problem = random_problem(tokens, 1, width, 64, torch.float32).leaves()
-    with Live() as seen:
+    with Live() as seen, chunks_of(64):
         linear_cross_entropy(
             problem.hidden, problem.weight, problem.labels, grads=grads,
-            loss_mask=problem.loss_mask.float(), chunk_tokens=64,
+            loss_mask=problem.loss_mask.float(),
         ).backward()  # fmt: skip
     gradient = tokens * width * 4
     assert gradient <= seen.most < 1.3 * gradient, seen.most / gradient
@@ -144,11 +144,10 @@ def test_the_last_tile_of_logits_is_not_computed_again(tiles_of_logits, monkeypa
     problem.labels.clamp_(min=0)  # ignored tokens are not computed
     one, grads = tokens * vocab * WIDTH, []
     for keep in (True, False):
-        with Products() as seen:
+        with Products() as seen, chunks_of(512):
             loss = linear_cross_entropy(
-                problem.hidden, problem.weight, problem.labels, grads="recompute",
-                chunk_tokens=512, keep_logits=keep,
-            )  # fmt: skip
+                problem.hidden, problem.weight, problem.labels, grads="recompute", keep_logits=keep
+            )
             loss.backward(retain_graph=True)
         assert seen.count == 4 * one - (one // tiles_of_logits if keep else 0), keep
         with Products() as seen:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_burst.loss.statistics import LossOptions
-from tests.loss.oracle import PLAIN, Problem, oracle, random_problem, relative_error
+from tests.loss.oracle import PLAIN, Problem, chunks_of, oracle, random_problem, relative_error
 from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.loss.linear", "tests.loss.oracle")
@@ -25,7 +25,7 @@ def shard(problem: Problem, rank: int, size: int, sequence_parallel: bool) -> Pr
     return part.leaves()
 
 
-def errors(rank: int, size: int, sequence_parallel: bool, options, **settings) -> dict:
+def errors(rank: int, size: int, sequence_parallel: bool, options, chunk=None, **settings) -> dict:
     """Errors of the loss and this rank's gradients."""
     from megatron_burst import linear_cross_entropy
 
@@ -35,10 +35,12 @@ def errors(rank: int, size: int, sequence_parallel: bool, options, **settings) -
     reduction = settings.get("reduction", "mean")
     weights = problem.loss_mask * 3 if reduction == "none" else 1.5
     (oracle(truth, options, reduction)[0] * weights).sum().backward()
-    loss = linear_cross_entropy(
-        ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=dist.group.WORLD,
-        sequence_parallel=sequence_parallel, **asdict(options), **settings,
-    )  # fmt: skip
+    with chunks_of(chunk):
+        loss = linear_cross_entropy(
+            ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask,
+            tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel, **asdict(options),
+            **settings,
+        )  # fmt: skip
     (loss * weights).sum().backward()
     grad = truth.hidden.grad.chunk(size)[rank] if sequence_parallel else truth.hidden.grad
     return {
@@ -53,11 +55,11 @@ def all_errors(rank, size):
     for sequence_parallel in (False, True):
         for options in (PLAIN, ALL):
             for grads in ("recompute", "forward"):
-                for chunk in (size, 5 * size, "auto"):
+                for chunk in (size, 5 * size, None):
                     case = f"{sequence_parallel=} {options=} {grads=} {chunk=}"
                     reduction = "none" if options is ALL else "mean"
                     found[case] = errors(
-                        rank, size, sequence_parallel, options, grads=grads, chunk_tokens=chunk,
+                        rank, size, sequence_parallel, options, chunk, grads=grads,
                         reduction=reduction,
                     )  # fmt: skip
     return found
@@ -78,13 +80,13 @@ def collectives(rank):
     found = {}
     for grads in ("recompute", "forward"):
         ours = shard(random_problem(s=12, mask=False), rank, 2, False)
-        with mock.patch.object(
+        gathers = mock.patch.object(
             dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor
-        ) as gathered:
+        )
+        with gathers as gathered, chunks_of(6):
             linear_cross_entropy(
-                ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, chunk_tokens=6,
-                grads=grads,
-            )  # fmt: skip
+                ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, grads=grads
+            )
         found[grads] = gathered.call_count
     return found
 
@@ -183,40 +185,3 @@ def log_probs(rank):
 def test_log_probabilities_and_entropy_over_two_ranks():
     for found in run_ranks(log_probs, 2):
         assert max(found) < 1e-12, found
-
-
-def forecasts(rank):
-    """Errors with the right and a wrong predicted scale, and how often it was right, by SP."""
-    from megatron_burst import linear_cross_entropy
-    from megatron_burst.loss.main_grad import Forecast
-
-    found = {}
-    for sequence_parallel in (False, True):
-        ours = shard(random_problem(s=12), rank, 2, sequence_parallel)
-        ours.weight.main_grad, ours.weight.grad_added_to_main_grad = ours.weight.detach() * 0, False
-        forecast, errors = Forecast(per_token=True), []
-        for scale in (1.5, 1.5, 0.1, 0.1 * (1 + rank)):
-            ours.weight.main_grad.zero_()
-            ours.hidden.grad = None
-            forecast.open()
-            losses = linear_cross_entropy(
-                ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, reduction="none",
-                tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel, forecast=forecast,
-                chunk_tokens=6,
-            )  # fmt: skip
-            (losses * ours.loss_mask).sum().mul(scale).backward()
-            forecast.close()
-            truth = random_problem(s=12).leaves()
-            (oracle(truth, PLAIN, "none")[0] * ours.loss_mask).sum().mul(scale).backward()
-            grad = truth.hidden.grad.chunk(2)[rank] if sequence_parallel else truth.hidden.grad
-            errors.append(relative_error(ours.weight.main_grad, truth.weight.grad.chunk(2)[rank]))
-            errors.append(relative_error(ours.hidden.grad, grad))
-        # finally only rank 1 is off; what all ranks compute together must still work
-        found[sequence_parallel] = errors[:-1], (forecast.hits, forecast.misses)
-    return found
-
-
-def test_gradients_in_forward_over_two_ranks():
-    for found in run_ranks(forecasts, 2):
-        for errors, counts in found.values():
-            assert max(errors) < 1e-12 and counts == (1, 2), (errors, counts)

@@ -286,9 +286,9 @@ def fused_loss_flags(rank):
     for flags, message in there.items():
         with pytest.raises(BurstError, match=message):
             parse(f"{LOSS} {flags}")
-    live = [[patch.live for patch in rows("loss", "main_grad")]]
+    live = [[patch.live for patch in rows("loss")]]
     values, _ = parse(f"{LOSS} --burst-loss-softcap 20 --burst-loss-z-loss 0.1")
-    live.append([patch.live for patch in rows("loss", "main_grad")])
+    live.append([patch.live for patch in rows("loss")])
     from megatron_burst.config import FusedLossConfig
 
     with pytest.raises(BurstError, match="cannot run with --yaml-cfg"):
@@ -299,4 +299,4 @@ def fused_loss_flags(rank):
 def test_the_fused_loss_has_flags_of_its_own():
     ((live, config, impl),) = run_ranks(fused_loss_flags, 1)
     assert [set(patches) for patches in live] == [{False}, {True}] and impl == "megatron"
-    assert (config.grads, config.z_loss, config.softcap) == ("auto", 0.1, 20.0)
+    assert (config.grads, config.z_loss, config.softcap) == ("recompute", 0.1, 20.0)

@@ -1,4 +1,6 @@
-"""Published config.json files, with the fields that the planner reads."""
+"""Published config.json files: some with the fields that sizes depend on, and `PRINTED` and
+`WITHHELD` as they are published, written from their cards and from the defaults of their classes.
+"""
 
 # of google/gemma-3-27b-it: missing fields have their class's default
 GEMMA_3_27B = {
@@ -46,11 +48,412 @@ MISTRAL_7B = {
     "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
     "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
-# of Qwen/Qwen2.5-7B, whose windows are switched off
-QWEN_2_5_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "max_window_layers": 28,
-    "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 152064,
+
+_TRAINED = {  # as in nearly every file
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "initializer_range": 0.02, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.0", "use_cache": True,
+}  # fmt: skip
+
+
+def _config(kind, sizes, theta, epsilon, **more):
+    """A config of so many layers, hidden size, feed-forward, heads, KV heads and words."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "vocab_size")  # fmt: skip
+    return {
+        **_TRAINED, "model_type": kind, **dict(zip(names, sizes, strict=True)), "rope_theta": theta,
+        "rms_norm_eps": epsilon, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+def _without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False,
+    "pretraining_tp": 1, "rope_scaling": None,
+}  # fmt: skip
+_LLAMA_8B = (32, 4096, 14336, 32, 8, 128256)
+LLAMA_3_8B = _config("llama", _LLAMA_8B, 500000.0, 1e-05, **_LLAMA)
+LLAMA_3_1_8B = LLAMA_3_8B | {
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+}  # fmt: skip
+LLAMA_3_1_405B = LLAMA_3_1_8B | _config(
+    "llama", (126, 16384, 53248, 128, 8, 128256), 500000.0, 1e-05
+)
+QWEN_3_8B = _config(
+    "qwen3", (36, 4096, 12288, 32, 8, 151936), 1000000, 1e-06, architectures=["Qwen3ForCausalLM"],
+    attention_bias=False, head_dim=128, max_window_layers=36, rope_scaling=None,
+    sliding_window=None, use_sliding_window=False,
+)  # fmt: skip
+_QWEN_3_MOE = _config(
+    "qwen3_moe", (48, 2048, 6144, 32, 4, 151936), 1000000.0, 1e-06,
+    architectures=["Qwen3MoeForCausalLM"], attention_bias=False, decoder_sparse_step=1,
+    head_dim=128, max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768,
+    norm_topk_prob=True, num_experts=128, num_experts_per_tok=8, output_router_logits=False,
+    rope_scaling=None, router_aux_loss_coef=0.001, sliding_window=None, use_sliding_window=False,
+)  # fmt: skip
+QWEN_2_5_7B = _config(  # its windows are switched off
+   
+    "qwen2", (28, 3584, 18944, 28, 4, 152064), 1000000.0, 1e-06,
+    architectures=["Qwen2ForCausalLM"], max_window_layers=28, sliding_window=131072,
+    use_sliding_window=False, use_mrope=False,
+)  # fmt: skip
+QWEN_2_5_72B = QWEN_2_5_7B | {
+    "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80,
+}  # fmt: skip
+QWEN_3_32B = QWEN_3_8B | {
+    "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600,
+    "num_attention_heads": 64, "max_window_layers": 64,
+}  # fmt: skip
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_type": "yarn"}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "head_dim": 128, "sliding_window": None}
+
+# published configs, with the flags that say what no size does
+PRINTED = {
+    "Llama-2-7B": (
+        _without(
+            _config("llama", (32, 4096, 11008, 32, 32, 32000), 10000, 1e-05, **_LLAMA), "rope_theta"
+        ),
+        "--norm-epsilon 1e-05 --rotary-base 10000",
+    ),
+    "Llama-3-8B": (LLAMA_3_8B, "--norm-epsilon 1e-05 --rotary-base 500000"),
+    "Llama-3.1-8B": (
+        LLAMA_3_1_8B,
+        "--norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8.0",
+    ),
+    "Llama-3.2-1B": (
+        LLAMA_3_1_8B
+        | _config("llama", (16, 2048, 8192, 32, 8, 128256), 500000.0, 1e-05)
+        | {
+            "head_dim": 64, "tie_word_embeddings": True,
+            "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0},
+        },
+        "--norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32.0",
+    ),
+    "LongChat-7B, linear": (
+        LLAMA_3_8B | {"rope_scaling": {"factor": 8.0, "type": "linear"}},
+        "--norm-epsilon 1e-05 --rotary-base 500000 --rotary-seq-len-interpolation-factor 8",
+    ),
+    "Mistral-7B-v0.1": (
+        _config("mistral", (32, 4096, 14336, 32, 8, 32000), 10000.0, 1e-05,
+                architectures=["MistralForCausalLM"], sliding_window=4096),
+        "--norm-epsilon 1e-05 --rotary-base 10000",
+    ),
+    "Mistral-7B-v0.3": (
+        _config("mistral", (32, 4096, 14336, 32, 8, 32768), 1000000.0, 1e-05, **_MISTRAL),
+        "--norm-epsilon 1e-05 --rotary-base 1000000",
+    ),
+    "Mistral-Small-24B": (
+        _config("mistral", (40, 5120, 32768, 32, 8, 131072), 100000000.0, 1e-05, **_MISTRAL),
+        "--norm-epsilon 1e-05 --rotary-base 100000000",
+    ),
+    "Mixtral-8x7B": (
+        _config("mixtral", (32, 4096, 14336, 32, 8, 32000), 1000000.0, 1e-05,
+                architectures=["MixtralForCausalLM"], num_experts_per_tok=2, num_local_experts=8,
+                output_router_logits=False, router_aux_loss_coef=0.02, sliding_window=None),
+        "--norm-epsilon 1e-05 --rotary-base 1000000",
+    ),
+    "Qwen2.5-7B": (QWEN_2_5_7B, "--norm-epsilon 1e-06 --rotary-base 1000000 --add-qkv-bias"),
+    "Qwen2.5-7B, YaRN as its card says": (
+        QWEN_2_5_7B | {"rope_scaling": _without(_YARN, "rope_type") | {"type": "yarn"}},
+        "--norm-epsilon 1e-06 --rotary-base 1000000 --position-embedding-type yarn "
+        "--rotary-scaling-factor 4.0 "
+        "--yarn-original-max-position-embeddings 32768 --yarn-beta-fast 32 --yarn-beta-slow 1 "
+        "--add-qkv-bias",
+    ),
+    "DeepSeek-R1-Distill-Qwen-7B": (
+        QWEN_2_5_7B | {"rope_theta": 10000, "sliding_window": 4096},
+        "--norm-epsilon 1e-06 --rotary-base 10000 --add-qkv-bias",
+    ),
+    "Qwen2-57B-A14B": (
+        _config("qwen2_moe", (28, 3584, 18944, 28, 4, 151936), 1000000.0, 1e-06,
+                architectures=["Qwen2MoeForCausalLM"], decoder_sparse_step=1, max_window_layers=28,
+                moe_intermediate_size=2560, norm_topk_prob=False, num_experts=64,
+                num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
+                shared_expert_intermediate_size=20480, sliding_window=65536,
+                use_sliding_window=False),
+        "--norm-epsilon 1e-06 --rotary-base 1000000 --moe-shared-expert-gate --add-qkv-bias "
+        "--moe-router-pre-softmax",
+    ),
+    "Qwen3-8B": (QWEN_3_8B, "--norm-epsilon 1e-06 --rotary-base 1000000 --qk-layernorm"),
+    "Qwen3-8B, as transformers 5 writes it": (
+        _without(QWEN_3_8B, "rope_theta", "rope_scaling", "torch_dtype", "use_sliding_window")
+        | {
+            "dtype": "bfloat16", "layer_types": ["full_attention"] * 36,
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        },
+        "--norm-epsilon 1e-06 --rotary-base 1000000 --qk-layernorm",
+    ),
+    "Qwen3-30B-A3B": (
+        _QWEN_3_MOE, "--norm-epsilon 1e-06 --rotary-base 1000000 --qk-layernorm",
+    ),
+    "Phi-4": (
+        _config("phi3", (40, 5120, 17920, 40, 10, 100352), 250000, 1e-05,
+                architectures=["Phi3ForCausalLM"], attention_bias=False, embd_pdrop=0.0,
+                original_max_position_embeddings=16384, resid_pdrop=0.0, rope_scaling=None,
+                sliding_window=None),
+        "--norm-epsilon 1e-05 --rotary-base 250000",
+    ),
+    "Seed-OSS-36B": (
+        _config("seed_oss", (64, 5120, 27648, 80, 8, 155136), 10000000.0, 1e-06,
+                architectures=["SeedOssForCausalLM"], attention_bias=True, attention_dropout=0.1,
+                attention_out_bias=False, head_dim=128, mlp_bias=False, pretraining_tp=1,
+                residual_dropout=0.1, rope_scaling={"rope_type": "default"}),
+        "--norm-epsilon 1e-06 --rotary-base 10000000 --add-qkv-bias",
+    ),
+}  # fmt: skip
+
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "aux_loss_alpha": 0.001,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8"}, "routed_scaling_factor": 2.5,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 4, "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}  # fmt: skip
+DEEPSEEK_V3 = _config("deepseek_v3", (61, 7168, 18432, 128, 128, 129280), 10000, 1e-06, **_DEEPSEEK)
+_ROUTER = (
+    "auto_map", "aux_loss_alpha 0.001", "ep_size 1", "norm_topk_prob True", "quantization_config",
+    "scoring_func sigmoid", "seq_aux True", "topk_method noaux_tc",
+    "yarn scaling of rotary embeddings",
+)  # fmt: skip
+_GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+_NO_EPSILON = "no rms_norm_eps"
+
+# published configs, with the entries that are named; the size is that of the model's card
+WITHHELD = {
+    "DeepSeek-V3": (
+        DEEPSEEK_V3, 671.0,
+        {"model_type deepseek_v3", "n_group 8", "num_nextn_predict_layers 1",
+         "routed_scaling_factor 2.5", "topk_group 4", *_ROUTER},
+    ),
+    "Kimi-K2": (
+        DEEPSEEK_V3
+        | _config("kimi_k2", (61, 7168, 18432, 64, 64, 163840), 50000.0, 1e-06)
+        | {
+            "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
+            "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827, "topk_group": 1,
+            "rope_scaling": _DEEPSEEK["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0},
+        },
+        1026.4,
+        {"model_type kimi_k2", "n_group 1", "num_nextn_predict_layers 0",
+         "routed_scaling_factor 2.827", "topk_group 1", *_ROUTER},
+    ),
+    "GLM-4.5": (
+        _config("glm4_moe", (92, 5120, 12288, 96, 8, 151552), 1000000, 1e-05,
+                architectures=["Glm4MoeForCausalLM"], attention_bias=True, first_k_dense_replace=3,
+                head_dim=128, moe_intermediate_size=1536, n_group=1, n_routed_experts=160,
+                n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+                num_nextn_predict_layers=1, partial_rotary_factor=0.5, rope_scaling=None,
+                routed_scaling_factor=2.5, topk_group=1, use_qk_norm=True),
+        352.8,
+        {"model_type glm4_moe", "attention_bias True", "n_group 1", "norm_topk_prob True",
+         "num_nextn_predict_layers 1", "partial_rotary_factor 0.5", "routed_scaling_factor 2.5",
+         "topk_group 1", "use_qk_norm True"},
+    ),
+    "GLM-4-9B-0414": (
+        _config("glm4", (40, 4096, 13696, 32, 2, 151552), 10000.0, 1e-05, head_dim=128,
+                architectures=["Glm4ForCausalLM"], partial_rotary_factor=0.5),
+        9.4,
+        {"model_type glm4", "partial_rotary_factor 0.5"},
+    ),
+    "gpt-oss-20b": (
+        _TRAINED | GPT_OSS_20B, 20.9,
+        {"model_type gpt_oss", "attention_bias True", "experts_per_token 4", "swiglu_limit 7.0"},
+    ),
+    "Gemma-3-1B": (
+        _without(
+            _config("gemma3_text", (26, 1152, 6912, 4, 1, 262144), 1000000, 1e-06,
+                    architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=None,
+                    final_logit_softcapping=None, rope_local_base_freq=10000, rope_scaling=None,
+                    sliding_window=512, sliding_window_pattern=6, **_GEMMA),
+            "hidden_act", "tie_word_embeddings",
+        ),
+        1.0,
+        {"model_type gemma3_text", "attn_logit_softcapping", "final_logit_softcapping",
+         "hidden_activation gelu_pytorch_tanh", "query_pre_attn_scalar 256",
+         "rope_local_base_freq 10000"},
+    ),
+    "Gemma-3-27B": (
+        GEMMA_3_27B | {"image_token_index": 262144, "vision_config": {"hidden_size": 1152}}, 27.0,
+        {"model_type gemma3_text", "text_config", "image_token_index 262144", "vision_config",
+         "query_pre_attn_scalar 168", "no rope_theta that is a whole number", _NO_EPSILON},
+    ),
+    "Gemma-4 31B, text": (
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+            "text_config": _without(
+                _config("gemma4_text", (60, 5376, 21504, 32, 16, 262144), None, 1e-06,
+                        attention_k_eq_v=True, final_logit_softcapping=30.0, global_head_dim=512,
+                        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
+                        num_global_key_value_heads=4, sliding_window=1024,
+                        rope_parameters={
+                            "full_attention": {"rope_theta": 1e6, "rope_type": "proportional"},
+                            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+                        }, **_GEMMA),
+                "hidden_act", "tie_word_embeddings", "query_pre_attn_scalar",
+            ),
+            "vision_config": {"model_type": "gemma4_vision"},
+        },
+        None,
+        {"model_type gemma4_text", "text_config", "vision_config", "attention_k_eq_v True",
+         "final_logit_softcapping 30.0", "global_head_dim 512", "num_global_key_value_heads 4",
+         "hidden_activation gelu_pytorch_tanh", "no rope_theta that is a whole number"},
+    ),
+    "Qwen2.5-VL-7B": (
+        QWEN_2_5_7B
+        | {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+            "image_token_id": 151655, "vision_config": {"depth": 32},
+            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+        },
+        7.6,
+        {"model_type qwen2_5_vl", "image_token_id 151655", "vision_config",
+         "mrope scaling of rotary embeddings"},
+    ),
+    "Qwen3-VL-2B": (
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+            "image_token_id": 151655, "tie_word_embeddings": True, "vision_config": {"depth": 24},
+            "text_config": _without(
+                _config("qwen3_vl_text", (28, 2048, 6144, 16, 8, 151936), 5000000, 1e-06,
+                        head_dim=128, rope_scaling={
+                            "mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                            "rope_type": "default",
+                        }),
+                "tie_word_embeddings",
+            ),
+        },
+        1.72,  # tied by its outer entry
+        {"model_type qwen3_vl_text", "text_config", "image_token_id 151655", "vision_config",
+         "default scaling of rotary embeddings"},
+    ),
+    "Mistral-Small-3.1-24B": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+            "image_token_index": 10, "spatial_merge_size": 2, "vision_config": {"depth": 24},
+            "text_config": _without(
+                _config("mistral", (40, 5120, 32768, 32, 8, 131072), 1e9, 1e-05, **_MISTRAL),
+                "architectures",
+            ),
+        },
+        23.6,
+        {"text_config", "image_token_index 10", "spatial_merge_size 2", "vision_config",
+         "architectures ['Mistral3ForConditionalGeneration']"},
+    ),
+    "MiniMax-M2": (
+        _config("minimax_m2", (62, 3072, 1536, 48, 8, 200064), 5000000, 1e-06,
+                architectures=["MiniMaxM2ForCausalLM"], attn_type_list=[1] * 62, head_dim=128,
+                num_experts_per_tok=8, num_local_experts=256, num_mtp_modules=3,
+                qk_norm_type="per_layer", rotary_dim=64, scoring_func="sigmoid", use_mtp=True,
+                use_qk_norm=True, use_routing_bias=True),
+        228.7,
+        {"model_type minimax_m2", "num_mtp_modules 3", "qk_norm_type per_layer", "rotary_dim 64",
+         "scoring_func sigmoid", "use_mtp True", "use_qk_norm True", "use_routing_bias True"},
+    ),
+    "Nemotron-4-Mini-4B": (
+        _without(
+            _config("nemotron", (32, 3072, 9216, 24, 8, 256000), 10000.0, None,
+                    architectures=["NemotronForCausalLM"], head_dim=128, hidden_act="relu2",
+                    mlp_bias=False, norm_eps=1e-05, partial_rotary_factor=0.5),
+            "rms_norm_eps",
+        ),
+        4.19,
+        {"model_type nemotron", "hidden_act relu2", "norm_eps 1e-05", "partial_rotary_factor 0.5",
+         _NO_EPSILON},
+    ),
+    "StarCoder2-7B": (
+        _without(
+            _config("starcoder2", (32, 4608, 18432, 36, 4, 49152), 1000000, None,
+                    architectures=["Starcoder2ForCausalLM"], embedding_dropout=0.0,
+                    hidden_act="gelu_pytorch_tanh", mlp_type="default", norm_epsilon=1e-05,
+                    norm_type="layer_norm", sliding_window=4096, use_bias=True),
+            "rms_norm_eps", "tie_word_embeddings",
+        ),
+        7.17,
+        {"model_type starcoder2", "embedding_dropout 0.0", "hidden_act gelu_pytorch_tanh",
+         "mlp_type default", "norm_epsilon 1e-05", "norm_type layer_norm", "use_bias True",
+         _NO_EPSILON},
+    ),
+    "Command-R7B": (
+        _without(
+            _config("cohere2", (32, 4096, 14336, 32, 8, 256000), 50000, None,
+                    architectures=["Cohere2ForCausalLM"], head_dim=128, layer_norm_eps=1e-05,
+                    logit_scale=0.25, order_of_interleaved_layers="local_attn_first",
+                    position_embedding_type="rope_gptj", rotary_pct=1.0, sliding_window=4096,
+                    sliding_window_pattern=4, use_gated_activation=True, use_parallel_block=True),
+            "rms_norm_eps", "tie_word_embeddings",
+        ),
+        8.03,
+        {"model_type cohere2", "layer_norm_eps 1e-05", "logit_scale 0.25",
+         "order_of_interleaved_layers local_attn_first", "position_embedding_type rope_gptj",
+         "rotary_pct 1.0", "use_gated_activation True", "use_parallel_block True", _NO_EPSILON},
+    ),
+    "Phi-3-mini-128k": (
+        _config("phi3", (32, 3072, 8192, 32, 32, 32064), 10000.0, 1e-05,
+                architectures=["Phi3ForCausalLM"], original_max_position_embeddings=4096,
+                auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
+                rope_scaling={"long_factor": [1.1], "short_factor": [1.0], "type": "longrope"},
+                sliding_window=262144),
+        3.82, {"auto_map", "longrope scaling of rotary embeddings"},
+    ),
+    "Phi-4-mini": (
+        _config("phi3", (32, 3072, 8192, 24, 8, 200064), 10000.0, 1e-05,
+                architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.75,
+                original_max_position_embeddings=4096, tie_word_embeddings=True,
+                rope_scaling={"long_factor": [1.1], "short_factor": [1.0], "type": "longrope"},
+                sliding_window=262144),
+        3.84, {"longrope scaling of rotary embeddings"},
+    ),
+    "OLMo-2-7B": (
+        _config("olmo2", (32, 4096, 11008, 32, 32, 100352), 500000, 1e-06,
+                architectures=["Olmo2ForCausalLM"]),
+        7.3, {"model_type olmo2"},
+    ),
+    "OLMo-3-7B": (
+        _config("olmo3", (32, 4096, 11008, 32, 32, 100278), 500000, 1e-06,
+                architectures=["Olmo3ForCausalLM"], rope_scaling=_YARN | {"attention_factor": 1.2},
+                layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+                sliding_window=4096),
+        7.3, {"model_type olmo3", "yarn scaling of rotary embeddings"},
+    ),
+    "Granite-3.3-8B": (
+        _config("granite", (40, 4096, 12800, 32, 8, 49159), 10000000.0, 1e-05,
+                architectures=["GraniteForCausalLM"], attention_multiplier=0.0078125,
+                embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22,
+                tie_word_embeddings=True),
+        8.17,
+        {"model_type granite", "attention_multiplier 0.0078125", "embedding_multiplier 12.0",
+         "logits_scaling 16.0", "residual_multiplier 0.22"},
+    ),
+    "SmolLM3-3B": (
+        _without(
+            _config("smollm3", (36, 2048, 11008, 16, 4, 128256), 5000000.0, 1e-06,
+                    architectures=["SmolLM3ForCausalLM"], layer_types=["full_attention"] * 36,
+                    no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9),
+            "tie_word_embeddings",
+        ),
+        3.075, {"model_type smollm3", "no_rope_layer_interval 4", "no_rope_layers"},
+    ),
+    "ERNIE-4.5-0.3B": (
+        _without(
+            _config("ernie4_5", (18, 1024, 3072, 16, 2, 103424), 500000.0, 1e-05, head_dim=128,
+                    architectures=["Ernie4_5ForCausalLM"], use_bias=False),
+            "tie_word_embeddings",
+        ),
+        0.36, {"model_type ernie4_5", "use_bias False"},
+    ),
 }  # fmt: skip

@@ -92,7 +92,10 @@ def test_windows_that_are_switched_off_are_none(config):
         ({"attn_logit_softcapping": 50.0}, "got attn_logit_softcapping 50.0"),
         ({"full_attention_interval": 4}, "got full_attention_interval 4"),
         ({"layer_types": ["full_attention"] * 31}, "got 31 layer_types and 32 layers"),
-        ({"layer_types": ["sliding_attention"] * 32}, "a sliding_window that can be read.*None"),
+        (
+            {"layer_types": ["sliding_attention"] * 32, "sliding_window": None},
+            "a sliding_window that can be read.*None",
+        ),
         ({"sliding_window": "wide"}, "a sliding_window that can be read.*'wide'"),
     ],
 )
@@ -113,7 +116,7 @@ def test_the_flags_of_a_model_describe_it(described):
     """What is printed for a run is read back as the same model."""
     text = " ".join(as_words(model_flags(described)))
     found = from_megatron(megatron_arguments(text), described.name)
-    assert replace(found, beside=described.beside) == described
+    assert replace(found, beside=described.beside, unknown=described.unknown) == described
 
 
 @pytest.mark.parametrize(

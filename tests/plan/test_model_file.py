@@ -12,20 +12,16 @@ from megatron_burst.plan.arguments import megatron_arguments
 from megatron_burst.plan.model import PRESETS, Model
 from megatron_burst.plan.model_file import from_megatron, model_of
 from megatron_burst.units import in_units, nearest_multiples, whole_number
+from tests.plan.configs import (
+    DEEPSEEK_V3,
+    LLAMA_3_1_405B,
+    QWEN_2_5_7B,
+    QWEN_2_5_72B,
+    QWEN_3_8B,
+    QWEN_3_32B,
+)
+from tests.plan.configs import LLAMA_3_8B as LLAMA
 
-LLAMA = {  # of meta-llama/Meta-Llama-3-8B
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "tie_word_embeddings": False, "rope_theta": 500000.0, "rms_norm_eps": 1e-05,
-}  # fmt: skip
-DEEPSEEK = {  # of deepseek-ai/DeepSeek-V3
-    "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
-    "num_hidden_layers": 61, "num_key_value_heads": 128, "vocab_size": 129280,
-    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "tie_word_embeddings": False, "rope_theta": 10000, "rms_norm_eps": 1e-06,
-}  # fmt: skip
 SHELL = """#!/bin/bash
 # --num-layers 7
 torchrun --nproc-per-node 8 pretrain_gpt.py \\
@@ -53,13 +49,24 @@ def same(model: Model, name: str) -> bool:
 
 def alike(model: Model, name: str) -> bool:
     """Whether everything that figures depend on is the same."""
-    return same(replace(model, beside=PRESETS[name].beside), name)
+    return same(replace(model, beside=PRESETS[name].beside, unknown=PRESETS[name].unknown), name)
 
 
-@pytest.mark.parametrize(("config", "name"), [(LLAMA, "llama3-8b"), (DEEPSEEK, "deepseek-v3")])
-def test_configs_of_hugging_face_are_the_presets(config, name, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LLAMA, "llama3-8b"), (LLAMA_3_1_405B, "llama3-405b"), (DEEPSEEK_V3, "deepseek-v3"),
+        (QWEN_2_5_7B, "qwen2.5-7b"), (QWEN_2_5_72B, "qwen2.5-72b"), (QWEN_3_8B, "qwen3-8b"),
+        (QWEN_3_32B, "qwen3-32b"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_published_configs_are_the_presets(config, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert same(model_of(str(tmp_path / "config.json")), name)
+    found = model_of(str(tmp_path / "config.json"))
+    assert set(PRESETS[name].unknown) <= set(found.unknown)
+    assert same(replace(found, unknown=PRESETS[name].unknown), name)
+    assert bool(found.unknown) == bool(PRESETS[name].unknown)
 
 
 @pytest.mark.parametrize("where", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
@@ -73,7 +80,10 @@ def test_a_model_of_the_local_cache(where, tmp_path, monkeypatch):
         model_of("hf:meta-llama/Meta-Llama-3-8B")
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc123")
-    for commit, config in (("abc123", LLAMA), ("older", LLAMA | {"num_hidden_layers": 2})):
+    for commit, config in (
+        ("abc123", LLAMA),
+        ("older", LLAMA | {"num_hidden_layers": 2}),
+    ):
         (folder / "snapshots" / commit).mkdir(parents=True)
         (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config))
     found = model_of("hf:meta-llama/Meta-Llama-3-8B")

@@ -1,0 +1,51 @@
+"""Makes operations of programs fail, as a kernel does that runs out of memory."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+from weakref import ref
+
+from megatron_burst.engine import executor
+from megatron_burst.engine.executor import Executor
+from megatron_burst.schedule.call import Direction
+
+PLACES = ("memory", "results", "first", "middle", "last")
+
+
+class NoMemoryError(RuntimeError):
+    """Stands for torch.OutOfMemoryError."""
+
+
+def _fail(*_, **__):
+    raise NoMemoryError("no memory left\nat some line")
+
+
+@contextmanager
+def failing(direction: Direction, place: str, runs: list | None = None):
+    """Passes of a direction fail: where they get their memory or allocate results, or in their
+    first, middle or last operation that computes. `runs` gets weak references to them."""
+    run, runs = Executor.run, [] if runs is None else runs
+
+    class Noted(executor.Run):
+        def __init__(self, *args):
+            super().__init__(*args)
+            runs.append(ref(self))
+
+    def failing_run(self, *args, **options):
+        if self.program.direction is not direction:
+            return run(self, *args, **options)
+        with ExitStack() as broken:
+            made = _fail if place == "memory" else Noted
+            broken.enter_context(patch.object(executor, "Run", made))
+            if place == "results":
+                broken.enter_context(patch.object(Noted, "prepare", _fail))
+            elif place != "memory":
+                steps = self.binder.steps
+                computing = [index for index, step in enumerate(steps) if not step.transfers]
+                at = computing[{"first": 0, "middle": len(computing) // 2, "last": -1}[place]]
+                wrong = *steps[:at], replace(steps[at], run=_fail), *steps[at + 1 :]
+                broken.enter_context(patch.object(self.binder, "steps", wrong))
+            return run(self, *args, **options)
+
+    with patch.object(Executor, "run", failing_run):
+        yield
