@@ -1,9 +1,10 @@
 """The terms of a call, which must be the same on all ranks, and which of them are refused."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from numbers import Integral, Number, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +17,42 @@ _WHO = "burst attention"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+class Asked(NamedTuple):
+    """Arguments of `burst_attention` besides tensors, as the caller passed them."""
+
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    layout: str = "zigzag"
+    qkv_format: str = "bshd"
+    return_lse: bool = False
+    config: BurstConfig = BurstConfig()
+    layer: int = 0
+    given: tuple[str, ...] = ()  # arguments that describe a packed sample: see `Sample.given`
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What must be the same on all ranks; equal terms make equal calls."""
 
-    shapes: tuple[tuple, ...]  # of q, k and v, like the next two
+    shapes: tuple[tuple, ...]  # of q, k and v, like the next two; a batch axis of 1 in "thd"
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     current_device: int | None  # None on CPU
     gradients: bool
     causal: bool
     window: tuple[int | None, int | None]
-    packed: bool
-    tree: bool
+    given: tuple[str, ...]
     softmax_scale: float
     layout: str
     qkv_format: str
     config: BurstConfig
+    wrong: tuple[tuple[str, str], ...]  # arguments of another kind, and what they are
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequence is a packed sample."""
+        return "cu_seqlens" in self.given
 
     def in_words(self) -> dict[str, str]:
         """By name; devices without what may differ between ranks."""
@@ -44,13 +64,10 @@ class Terms:
         )
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
-        if self.packed:
-            words["cu_seqlens"] = "given"
-        if self.tree:
-            words["prefix_tree"] = "given"
+        words |= dict.fromkeys(self.given, "given")
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
-        return words
+        return words | dict(self.wrong)
 
     def configuration(self) -> "Terms":
         """The terms with batch and tokens set to 0, since these vary from call to call; ranks
@@ -66,16 +83,6 @@ class Terms:
         return device.type == "cuda" and device.index != self.current_device
 
 
-class Sees(NamedTuple):
-    """Which keys a query sees, and where they are: arguments of `burst_attention`."""
-
-    causal: bool
-    window: tuple[int | None, int | None]  # as of `window_of`
-    packed: bool
-    tree: bool
-    layout: str
-
-
 def window_of(
     window: tuple[int | None, int | None] | None, causal: bool
 ) -> tuple[int | None, int | None]:
@@ -84,44 +91,122 @@ def window_of(
     Raises:
         BurstError: if it is not a pair of numbers of positions.
     """
-    given = (None, None) if window is None else window
-    if not (isinstance(given, Sequence) and len(given) == 2 and all(map(_is_bound, given))):
-        raise BurstError(
-            f"{_WHO}: window must be (left, right), the number of earlier and of later "
-            "positions that a query attends to, each at least 0, or None or -1 for no bound; "
-            f"got {window!r}; pass such a pair"
-        )
-    left, right = (None if bound == -1 else bound for bound in given)
+    if not _is_window(window):
+        require(_WHO, [_need_of("window", _text(window))])
+    bounds = (None, None) if window is None else window
+    left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
 
 
-def _is_bound(bound: object) -> bool:
-    if bound is None:
-        return True
-    return isinstance(bound, int) and not isinstance(bound, bool) and bound >= -1
+def terms_of(tensors: Sequence[Tensor], asked: Asked) -> Terms:
+    """The terms of a call with q, k and v.
 
-
-def terms_of(
-    q: Tensor, k: Tensor, v: Tensor, sees: Sees, scale: float, qkv_format: str,
-    config: BurstConfig,
-) -> Terms:  # fmt: skip
-    """The terms of a call with these tensors."""
-    tensors = (q, k, v)
+    An argument of another kind is only named, so that ranks can still compare their terms.
+    """
+    wrong = tuple((name, _text(x)) for name, x in zip("qkv", tensors, strict=True) if not _is_dense(x))
+    wrong += tuple((name, _text(x)) for name, x in asked._asdict().items() if not _KINDS[name][0](x))
+    if wrong:
+        tensors = [x if _is_dense(x) else torch.empty(0) for x in tensors]
+        defaults = Asked._field_defaults
+        asked = asked._replace(**{name: defaults[name] for name, _ in wrong if name in defaults})
+    added = (1,) if asked.qkv_format == "thd" else ()
+    scale, dim = asked.softmax_scale, (*tensors[0].shape, 1)[tensors[0].dim() - 1]
     return Terms(
-        shapes=tuple(x.shape for x in tensors),
+        shapes=tuple((*added, *x.shape) for x in tensors),
         dtypes=tuple(x.dtype for x in tensors),
         devices=tuple(x.device for x in tensors),
         current_device=torch.cuda.current_device() if any(x.is_cuda for x in tensors) else None,
         gradients=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
-        causal=sees.causal,
-        window=sees.window,
-        packed=sees.packed,
-        tree=sees.tree,
-        softmax_scale=scale,
-        layout=sees.layout,
-        qkv_format=qkv_format,
-        config=config,
+        causal=asked.causal,
+        window=window_of(asked.window, asked.causal),
+        given=asked.given,
+        softmax_scale=max(dim, 1) ** -0.5 if scale is None else float(scale),
+        layout=asked.layout,
+        qkv_format=asked.qkv_format,
+        config=asked.config,
+        wrong=wrong,
     )
+
+
+# ---- kinds of arguments -----------------------------------------------------------------------
+
+
+def is_whole(x: object) -> bool:
+    """Whether it is a whole number, also one of numpy."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def _is_dense(x: object) -> bool:
+    dense = isinstance(x, Tensor) and x.layout is torch.strided
+    return dense and not (x.is_nested or x.is_meta)
+
+
+def _is_bool(x: object) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_word(x: object) -> bool:
+    return isinstance(x, str)
+
+
+def _is_window(x: object) -> bool:
+    if x is None:
+        return True
+    if not (isinstance(x, Sequence) and len(x) == 2):
+        return False
+    return all(bound is None or (is_whole(bound) and bound >= -1) for bound in x)
+
+
+def _is_scale(x: object) -> bool:
+    return x is None or (isinstance(x, Real) and not isinstance(x, bool))
+
+
+_TENSOR = (
+    _is_dense, "must be a dense tensor with data, because kernels read its rows", "pass one"
+)  # fmt: skip
+_SWITCH = _is_bool, "must be True or False, because anything else would be taken as either", "pass one"
+_WORD = _is_word, "must be a word, because it names one of several", "pass one of those documented"
+_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {  # is it, what must hold, change
+    **dict.fromkeys("qkv", _TENSOR),
+    "causal": _SWITCH,
+    "return_lse": _SWITCH,
+    "window": (
+        _is_window,
+        "must be (left, right), the number of earlier and of later positions that a query attends "
+        "to, each at least 0, or None or -1 for no bound",
+        "pass such a pair",
+    ),
+    "softmax_scale": (
+        _is_scale,
+        "must be a number, because burst computes no gradient of it",
+        "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
+    ),
+    "layout": _WORD,
+    "qkv_format": _WORD,
+    "config": (
+        lambda x: isinstance(x, BurstConfig),
+        "must be a BurstConfig, because only that checks its options",
+        "pass BurstConfig.of(...), or leave it out",
+    ),
+    "layer": (is_whole, "must be a whole number, because ranks compare it", "pass one"),
+    "given": (lambda x: True, "", ""),
+}
+
+
+def _need_of(name: str, got: str) -> Need:
+    _, must, change = _KINDS[name]
+    return False, f"{name} {must}", got, change
+
+
+def _text(x: object) -> str:
+    """What an argument is, in one short line."""
+    if isinstance(x, Tensor):
+        kind = f"nested {type(x).__name__}" if x.is_nested else type(x).__name__
+        return f"a {kind}, {x.layout}, on {x.device.type}"
+    return " ".join(repr(x).split())[:80] if isinstance(x, _PLAIN) else f"a {type(x).__name__}"
+
+
+_PLAIN = str, Number, Sequence, Mapping, type(None)
 
 
 def check(terms: Terms, cp_size: int) -> None:
@@ -133,6 +218,10 @@ def check(terms: Terms, cp_size: int) -> None:
     require(_WHO, chain.from_iterable(of(terms) for of in _NEEDS))
     tokens = terms.shapes[0][0 if terms.qkv_format == "sbhd" else 1]
     check_tokens(Layout(terms.layout), cp_size, tokens)
+
+
+def _of_kinds(terms: Terms) -> Iterator[Need]:
+    yield from (_need_of(name, got) for name, got in terms.wrong)
 
 
 def _of_names(terms: Terms) -> Iterator[Need]:
@@ -158,22 +247,23 @@ def _of_names(terms: Terms) -> Iterator[Need]:
     )
 
 
-def _of_tree(terms: Terms) -> Iterator[Need]:
+def _of_sample(terms: Terms) -> Iterator[Need]:
+    others, tree = ", ".join(terms.given), "prefix_tree" in terms.given
     yield (
-        terms.packed or not terms.tree,
-        "cu_seqlens must come with prefix_tree, because it says where the tree's segments begin",
+        terms.packed or not terms.given,
+        f"cu_seqlens must come with {others}, because it says where documents begin and end",
         "no cu_seqlens",
-        "pass it, or leave out prefix_tree",
+        f"pass it, or leave out {others}",
     )
     yield (
-        not terms.tree or terms.window == (None, 0),
+        not tree or terms.window == (None, 0),
         "a prefix tree must be causal and without a window, because a query attends to all "
         "ancestors of its segment",
         f"causal={terms.causal} and window={terms.window}",
         "leave out causal and window, or prefix_tree",
     )
     yield (
-        not terms.tree or terms.layout != Layout.DOCUMENTS,
+        not tree or terms.layout != Layout.DOCUMENTS,
         "a prefix tree must be sharded as one sample, because segments attend to each other",
         f"layout {terms.layout}",
         "shard the sample in zigzag or contiguous, without padding",
@@ -247,4 +337,4 @@ def _of_scale(terms: Terms) -> Iterator[Need]:
     )
 
 
-_NEEDS = _of_names, _of_tree, _of_shapes, _of_tensors, _of_scale
+_NEEDS = _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_scale

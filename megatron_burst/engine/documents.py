@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.sample import Sample, listed_of, of_parents, of_tensors, of_values
+from megatron_burst.engine.sample import Sample, identity, listed_of, of_parents, of_tensors, of_values
 from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
 from megatron_burst.kernels.visible import Segments
@@ -23,7 +23,7 @@ _WHO = "burst attention"
 def documents_of(
     cache: Latest, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> "Documents":
-    """The documents of a sample, built once for all layers, which pass the same tensors.
+    """The documents of a sample, built once for all layers, which pass the same boundaries.
 
     Args:
         cache: of the group.
@@ -35,22 +35,14 @@ def documents_of(
     Raises:
         BurstError: if boundaries that are on the CPU are invalid.
     """
-    given, tree = (sample.cu_seqlens, sample.padded), sample.parents
-    tree = repr(list(tree)) if isinstance(tree, Sequence) else _identity(tree)
     # by stream too: tensors are ready, and their memory safe to use, on the stream that made them
-    key = *map(_identity, given), tree, sample.longest, sizes, layout, Where.of(like)
+    key = *map(identity, sample), sizes, layout, Where.of(like)
     found = cache.recent(key)
     if found is None:
         for before in cache.values():
             before.checked()
         found = cache[key] = Documents(sample, sizes, Layout(layout), like.device)
     return found
-
-
-def _identity(x: object) -> tuple:
-    if x is None:
-        return ()
-    return id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 class Documents:
@@ -60,7 +52,8 @@ class Documents:
     determine the kernel calls, so the host waits for boundaries that are on the device.
 
     Args:
-        sample: from the caller; kept alive, so that it is recognized again.
+        sample: from the caller; copied, because the caller may write the next sample's boundaries
+            into the same tensors; kept alive, so that tensors on a GPU are recognized again.
         sizes: tokens on a rank, and ranks.
         layout: how tokens are sharded.
         device: where kernels run.
@@ -88,14 +81,15 @@ class Documents:
         self._restored: dict[tuple, Tensor] = {}
         given = sample.cu_seqlens, sample.padded
         on_cpu = all(x is None or x.device.type == "cpu" for x in given)
-        self._host = [x if x is None else _to_host(x) for x in given]
+        self._host = [x if x is None else _to_host(x, device) for x in given]
         self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
         self.known = self.checked() if on_cpu else None
         told = sample.longest if self.known is None else None
         self._longest = told or self._find_longest()
         self._tail_segments = -(-self._tokens // told) if told else 1
-        to_device = dict(device=device, dtype=torch.int32, non_blocking=True)
-        starts, padded = (x if x is None else x.to(**to_device) for x in given)
+        to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
+        ours = (x if x is None or x.is_cuda else y for x, y in zip(given, self._host, strict=True))
+        starts, padded = (x if x is None else x.to(**to_device) for x in ours)
         self._starts = starts if padded is None else padded
         self._lengths = None if padded is None else starts.diff()
         self._tree: Tree | None = None
@@ -284,12 +278,11 @@ def _in_words(text: str, documents: int) -> str:
     return f"{text if documents < 10 else f'{text[:40]} ... of {documents} documents'} ({digest})"
 
 
-def _to_host(x: Tensor) -> Tensor:
-    """An asynchronous copy to the host."""
-    if x.device.type == "cpu":
-        return x
-    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(x, non_blocking=True)
+def _to_host(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the host, which can be copied to the device asynchronously; from a GPU the copy
+    itself is asynchronous too."""
+    ours = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda")
+    return ours.copy_(x, non_blocking=True)
 
 
 def _with_padding(

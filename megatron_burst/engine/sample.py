@@ -1,6 +1,6 @@
 """A packed sample as passed to `burst_attention`, and the checks on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,33 @@ class Sample(NamedTuple):
     parents: Tensor | Sequence[int] | None = None
 
 
+def identity(x: object) -> Hashable:
+    """Equal for equal boundaries, parents or numbers: a key of what is derived from them.
+
+    Version counters miss writes through numpy, DLPack or `.data`. So tensors on the CPU, which are
+    small, are known by their contents. A tensor on a GPU is known by its version, because reading
+    it would synchronize; if it has none, as in inference mode, it is new in each call.
+    """
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if _counts(x) and x.device.type == "cpu":
+        return x.dtype, x.numpy().tobytes()
+    return object() if x.is_inference() else (id(x), x._version)
+
+
+def _counts(x: object) -> bool:
+    """Whether it is a tensor of whole numbers with one axis."""
+    is_list = isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 1
+    return is_list and x.dtype in (torch.int32, torch.int64)
+
+
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
     """Checks of tensors that kernels on a device will read."""
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
         yield (
-            isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1,
+            _counts(x),
             f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
             f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
             "pass such a tensor",
@@ -116,7 +136,7 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     )
     if isinstance(parents, Tensor):
         yield (
-            parents.dtype in (torch.int32, torch.int64) and parents.dim() == 1,
+            _counts(parents),
             f"{what}, because it names each segment's parent",
             f"{parents.dtype} of shape {tuple(parents.shape)}",
             "pass one",

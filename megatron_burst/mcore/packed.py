@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
+from megatron_burst.engine.sample import identity
 from megatron_burst.errors import require
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
@@ -136,8 +137,7 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
 def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
     """The cached result of `find` for these boundaries on the current stream; the entry also holds
     the boundaries, to recognize them."""
-    known = ((id(x), 0 if x.is_inference() else x._version) for x in boundaries)
-    key = what, Where.of(boundaries[0]), *known
+    key = what, Where.of(boundaries[0]), *map(identity, boundaries)
     found = _FOUND.recent(key)
     if found is None:
         found = _FOUND[key] = find(), boundaries
