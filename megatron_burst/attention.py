@@ -1,5 +1,6 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.comm.alone import alone, is_alone, is_first
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.comm.state import GroupState, state_of
@@ -32,7 +34,7 @@ from megatron_burst.say import say
 from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, check_mask
-from megatron_burst.terms import Sees, Terms, check, terms_of, window_of
+from megatron_burst.terms import Asked, Terms, check, terms_of
 from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
@@ -79,7 +81,8 @@ def burst_attention(
             or float16.
         k: [b, s_local, h_kv, d_qk]; h_kv divides h, and heads are not expanded.
         v: [b, s_local, h_kv, d_v].
-        group: the context-parallel group; None is the default group.
+        group: the context-parallel group; None is the default group, or this process alone if there
+            is none.
         causal: whether to mask keys at later positions of the whole sequence.
         window: (left, right): the number of earlier and of later positions that a query attends to;
             None or -1: no bound. With `causal` it attends to no later ones, whatever `right` is.
@@ -125,15 +128,15 @@ def burst_attention(
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
     refuse_transforms(_WHO, q, k, v)
-    config = config or BurstConfig()
-    group = _group(group)
-    state = state_of(group, config.tuning.timeout_s)
-    scale = softmax_scale if softmax_scale is not None else _default_scale(q)
-    if qkv_format == "thd":
+    sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree)
+    config = BurstConfig() if config is None else config
+    asked = Asked(
+        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
+    )
+    group, terms = _group(group), terms_of((q, k, v), asked)
+    state = state_of(group, terms.config.tuning.timeout_s)
+    if qkv_format == "thd" and not terms.wrong:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    bounds = window_of(window, causal)
-    sees = Sees(causal, bounds, cu_seqlens is not None, prefix_tree is not None, layout)
-    terms = terms_of(q, k, v, sees, scale, qkv_format, config)
     key = terms, tuple(map(ref, hcp_groups or ()))
     resolved = state.resolved.recent(key)
     if resolved is None:
@@ -142,7 +145,6 @@ def burst_attention(
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
     if cu_seqlens is not None:
-        sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree)
         sizes = q.shape[1], group.size()
         documents = _documents(
             state, partial(documents_of, state.samples, sample, sizes, layout, q)
@@ -175,7 +177,7 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
             state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
-    if told not in state.said and dist.get_rank() == 0:
+    if told not in state.said and is_first():
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
     return tuple(resolved)
@@ -292,22 +294,24 @@ def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: i
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None and is_alone():
+        return alone()
     if not dist.is_initialized():
         raise BurstError(
             f"{_WHO}: torch.distributed must be initialised, because the sequence is sharded "
-            "over a process group; got no default group; call init_process_group (world_size=1 for "
-            "a whole sequence)"
+            f"over a process group; got no default group in one of {os.environ.get('WORLD_SIZE')} "
+            "processes; call init_process_group"
         )
     group = dist.group.WORLD if group is None else group
+    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        raise BurstError(
+            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
+            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
+        )
     if dist.get_rank(group) < 0:
         raise BurstError(
             f"{_WHO}: the calling rank must belong to the group, because each rank passes its "
             f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
             "group's ranks"
         )
-    assert group is not None
     return group
-
-
-def _default_scale(q: Tensor) -> float:
-    return max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout, check_tokens
 
 _WHO = "burst attention"
@@ -91,8 +91,7 @@ def window_of(
     Raises:
         BurstError: if it is not a pair of numbers of positions.
     """
-    if not _is_window(window):
-        require(_WHO, [_need_of("window", _text(window))])
+    require(_WHO, () if _is_window(window) else [_need_of("window", _text(window))])
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
@@ -103,14 +102,14 @@ def terms_of(tensors: Sequence[Tensor], asked: Asked) -> Terms:
 
     An argument of another kind is only named, so that ranks can still compare their terms.
     """
-    wrong = tuple((name, _text(x)) for name, x in zip("qkv", tensors, strict=True) if not _is_dense(x))
-    wrong += tuple((name, _text(x)) for name, x in asked._asdict().items() if not _KINDS[name][0](x))
+    given = zip((*"qkv", *Asked._fields), (*tensors, *asked), strict=True)
+    wrong = tuple((name, _text(x)) for name, x in given if not _KINDS[name].holds(x))
     if wrong:
         tensors = [x if _is_dense(x) else torch.empty(0) for x in tensors]
-        defaults = Asked._field_defaults
-        asked = asked._replace(**{name: defaults[name] for name, _ in wrong if name in defaults})
+        usual = Asked._field_defaults
+        asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
     added = (1,) if asked.qkv_format == "thd" else ()
-    scale, dim = asked.softmax_scale, (*tensors[0].shape, 1)[tensors[0].dim() - 1]
+    scale, dim = asked.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
     return Terms(
         shapes=tuple((*added, *x.shape) for x in tensors),
         dtypes=tuple(x.dtype for x in tensors),
@@ -131,14 +130,10 @@ def terms_of(tensors: Sequence[Tensor], asked: Asked) -> Terms:
 # ---- kinds of arguments -----------------------------------------------------------------------
 
 
-def is_whole(x: object) -> bool:
-    """Whether it is a whole number, also one of numpy."""
-    return isinstance(x, Integral) and not isinstance(x, bool)
-
-
 def _is_dense(x: object) -> bool:
-    dense = isinstance(x, Tensor) and x.layout is torch.strided
-    return dense and not (x.is_nested or x.is_meta)
+    if not isinstance(x, Tensor):
+        return False
+    return x.layout is torch.strided and not (x.is_nested or x.is_meta)
 
 
 def _is_bool(x: object) -> bool:
@@ -149,64 +144,76 @@ def _is_word(x: object) -> bool:
     return isinstance(x, str)
 
 
+def _is_whole(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
 def _is_window(x: object) -> bool:
-    if x is None:
-        return True
-    if not (isinstance(x, Sequence) and len(x) == 2):
-        return False
-    return all(bound is None or (is_whole(bound) and bound >= -1) for bound in x)
+    if not isinstance(x, Sequence):
+        return x is None
+    return len(x) == 2 and all(y is None or (_is_whole(y) and y >= -1) for y in x)
 
 
 def _is_scale(x: object) -> bool:
     return x is None or (isinstance(x, Real) and not isinstance(x, bool))
 
 
-_TENSOR = (
+def _is_config(x: object) -> bool:
+    return isinstance(x, BurstConfig)
+
+
+class _Kind(NamedTuple):
+    """What an argument must be."""
+
+    holds: Callable[[Any], bool]
+    must: str  # be, and why
+    change: str
+
+
+_TENSOR = _Kind(
     _is_dense, "must be a dense tensor with data, because kernels read its rows", "pass one"
-)  # fmt: skip
-_SWITCH = _is_bool, "must be True or False, because anything else would be taken as either", "pass one"
-_WORD = _is_word, "must be a word, because it names one of several", "pass one of those documented"
-_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {  # is it, what must hold, change
+)
+_SWITCH = _Kind(
+    _is_bool, "must be True or False, because anything else could mean either", "pass one of them"
+)
+_WORD = _Kind(_is_word, "must be a word, because it names one of several ways", "pass one of them")
+_KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
     "causal": _SWITCH,
     "return_lse": _SWITCH,
-    "window": (
+    "window": _Kind(
         _is_window,
         "must be (left, right), the number of earlier and of later positions that a query attends "
         "to, each at least 0, or None or -1 for no bound",
         "pass such a pair",
     ),
-    "softmax_scale": (
+    "softmax_scale": _Kind(
         _is_scale,
-        "must be a number, because burst computes no gradient of it",
+        "must be a number, because attention returns no gradient of it",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
     "layout": _WORD,
     "qkv_format": _WORD,
-    "config": (
-        lambda x: isinstance(x, BurstConfig),
-        "must be a BurstConfig, because only that checks its options",
+    "config": _Kind(
+        _is_config,
+        "must be a BurstConfig, because that checks its options",
         "pass BurstConfig.of(...), or leave it out",
     ),
-    "layer": (is_whole, "must be a whole number, because ranks compare it", "pass one"),
-    "given": (lambda x: True, "", ""),
+    "layer": _Kind(_is_whole, "must be a whole number, because ranks compare it", "pass one"),
+    "given": _Kind(lambda given: True, "", ""),
 }
 
 
 def _need_of(name: str, got: str) -> Need:
-    _, must, change = _KINDS[name]
-    return False, f"{name} {must}", got, change
+    return False, f"{name} {_KINDS[name].must}", got, _KINDS[name].change
 
 
 def _text(x: object) -> str:
     """What an argument is, in one short line."""
     if isinstance(x, Tensor):
-        kind = f"nested {type(x).__name__}" if x.is_nested else type(x).__name__
-        return f"a {kind}, {x.layout}, on {x.device.type}"
-    return " ".join(repr(x).split())[:80] if isinstance(x, _PLAIN) else f"a {type(x).__name__}"
-
-
-_PLAIN = str, Number, Sequence, Mapping, type(None)
+        return f"a {'nested ' * x.is_nested}{type(x).__name__} ({x.layout}, {x.device.type})"
+    plain = isinstance(x, str | Number | Sequence | Mapping | None)
+    return " ".join(repr(x).split())[:80] if plain else f"a {type(x).__name__}"
 
 
 def check(terms: Terms, cp_size: int) -> None:

@@ -52,7 +52,7 @@ def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         _refuse(who, f"a call inside torch.func's {kind}", "call it outside of torch.func")
-    given = [x for x in tensors if x is not None]
+    given = [x for x in tensors if isinstance(x, Tensor)]  # other kinds are refused later
     if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
         _refuse(who, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
     if given and given[0].is_cuda and torch.cuda.is_current_stream_capturing():

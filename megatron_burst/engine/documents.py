@@ -8,12 +8,21 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.sample import Sample, identity, listed_of, of_parents, of_tensors, of_values
+from megatron_burst.engine.sample import (
+    Sample,
+    identity,
+    listed_of,
+    of_parents,
+    of_tensors,
+    of_values,
+)
 from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
 from megatron_burst.kernels.visible import Segments
+from megatron_burst.say import say_once
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
 from megatron_burst.schedule.mask import Places, in_rows
 
@@ -123,11 +132,21 @@ class Documents:
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(self._who, of_values(starts, padded, self._layout, sizes))
+            self._doubt(int((starts if padded is None else padded)[-1]))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": _in_words(text, len(starts) - 1)}
             if self._parents is not None:
                 self._told["prefix_tree"] = _in_words(f"{self._parents}", len(starts) - 1)
         return self._told
+
+    def _doubt(self, end: int) -> None:
+        """Warn of boundaries that seem to be those of a shard."""
+        if self._cp_size > 1 and end * self._cp_size == self._tokens and is_first():
+            say_once(
+                f"{self._who}: warning: cu_seqlens ends at {end}, the number of tokens of one rank, "
+                f"so the other {self._tokens - end} tokens of the sample attend to nothing; if they "
+                "are not padding, pass boundaries of the whole sample"
+            )
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
         """What queries at positions `q` see of ancestors at `keys`; nothing without a tree."""

@@ -1,6 +1,7 @@
 """A packed sample as passed to `burst_attention`, and the checks on it."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,19 @@ from megatron_burst.schedule.layout import Layout
 
 
 class Sample(NamedTuple):
-    """Where documents begin, as passed to `burst_attention`."""
+    """Where documents begin, as passed to `burst_attention`; nothing for a whole sequence."""
 
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     padded: Tensor | None
     longest: int | None
     parents: Tensor | Sequence[int] | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The arguments that were passed; beside boundaries ranks need not all say the longest."""
+        names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree"
+        passed = self if self.cu_seqlens is None else self._replace(longest=None)
+        return tuple(name for name, x in zip(names, passed, strict=True) if x is not None)
 
 
 def identity(x: object) -> Hashable:
@@ -40,7 +48,13 @@ def _counts(x: object) -> bool:
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
-    """Checks of tensors that kernels on a device will read."""
+    """Checks of tensors that kernels on a device will read, and of the longest document."""
+    yield (
+        sample.longest is None or isinstance(sample.longest, Integral),
+        "max_seqlen must be a whole number, because it counts tokens",
+        repr(sample.longest),
+        "pass an int, or leave it out",
+    )
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
@@ -149,7 +163,7 @@ def of_parents(sample: Sample) -> Iterator[Need]:
         )
     listed = listed_of(parents)
     yield (
-        all(isinstance(parent, int) and not isinstance(parent, bool) for parent in listed),
+        all(isinstance(parent, Integral) and not isinstance(parent, bool) for parent in listed),
         f"{what}, because it names each segment's parent",
         ", ".join(sorted({type(parent).__name__ for parent in listed})),
         "pass a list of int",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -56,7 +57,13 @@ def next_tokens(
     group = None if cp_group is None or cp_group.size() == 1 else cp_group
     sample = None if cu_seqlens is None else Sample(cu_seqlens, cu_seqlens_padded, None)
     shards = _Shards(str(layout), group, whole_sample)
-    problem = unmet(WHO, shards.needs(tokens, sample))
+    alone = (
+        cu_seqlens_padded is None or cu_seqlens is not None,
+        "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
+        "no cu_seqlens",
+        "pass it, or leave out cu_seqlens_padded",
+    )
+    problem = unmet(WHO, chain([alone], shards.needs(tokens, sample)))
     documents = None
     if sample is not None and not problem:
         try:

@@ -6,9 +6,9 @@ from functools import cache
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.comm.alone import is_first
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 from megatron_burst.say import say
@@ -27,7 +27,7 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     """The host memory of a device: one per limit (None: half of what is available now), for the
     life of the process; logs its limit when created."""
     memory = HostMemory(device, host_limit_bytes(limit_gib))
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         how = "half of what is available" if limit_gib is None else "as asked"
         say(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})")
     return memory

@@ -22,7 +22,7 @@ from megatron_burst.errors import DisagreementError
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.hardware_file import preset_text
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.terms import Sees, terms_of
+from megatron_burst.terms import Asked, terms_of
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -120,17 +120,13 @@ def test_facts_that_differ_between_machines_are_told_on_all_ranks(tmp_path):
 
 
 def terms(tokens=4, batch=1, heads=2, **changes):
-    q, k, v = (torch.ones(batch, tokens, heads, 4) for _ in range(3))
-    names = ("causal", "window", "packed", "tree", "layout")
-    sees = Sees(**(dict(zip(names, (True, (None, 0), False, False, "zigzag"), strict=True))
-                   | {name: changes.pop(name) for name in names if name in changes}))  # fmt: skip
-    given = {"scale": 0.5, "qkv_format": "bshd", "config": BurstConfig()} | changes
-    return terms_of(q, k, v, sees, **given)
+    tensors = [torch.ones(batch, tokens, heads, 4) for _ in range(3)]
+    return terms_of(tensors, Asked(**{"softmax_scale": 0.5} | changes))
 
 
 OTHERS = [
-    {"heads": 1}, {"causal": False}, {"scale": 0.25}, {"layout": "striped"},
-    {"window": (3, 0)}, {"packed": True}, {"tree": True},
+    {"heads": 1}, {"causal": False}, {"softmax_scale": 0.25}, {"layout": "striped"},
+    {"window": (3, 0)}, {"given": ("cu_seqlens",)}, {"given": ("cu_seqlens", "prefix_tree")},
     {"qkv_format": "sbhd"}, {"config": BurstConfig.of(nodes=2)},
 ]  # fmt: skip
 
@@ -151,9 +147,7 @@ def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of
 
 def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
-    sees = Sees(True, (None, 0), False, False, "zigzag")
-    odd = terms_of(q, k, k, sees, 0.5, "bshd", BurstConfig())
-    flat = terms_of(q[0], q[0], q[0], sees, 0.5, "bshd", BurstConfig())
+    odd, flat = terms_of((q, k, k), Asked()), terms_of((q[0], q[0], q[0]), Asked())
     assert odd.configuration() == odd and flat.configuration() == flat
 
 

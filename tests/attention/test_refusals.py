@@ -1,8 +1,11 @@
 """Bad input is refused with one message on all ranks, before anything hangs."""
 
+from time import monotonic
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
@@ -41,6 +44,35 @@ CASES = {  # what differs from a good call, and words of the message
         {"config": BurstConfig(intra="a2a")} | {name: shard(heads=1) for name in "qkv"},
         "must divide the number of query heads.*got 1 query heads on 2 ranks; pass --burst",
     ),
+    "no tensor": ({"q": None}, "q must be a dense tensor with data.*got None"),
+    "a list": ({"k": [1.0]}, r"k must be a dense tensor.*got \[1.0\]"),
+    "an array": ({"v": shard().numpy()}, "v must be a dense tensor.*got a ndarray"),
+    "no data": ({"q": shard().to("meta")}, r"q must be a dense tensor.*\(torch.strided, meta\)"),
+    "sparse": ({"q": shard().to_sparse()}, "q must be a dense tensor.*torch.sparse_coo"),
+    "causal": ({"causal": "no"}, "causal must be True or False.*got 'no'"),
+    "no causal": ({"causal": None}, "causal must be True or False.*got None"),
+    "lse": ({"return_lse": 1}, "return_lse must be True or False.*got 1"),
+    "scale in words": ({"softmax_scale": "x"}, "softmax_scale must be a number.*got 'x'"),
+    "learned scale": (
+        {"softmax_scale": torch.nn.Parameter(torch.ones(()))},
+        "softmax_scale must be a number, because attention returns no gradient of it; got a Para",
+    ),
+    "options in a dict": ({"config": {"a": 1}}, "config must be a BurstConfig.*got {'a': 1}"),
+    "no options in a dict": ({"config": {}}, "config must be a BurstConfig.*got {}"),
+    "layer": ({"layer": "a"}, "layer must be a whole number.*got 'a'"),
+    "window": ({"window": (-5, 0)}, r"window must be \(left, right\).*got \(-5, 0\)"),
+    "padding alone": (
+        {"cu_seqlens_padded": torch.tensor([0, 8])},
+        "cu_seqlens must come with cu_seqlens_padded",
+    ),
+    "longest alone": ({"max_seqlen": 8}, "cu_seqlens must come with max_seqlen"),
+    **{
+        f"max_seqlen {longest!r}": (
+            {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": longest},
+            f"max_seqlen must be a whole number.*got {longest!r}",
+        )
+        for longest in ("16", 100.5)
+    },
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }
 
@@ -156,9 +188,42 @@ def test_a_rank_outside_the_group_is_refused():
     run_ranks(outside, 2)
 
 
-def test_without_process_groups_it_says_so():
-    with pytest.raises(BurstError, match="torch.distributed must be initialised"):
+def test_of_several_processes_without_a_group_it_says_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BurstError, match="torch.distributed must be initialised.*one of 2 proc"):
         burst_attention(*default_call().values())
+
+
+def not_a_group(rank):
+    with pytest.raises(BurstError, match="group must be a process group.*DeviceMesh.*get_group"):
+        burst_attention(*default_call().values(), group=init_device_mesh("cpu", (1,)))
+
+
+def test_a_mesh_is_not_a_group():
+    run_ranks(not_a_group, 1)
+
+
+REFUSED = {"window": (-5, 0)}, {"softmax_scale": "x"}, {"config": {}}, {"v": None}
+
+
+def refused_alone(rank):
+    """What is said where rank 1 alone passes something wrong, and seconds until then."""
+    found = []
+    for wrong in REFUSED:
+        call = default_call() | (wrong if rank == 1 else {})
+        begun = monotonic()
+        with pytest.raises(BurstError) as error:
+            burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+        found.append((str(error.value), monotonic() - begun))
+    burst_attention(*default_call().values())
+    return found
+
+
+def test_what_one_rank_alone_passes_wrong_is_named_on_all_at_once():
+    for found in run_ranks(refused_alone, 2):
+        for wrong, (text, seconds) in zip(REFUSED, found, strict=True):
+            assert f" {next(iter(wrong))}=" in text and "on cp rank 1" in text, text
+            assert seconds < 60  # of 180
 
 
 @pytest.mark.parametrize(
