@@ -302,7 +302,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             f"over a process group; got no default group in one of {os.environ.get('WORLD_SIZE')} "
             "processes; call init_process_group"
         )
-    group = dist.group.WORLD if group is None else group
+    group = group or dist.group.WORLD
     if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
         raise BurstError(
             f"{_WHO}: group must be a process group, because ranks send each other their shards in "
@@ -314,4 +314,5 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
             "group's ranks"
         )
+    assert group is not None
     return group

@@ -143,9 +143,9 @@ class Documents:
         """Warn of boundaries that seem to be those of a shard."""
         if self._cp_size > 1 and end * self._cp_size == self._tokens and is_first():
             say_once(
-                f"{self._who}: warning: cu_seqlens ends at {end}, the number of tokens of one rank, "
-                f"so the other {self._tokens - end} tokens of the sample attend to nothing; if they "
-                "are not padding, pass boundaries of the whole sample"
+                f"{self._who}: warning: cu_seqlens ends at {end}, the number of tokens of one "
+                f"rank, so the sample's other {self._tokens - end} tokens attend to nothing; if "
+                "they are not padding, pass boundaries of the whole sample"
             )
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:

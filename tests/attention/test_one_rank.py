@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -81,3 +82,15 @@ def test_it_is_the_kernel_alone_and_exact_for_any_length():
         else:  # one call outside the checkpoint; in recomputation half of the rows, none or all
             recomputed = name == "half kept"
             assert calls == [2 + recomputed, 1], (name, causal, calls)
+
+
+def test_a_whole_sequence_needs_no_group():
+    """Nothing is initialised by it, and a default group of the user's changes nothing."""
+    *qkv, _ = whole_sequence()
+    found = [burst_attention(*qkv, window=(np.int64(4), 0))]
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found.append(burst_attention(*qkv, window=(4, 0)))
+    dist.destroy_process_group()
+    found.append(burst_attention(*qkv, window=(4, 0)))
+    assert all(torch.equal(x, found[0]) for x in found)

@@ -1,0 +1,117 @@
+"""Boundaries and trees whose memory the caller writes again, in ways that torch does not count.
+
+Guards against attention that keeps the documents of an earlier sample, in either pass.
+"""
+
+import numpy as np
+import torch
+
+from megatron_burst.attention import burst_attention
+from tests.ranks import run_ranks
+from tests.said import hearing
+
+FIRST, SECOND = [0, 5, 8, 16], [0, 3, 12, 16]
+
+
+def of_numpy(values):
+    array = np.array(values)
+    return torch.from_numpy(array), lambda new: array.__setitem__(slice(None), new)
+
+
+def of_buffer(values):
+    buffer = bytearray(np.array(values).tobytes())
+    tensor = torch.frombuffer(buffer, dtype=torch.int64)
+    return tensor, lambda new: buffer.__setitem__(slice(None), np.array(new).tobytes())
+
+
+def of_inference(values):
+    with torch.inference_mode():
+        tensor = torch.tensor(values)
+
+    def write(new):
+        with torch.inference_mode():
+            tensor.copy_(torch.tensor(new))
+
+    return tensor, write
+
+
+def of_tensor(write):
+    def made(values):
+        tensor = torch.tensor(values)
+        return tensor, lambda new: write(tensor, torch.tensor(new))
+
+    return made
+
+
+WAYS = {  # tensors, and how they are written again
+    "in place": of_tensor(lambda x, new: x.copy_(new)),
+    "under inference_mode": of_inference,
+    "from_numpy": of_numpy,
+    "frombuffer": of_buffer,
+    "numpy()": of_tensor(lambda x, new: np.copyto(x.numpy(), new.numpy())),
+    "data.copy_": of_tensor(lambda x, new: x.data.copy_(new)),
+    "data =": of_tensor(lambda x, new: setattr(x, "data", new)),
+    "DLPack": of_tensor(lambda x, new: torch.from_dlpack(x).copy_(new)),
+    "untyped_storage": of_tensor(lambda x, new: x.untyped_storage().copy_(new.untyped_storage())),
+}
+
+
+def shards(seed=0):
+    torch.manual_seed(seed)
+    return [torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3)]
+
+
+def attend(qkv, starts, **options):
+    return burst_attention(*qkv, cu_seqlens=starts, **options)
+
+
+def written_again(rank):
+    """By way: whether a call after it has the new documents, and a backward the old ones."""
+    qkv, found = shards(rank), {}
+    old, new = (attend(qkv, torch.tensor(values)) for values in (FIRST, SECOND))
+    (old_grad,) = torch.autograd.grad(old.sum(), qkv[1])
+    for way, made in WAYS.items():
+        starts, write = made(FIRST)
+        before = attend(qkv, starts)
+        write(SECOND)
+        after = attend(qkv, starts)
+        (grad,) = torch.autograd.grad(before.sum(), qkv[1])
+        found[way] = (
+            torch.equal(before, old) and torch.equal(after, new),
+            torch.equal(grad, old_grad) and not torch.equal(old, new),
+        )
+    return found
+
+
+def test_boundaries_that_are_written_again_are_those_of_the_next_call():
+    for found in run_ranks(written_again, 2):
+        assert found == dict.fromkeys(WAYS, (True, True))
+
+
+def another_tree(rank):
+    qkv, starts = shards(rank), torch.tensor([0, 5, 8, 16])
+    parents = np.array([-1, 0, 0])
+    tree = torch.from_numpy(parents)
+    before = attend(qkv, starts, prefix_tree=tree)
+    parents[2] = -1
+    after = attend(qkv, starts, prefix_tree=tree)
+    expected = attend(qkv, starts, prefix_tree=[-1, 0, -1])
+    return torch.equal(after, expected), torch.equal(before, expected)
+
+
+def test_so_are_the_parents_of_a_tree():
+    assert run_ranks(another_tree, 2) == [(True, False)] * 2
+
+
+def doubted(rank):
+    """What is said of boundaries that end with a rank's shard, and of others."""
+    with hearing() as lines:
+        for ends in ([0, 5, 8], [0, 5, 7], [0, 5, 16]):
+            attend(shards(), torch.tensor(ends))
+    return [line for line in lines if "warning" in line]
+
+
+def test_boundaries_of_a_shard_are_doubted_once():
+    first, other = run_ranks(doubted, 2)
+    assert other == [] and len(first) == 1
+    assert "cu_seqlens ends at 8, the number of tokens of one rank" in first[0]
