@@ -58,6 +58,7 @@ def wheel(built):
         yield archive
 
 
+@pytest.mark.whole
 def test_the_tests_of_the_sdist_run(sdist):
     """From its own files: the installed checkout is not on the path."""
     chosen = ["tests/plan/test_layout_and_mask.py", "tests/test_layers.py", "tests/test_docs.py"]

@@ -46,6 +46,7 @@ def losses(folder, name, text, ranks=2):
     return [step["lm loss"] for step in pretrain(folder, ranks, " ".join(flags)).steps]
 
 
+@pytest.mark.whole
 def test_runs_see_the_same_batches_and_another_order_sees_others(tmp_path, text):
     names = "packed:burst-plain", "packed:burst", "packed:burst-plain-other", "whole:burst"
     plain, burst, other, whole = (losses(tmp_path / f"{n}", n, text) for n in names)

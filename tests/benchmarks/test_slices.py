@@ -21,6 +21,7 @@ TOLERANCE = 2e-5
 FACTS = {"versions": "", "gpu": ""}
 
 
+@pytest.mark.whole
 def test_a_packed_slice_is_measured(tmp_path):
     out = tmp_path / "slices.csv"
     command = ["measure", str(out), "--gpus", "2", "--tiny", "--only"]

@@ -72,6 +72,7 @@ def test_a_part_of_racks_is_planned(gpus, words):
     assert "flat ring of" not in text and "strategies, of which" in text
 
 
+@pytest.mark.whole
 def test_sixteen_thousand_gpus_are_planned():
     text = run(
         "llama3-405b", "--seq-length", "1M", "--gpus", "16k", "--hardware", "h100",

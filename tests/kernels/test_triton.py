@@ -16,6 +16,7 @@ from megatron_burst.kernels.triton import Triton
 from megatron_burst.kernels.visible import CAUSAL
 from tests.kernels.attention import Tile, inputs_of
 from tests.kernels.bands import Band
+from tests.sampling import whole
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -105,10 +106,10 @@ def shared_memory(arch, dims, visible):
 
 @pytest.mark.parametrize(
     "arch, limit, dims, visible",
-    [((8, 0), 163, (128, 128), CAUSAL), ((8, 9), 99, (256, 256), CAUSAL),
-     ((9, 0), 227, (128, 128), CAUSAL), ((9, 0), 227, (192, 128), CAUSAL),
-     ((9, 0), 227, (128, 128), Band((100, 156), (100, 156), 50, 9).visible())],
-    ids=["8.0", "8.9 256", "9.0", "9.0 192", "9.0 documents with a window"],
+    [((8, 0), 163, (128, 128), CAUSAL), ((9, 0), 227, (128, 128), CAUSAL),
+     ((9, 0), 227, (128, 128), Band((100, 156), (100, 156), 50, 9).visible()),
+     *whole(((8, 9), 99, (256, 256), CAUSAL), ((9, 0), 227, (192, 128), CAUSAL))],
+    ids=["8.0", "9.0", "9.0 documents with a window", "8.9 256", "9.0 192"],
 )  # fmt: skip
 def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims, visible):
     """Guards against what only the compiler refuses, and blocks in the table that are too large."""
