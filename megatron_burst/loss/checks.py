@@ -1,6 +1,8 @@
 """What the loss refuses, on all ranks together, before anything is computed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -8,49 +10,96 @@ from torch import Tensor
 
 from megatron_burst.comm.state import announce
 from megatron_burst.comm.watch import TP
-from megatron_burst.errors import BurstError, unmet
+from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
 from megatron_burst.loss.main_grad import held_bytes
-from megatron_burst.loss.rows import TensorParallel, processors_of
+from megatron_burst.loss.rows import (
+    Rows,
+    SupervisedCount,
+    TensorParallel,
+    most_valid,
+    processors_of,
+    valid_tokens,
+)
 from megatron_burst.loss.statistics import WHO, LossOptions
 from megatron_burst.transforms import refuse_transforms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
 
 
-def check_call(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, tp: TensorParallel,
-    options: LossOptions, settings: Mapping[str, object],
-) -> None:  # fmt: skip
-    """Refuse a call that cannot be computed correctly.
+class Given(NamedTuple):
+    """What a call is given, as in `linear_cross_entropy`."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None
+    supervised: SupervisedCount | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        every = self._asdict()
+        del every["supervised"]
+        return {name: x for name, x in every.items() if name != "loss_mask" or x is not None}
+
+
+def checked_rows(
+    given: Given, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
+) -> Rows:
+    """The tokens of a call; refuses one that cannot be computed correctly.
 
     Ranks tell each other their shapes, options and refusals: through the store once per new
-    combination, then in the stamp of each call. Labels are checked on the CPU only: on a GPU that
-    would synchronize.
+    combination, then in the stamp of each call. Labels, masks and counts are checked on the CPU
+    only: on a GPU that would synchronize, and what is wrong makes the loss NaN.
 
     Raises:
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    refuse_transforms(WHO, hidden, weight)
-    problem = _problem(hidden, weight, labels, loss_mask, tp, settings)
+    problem = unmet(
+        WHO, chain(_kinds(given), options.needs(), _needs(given, tp, options, settings))
+    )
+    if not problem:
+        refuse_transforms(WHO, given.hidden, given.weight)
     if tp.group is not None:
-        terms = _terms(hidden, weight, labels, loss_mask, options, settings)
+        terms = {} if problem else _terms(given, options, settings)
         announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
-    if not hidden.is_cuda:
-        _check_labels(labels, loss_mask, weight.shape[0] * tp.size, options, tp)
+    valid = valid_tokens(given.labels, given.loss_mask, options.ignore_index)
+    most, sound = _compared(given, valid, tp, options)
+    shape = (tp.blocks, -1) if given.labels.numel() else (tp.blocks, 0)
+    labels, mine = given.labels.reshape(shape).long(), tp.rank if tp.blocks > 1 else 0
+    return Rows.of(labels, valid.view(shape), mine, most, sound)
 
 
-def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Mapping) -> str:
-    """One sentence on what is wrong with this rank's arguments; empty if nothing is."""
+def _kinds(given: Given) -> Iterator[Need]:
+    for name, x in given.tensors.items():
+        yield (
+            isinstance(x, Tensor), f"{name} must be a tensor, because nothing is converted "
+            "silently", type(x).__name__, "make it one",
+        )  # fmt: skip
+    yield (
+        isinstance(given.supervised, SupervisedCount | None), "supervised must be a count on its "
+        "way from the GPU, because the CPU waits for it", type(given.supervised).__name__,
+        "pass what count_supervised returns",
+    )  # fmt: skip
+
+
+def _needs(
+    given: Given, tp: TensorParallel, options: LossOptions, settings: Mapping
+) -> Iterator[Need]:
+    """What must hold of tensors."""
+    hidden, weight, labels, loss_mask, supervised = given
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
     first, *others = hidden.shape[:-1] or (0,)
     expected = (first * tp.blocks, *others)
     masks = () if loss_mask is None else (loss_mask,)
-    devices = {str(x.device) for x in (hidden, weight, labels, *masks)}
-    needs = (  # whether it holds, what must hold and why, what was got, what to change
+    devices = {str(x.device) for x in given.tensors.values()}
+    parts = tp.blocks if supervised is None else supervised.blocks
+    yield from (  # whether it holds, what must hold and why, what was got, what to change
         (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[-1],
          "hidden [..., h] and weight [vocab / tp, h] must have the same width, because logits are "
          "their products", shapes, "pass the weight of the output layer, not transposed"),
@@ -78,12 +127,18 @@ def _problem(hidden, weight, labels, loss_mask, tp: TensorParallel, settings: Ma
         (not (settings.get("return_lse") and settings.get("grads") == "forward"),
          "return_lse needs grads='recompute', because its gradient is not known in forward",
          "grads='forward'", "leave grads out"),
+        (parts == tp.blocks, "supervised tokens must be counted with the sharding that the loss "
+         "uses, because each rank's shard has its own count", f"{parts} parts instead of "
+         f"{tp.blocks}", "pass the same tp_group and sequence_parallel to count_supervised"),
+        (not (settings.get("entropy") is not None and (options.label_smoothing or options.z_loss)),
+         "log-probabilities must be asked for without label smoothing and z-loss, because these "
+         "change the loss only", options, "leave them out"),
     )  # fmt: skip
-    return unmet(WHO, needs)
 
 
-def _terms(hidden, weight, labels, loss_mask, options, settings) -> dict[str, str]:
+def _terms(given: Given, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
+    hidden, weight, labels, loss_mask, supervised = given
     return {
         "hidden": str(tuple(hidden.shape)),
         "weight": str(tuple(weight.shape)),
@@ -91,24 +146,71 @@ def _terms(hidden, weight, labels, loss_mask, options, settings) -> dict[str, st
         "dtype": f"{hidden.dtype}, {weight.dtype}",
         "device": f"{hidden.device.type}, {processors_of(hidden.device)} multiprocessors",
         "loss_mask": str(loss_mask is not None),
+        "supervised": str(supervised is not None),
         "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}, "
         f"{held_bytes(weight)}",
         "options": f"{options} {dict(settings)}",
     }
 
 
-def _check_labels(labels, loss_mask, vocab: int, options: LossOptions, tp: TensorParallel) -> None:
-    """Refuse labels out of range, even if only one rank has them."""
-    wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocab))
-    if loss_mask is not None:
-        wrong &= loss_mask != 0
-    count = wrong.sum()
-    mine = int(count)
+def _compared(
+    given: Given, valid: Tensor, tp: TensorParallel, options: LossOptions
+) -> tuple[int | None, Tensor | None]:
+    """Compare what must be equal: labels, masks and the number of tokens; one collective.
+
+    Returns:
+        the most tokens that are computed per block, None for all; and on a GPU, where nothing is
+        read, 1 or NaN, if something differs.
+    """
+    labels, loss_mask, counted = given.labels, given.loss_mask, given.supervised
+    known = None if counted is None else counted.wait()
+    if _stays_on_gpu(labels) and known is None and tp.group is None:
+        return None, None
+    vocab = given.weight.shape[0] * tp.size
+    wrong = valid & ((labels < 0) | (labels >= vocab))
+    weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
+    hashed = digest(torch.cat((labels.where(valid, 0).long(), weights.view(torch.int64))))
+    most = most_valid(valid, tp.blocks)
+    more = most > (labels.numel() if known is None else known)
+    found = torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed))
     if tp.group is not None:
-        dist.all_reduce(count, group=tp.group)
-    if count:
-        got = labels[wrong].flatten()[:3].tolist() if mine else "some on another rank"
+        dist.all_reduce(found, dist.ReduceOp.MAX, tp.group)
+    if _stays_on_gpu(labels):
+        fail = (found[2] > 0) | (found[3] != ~found[4])
+        return known, torch.where(fail, torch.nan, 1.0)
+    got = labels[wrong][:3].tolist() or "some on another rank"
+    _refuse_differences(found.tolist(), got, vocab, options)
+    return int(found[0]), None
+
+
+def _refuse_differences(found: list[int], got: object, vocab: int, options: LossOptions) -> None:
+    _, wrong, more, largest, smallest = found
+    if wrong:
         raise BurstError(
             f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, because they name "
             f"classes of the vocabulary; got {got}; check the tokenizer, or mask them"
         )
+    if largest != ~smallest:
+        raise DisagreementError(
+            f"{WHO}: labels and loss_mask must be the same on all ranks of a tensor-parallel "
+            "group, because each computes its part of every token's logits; got other ones on "
+            "another rank; broadcast the batch within the group"
+        )
+    if more:
+        raise BurstError(
+            f"{WHO}: supervised must count at least the tokens of the loss, because others would "
+            "be dropped; got fewer, as of another batch; pass the same labels and loss_mask to "
+            "count_supervised"
+        )
+
+
+def _stays_on_gpu(x: Tensor) -> bool:
+    """Whether reading a tensor would synchronize with a GPU."""
+    return x.is_cuda
+
+
+def digest(x: Tensor) -> Tensor:
+    """A hash of int64 numbers and their order, on their device."""
+    x = x.flatten()
+    x = (x + torch.arange(len(x), device=x.device) * _ODD[0]) * _ODD[1]
+    return ((x ^ (x >> 29)) * _ODD[0]).sum()

@@ -7,19 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.errors import BurstError
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
-from megatron_burst.loss.checks import check_call
+from megatron_burst.loss.checks import Given, checked_rows
 from megatron_burst.loss.main_grad import held_bytes
 from megatron_burst.loss.passes import Head
-from megatron_burst.loss.rows import (
-    Rows,
-    SupervisedCount,
-    TensorParallel,
-    count_supervised,
-    valid_tokens,
-)
-from megatron_burst.loss.statistics import WHO, Grads, LossOptions, Reduction, sum_dtype
+from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
+from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
 from megatron_burst.loss.tiles import choose_tiles
 from megatron_burst.transforms import uncompiled
 
@@ -82,10 +75,9 @@ def linear_cross_entropy(
     """
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = TensorParallel.of(tp_group, sequence_parallel)
+    settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
+    rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
     mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
-    settings = {"reduction": reduction, "grads": grads, "mode": mode, "return_lse": return_lse}
-    check_call(hidden, weight, labels, loss_mask, tp, options, settings)
-    rows = _rows(hidden, labels, loss_mask, tp, ignore_index, supervised)
     weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
@@ -131,14 +123,9 @@ def token_log_probs(
         BurstError: as of `linear_cross_entropy`.
     """
     options = options or LossOptions()
-    if options.label_smoothing or options.z_loss:
-        raise BurstError(
-            f"{WHO}: log-probabilities must be asked for without label smoothing and z-loss, "
-            f"because these change the loss only; got {options}; leave them out"
-        )
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    check_call(hidden, weight, labels, loss_mask, tp, options, {"entropy": entropy})
-    rows = _rows(hidden, labels, loss_mask, tp, options.ignore_index, None)
+    given = Given(hidden, weight, labels, loss_mask)
+    rows = checked_rows(given, tp, options, {"entropy": entropy})
     head = _head(hidden, weight, options, tp, rows, False)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
@@ -155,24 +142,6 @@ def _mode(hidden, reduction: Reduction, return_lse: bool) -> Grads:
     return "recompute" if reduction == "none" else "forward"
 
 
-def _rows(hidden, labels, loss_mask, tp, ignore_index, supervised) -> Rows:
-    valid = valid_tokens(labels, loss_mask, ignore_index)
-    if supervised is None and not hidden.is_cuda:
-        split = {"tp_group": tp.group, "sequence_parallel": tp.sequence_parallel}
-        supervised = count_supervised(labels, loss_mask, ignore_index=ignore_index, **split)
-    if supervised is not None and supervised.blocks != tp.blocks:
-        raise BurstError(
-            f"{WHO}: supervised tokens must be counted with the sharding that the loss uses, "
-            f"because each rank's shard has its own count; got {supervised.blocks} parts "
-            f"instead of {tp.blocks}; pass the same tp_group and sequence_parallel to "
-            "count_supervised"
-        )
-    most = None if supervised is None else supervised.wait()
-    shape = (tp.blocks, -1) if labels.numel() else (tp.blocks, 0)
-    mine = tp.rank if tp.blocks > 1 else 0
-    return Rows.of(labels.reshape(shape).long(), valid.view(shape), mine, most)
-
-
 def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dtype) -> Tensor:
     """Weight of each token's loss in the reduction, [blocks, tokens]."""
     weights = rows.spread(rows.valid.new_ones(rows.valid.shape, dtype=sum_dtype(dtype)))
@@ -181,7 +150,7 @@ def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dty
     if reduction != "mean":
         return weights
     total = weights.sum()
-    return weights / torch.where(total == 0, 1, total)
+    return torch.where(total == 0, 0, weights / total)
 
 
 def _head(hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0) -> Head:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.errors import require
 from megatron_burst.loss.attempt import Attempt
-from megatron_burst.loss.statistics import Stat
+from megatron_burst.loss.statistics import WHO, Stat
 from megatron_burst.loss.tiles import Sizes
 
 _ROWS_AT_ONCE = 1024  # converted at a time
@@ -23,16 +24,20 @@ class Rows:
     mine: int  # the block whose hidden states this rank holds
     order: Tensor | None  # [blocks, n] int64: the token's index in its block; None: identity
     tokens: int  # per block, including those that are not computed
+    sound: Tensor | None = None  # 1, or NaN if no loss of these tokens would be right
 
     @classmethod
-    def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None) -> "Rows":
+    def of(
+        cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
+        sound: Tensor | None = None,
+    ) -> "Rows":  # fmt: skip
         """The rows to compute of [blocks, tokens]; `most`: maximum number of valid ones per block,
         if known."""
-        tokens = labels.shape[1]
-        if most is None or most >= tokens:
-            return cls(labels, valid, mine, None, tokens)
-        order = valid.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-        return cls(labels.gather(1, order), valid.gather(1, order), mine, order, tokens)
+        tokens, order = labels.shape[1], None
+        if most is not None and most < tokens:
+            order = valid.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+            labels, valid = labels.gather(1, order), valid.gather(1, order)
+        return cls(labels, valid, mine, order, tokens, sound)
 
     @property
     def count(self) -> int:
@@ -58,15 +63,17 @@ class Rows:
     def spread(self, values: Tensor) -> Tensor:
         """[blocks, n] as [blocks, tokens], 0 where a token is left out."""
         values = torch.where(self.valid, values, 0)
-        if self.order is None:
-            return values
-        return values.new_zeros(len(values), self.tokens).scatter_(1, self.order, values)
+        if self.order is not None:
+            full = values.new_zeros(len(values), self.tokens)
+            values = full.scatter_(1, self.order, values)
+        return values if self.sound is None else values * self.sound
 
     def collect(self, values: Tensor) -> Tensor:
         """[blocks, tokens] as [blocks, n], 0 where a token is left out."""
         if self.order is not None:
             values = values.gather(1, self.order)
-        return torch.where(self.valid, values, 0)
+        values = torch.where(self.valid, values, 0)
+        return values if self.sound is None else values * self.sound
 
     def put(self, full: Tensor, piece: slice, some: Tensor) -> None:
         """Write this rank's rows of a piece [some, h] to their places in full [tokens, h]."""
@@ -101,24 +108,30 @@ def count_supervised(
 
     Call it as soon as the batch is available, long before the loss. Reading the count then does
     not stall the GPU, which still has the whole forward pass to run. Arguments are those of
-    `linear_cross_entropy`, which does not need this on the CPU.
+    `linear_cross_entropy`, which does not need this on the CPU. If the loss has more tokens than
+    were counted, it is refused on the CPU; on a GPU it is NaN.
     """
-    blocks = tp_group.size() if sequence_parallel and tp_group is not None else 1
-    valid = valid_tokens(labels, loss_mask, ignore_index).view(blocks, -1)
-    most = valid.sum(1).max() if valid.numel() else valid.sum()
-    if tp_group is not None and tp_group.size() > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX, tp_group)  # all ranks gather equally many
+    tp = TensorParallel.of(tp_group, sequence_parallel)
+    most = most_valid(valid_tokens(labels, loss_mask, ignore_index), tp.blocks)
+    if tp.group is not None:
+        dist.all_reduce(most, dist.ReduceOp.MAX, tp.group)  # all ranks gather equally many
     if not most.is_cuda:
-        return SupervisedCount(blocks, most)
+        return SupervisedCount(tp.blocks, most)
     count = torch.empty((), dtype=most.dtype, pin_memory=True)
     count.copy_(most, non_blocking=True)
-    return SupervisedCount(blocks, count, torch.cuda.current_stream().record_event())
+    return SupervisedCount(tp.blocks, count, torch.cuda.current_stream().record_event())
 
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
     """Which tokens are not ignored, contiguous, in the shape of the labels."""
     valid = labels != ignore_index
     return (valid if loss_mask is None else valid & (loss_mask != 0)).contiguous()
+
+
+def most_valid(valid: Tensor, blocks: int) -> Tensor:
+    """The largest number of valid tokens in a block, as a scalar tensor."""
+    counts = valid.view(blocks, -1).sum(1) if valid.numel() else valid.sum()
+    return counts.max()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,9 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> "TensorParallel":
+        given = isinstance(group, dist.ProcessGroup | None)
+        require(WHO, [(given, "tp_group must be a process group, because ranks communicate in it",
+                       type(group).__name__, "of a DeviceMesh pass get_group()")])  # fmt: skip
         return cls() if group is None or group.size() == 1 else cls(group, sequence_parallel)
 
     @property

@@ -5,14 +5,16 @@ A tile is [rows, classes] of raw logits x = hidden @ weight.T, in the model's dt
 x). Everything else is in float32 (float64 for float64).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_burst.errors import require
+from megatron_burst.errors import Need
 
 WHO = "linear cross-entropy"
 Reduction = Literal["none", "sum", "mean"]
@@ -42,18 +44,22 @@ class LossOptions:
     logit_scale: float = 1.0
     ignore_index: int = -100
 
-    def __post_init__(self) -> None:
-        change = "change it or leave it out"
-        needs = (
-            (0 <= self.label_smoothing < 1, "label_smoothing", "be in [0, 1)", "a probability"),
-            (self.z_loss >= 0, "z_loss", "not be negative", "it would reward drifting logits"),
-            (0 <= self.softcap < float("inf"), "softcap", "be 0 or positive", "0 means no cap"),
-            (0 < self.logit_scale < float("inf"), "logit_scale", "be positive and finite",
+    def needs(self) -> Iterator[Need]:
+        """What must hold of the values; checked in each call, where other ranks hear of it."""
+        inf, change = float("inf"), "change it or leave it out"
+        bounds = (
+            ("label_smoothing", Real, lambda x: 0 <= x < 1, "be in [0, 1)", "it is a probability"),
+            ("z_loss", Real, lambda x: 0 <= x < inf, "not be negative or infinite",
+             "it is the weight of a penalty"),
+            ("softcap", Real, lambda x: 0 <= x < inf, "be 0 or positive", "0 means no cap"),
+            ("logit_scale", Real, lambda x: 0 < x < inf, "be positive and finite",
              "the order of the classes would change"),
+            ("ignore_index", Integral, lambda x: True, "be an integer", "labels are"),
         )  # fmt: skip
-        for holds, name, must, why in needs:
-            value, must = getattr(self, name), f"{name} must {must}, because {why}"
-            require(WHO, [(holds, must, value, change)])
+        for name, kind, holds, must, why in bounds:
+            x = getattr(self, name)
+            is_in = isinstance(x, kind) and holds(x)
+            yield is_in, f"{name} must {must}, because {why}", repr(x), change
 
     def smoothing(self, vocab: int) -> float:
         """s of the formula above."""

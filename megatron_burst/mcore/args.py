@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, check
@@ -142,7 +142,7 @@ def check_keep_args(args: Namespace) -> None:
 def check_loss_args(args: Namespace) -> None:
     """Refuse arguments under which the fused loss would be wrong or off."""
     config = FusedLossConfig.from_args(args)
-    LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+    require(LOSS_FLAG, LossOptions(config.label_smoothing, config.z_loss, config.softcap).needs())
     check("loss", args, LOSS_FLAG)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_burst import count_supervised, linear_cross_entropy
 from megatron_burst.errors import BurstError
-from megatron_burst.loss import passes
+from megatron_burst.loss import checks, passes
 from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
 
 BOTH = pytest.mark.parametrize("grads", ["recompute", "forward"])
@@ -53,7 +53,7 @@ def test_an_empty_sequence_gives_zero(shape, grads):
 @pytest.mark.parametrize("compact", [True, False])
 def test_nan_in_tokens_that_are_left_out_goes_nowhere(grads, compact, monkeypatch):
     if not compact:  # as on a GPU, where nothing is counted
-        monkeypatch.setattr("megatron_burst.loss.linear.count_supervised", lambda *a, **k: None)
+        monkeypatch.setattr(checks, "_stays_on_gpu", lambda x: True)
     truth, ours = random_problem().leaves(), random_problem().leaves()
     oracle(truth)[0].backward()
     out = (ours.labels == -100) | (ours.loss_mask == 0)
@@ -110,6 +110,37 @@ def test_masked_tokens_are_not_computed(monkeypatch):
         run(problem, supervised=type(count)(3, count.count))
 
 
+@BOTH
+def test_a_count_of_another_batch_drops_no_token(grads, monkeypatch):
+    ours = random_problem().leaves()
+    fewer = ours.loss_mask.clone()
+    fewer[6:] = 0
+    count = count_supervised(ours.labels, fewer)
+    with pytest.raises(BurstError, match="supervised must count at least the tokens.*got fewer"):
+        run(ours, grads, supervised=count)
+    exact = run(ours, grads, supervised=count_supervised(ours.labels, ours.loss_mask))
+    more = run(ours, grads, supervised=count_supervised(ours.labels))
+    assert relative_error(exact, oracle(ours)[0]) < 1e-14 and relative_error(more, exact) < 1e-14
+    monkeypatch.setattr(checks, "_stays_on_gpu", lambda x: True)
+    for reduction in ("none", "mean"):
+        ours = random_problem().leaves()
+        losses = run(ours, grads, supervised=count, reduction=reduction)
+        losses.sum().backward()
+        assert losses.isnan().all() and ours.weight.grad.isnan().all()
+        assert ours.hidden.grad.isnan().any()
+
+
+@BOTH
+def test_a_mean_over_weights_that_sum_to_zero_is_zero(grads):
+    ours = random_problem(mask=False).leaves()
+    weights = torch.zeros(12, 2)
+    weights[:2] = torch.tensor([[1.0, -1.0], [0.5, -0.5]])
+    ours.labels[:2] = 3
+    loss = run(replace(ours, loss_mask=weights), grads)
+    loss.backward()
+    assert loss == 0 and ours.hidden.grad.eq(0).all() and ours.weight.grad.eq(0).all()
+
+
 def test_a_mask_of_weights_weighs():
     truth, ours = random_problem().leaves(), random_problem().leaves()
     for problem in (truth, ours):
@@ -137,6 +168,15 @@ REFUSED = {
     "lse": ((H, W, L), {"return_lse": True, "grads": "forward"}, r"needs grads='recompute'"),
     "smoothing": ((H, W, L), {"label_smoothing": 1.0}, r"label_smoothing must be in.*got 1.0"),
     "z-loss": ((H, W, L), {"z_loss": -0.1}, r"z_loss must not be negative.*got -0.1; change it"),
+    "z-loss without end": ((H, W, L), {"z_loss": float("inf")}, r"not be.*infinite.*got inf"),
+    "smoothing in words": ((H, W, L), {"label_smoothing": "0.1"}, r"in \[0, 1\).*got '0.1'"),
+    "ignored": ((H, W, L), {"ignore_index": 1.5}, r"ignore_index must be an integer.*got 1.5"),
+    "a list": ((H, W, L.tolist()), {}, r"labels must be a tensor.*got list; make it one"),
+    "no weight": ((H, None, L), {}, r"weight must be a tensor.*got NoneType"),
+    "no hidden": ((None, W, L), {}, r"hidden must be a tensor.*got NoneType"),
+    "mask as a list": ((H, W, L), {"loss_mask": [1.0]}, r"loss_mask must be a tensor.*got list"),
+    "a number": ((H, W, L), {"supervised": 8}, r"supervised must be a count.*got int; pass"),
+    "a mesh": ((H, W, L), {"tp_group": "tp"}, r"tp_group must be a process group.*got str"),
     "softcap": ((H, W, L), {"softcap": -3.0}, r"softcap must be 0 or positive.*got -3.0"),
     "scale": ((H, W, L), {"logit_scale": 0.0}, r"logit_scale must be positive and finite.*got 0"),
 }
@@ -150,7 +190,7 @@ def test_refuses_in_one_sentence(inputs, settings, message):
 
 def test_on_a_gpu_a_label_out_of_range_makes_its_loss_and_all_gradients_nan(monkeypatch):
     """On a GPU the CPU cannot look; the check is disabled here to see what then happens."""
-    monkeypatch.setattr("megatron_burst.loss.checks._check_labels", lambda *a: None)
+    monkeypatch.setattr(checks, "_stays_on_gpu", lambda x: True)
     for grads in ("recompute", "forward"):
         ours = random_problem(mask=False).leaves()
         ours.labels[3, 1] = 40

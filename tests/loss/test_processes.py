@@ -4,12 +4,16 @@ Guards against a vocabulary or sequence split differently than the ranks hold it
 wrongly, collectives in a different order across ranks, and errors that only one rank sees.
 """
 
+import time
 from dataclasses import asdict, replace
+from datetime import timedelta
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from megatron_burst.errors import BurstError
 from megatron_burst.loss.statistics import LossOptions
 from tests.loss.oracle import PLAIN, Problem, chunks_of, oracle, random_problem, relative_error
 from tests.ranks import preload, run_ranks
@@ -143,15 +147,15 @@ def test_what_is_wrong_on_one_rank_alone_is_refused_on_all():
 
 
 def poison(rank):
-    """A label out of range on rank 1 only, unchecked, as on a GPU."""
+    """A label out of range on all ranks, or on rank 1 only, as on a GPU: which losses are NaN."""
     from megatron_burst import linear_cross_entropy
     from megatron_burst.loss import checks
 
-    checks._check_labels = lambda *arguments: None
+    checks._stays_on_gpu = lambda x: True
     found = []
-    for grads in ("recompute", "forward"):
+    for grads, alone in product(("recompute", "forward"), (False, True)):
         ours = shard(random_problem(mask=False), rank, 2, False)
-        ours.labels[3, 1] = 40 if rank == 1 else 5
+        ours.labels[3, 1] = 5 if alone and rank == 0 else 40
         losses = linear_cross_entropy(
             ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, reduction="none",
             grads=grads,
@@ -162,7 +166,103 @@ def poison(rank):
 
 
 def test_a_wrong_label_on_one_rank_makes_the_loss_nan_on_all():
-    assert run_ranks(poison, 2) == [[([[3, 1]], True)] * 2] * 2
+    every = [[s, b] for s in range(12) for b in range(2)]
+    assert run_ranks(poison, 2) == [[([[3, 1]], True), (every, True)] * 2] * 2
+
+
+def differing(rank):
+    """What a rank gets if labels or masks differ in one token: on a CPU, and as on a GPU; then the
+    error of a call in which they do not, or only where they do not count."""
+    from megatron_burst import linear_cross_entropy
+    from megatron_burst.loss import checks
+
+    def call(change, **settings):
+        ours = shard(random_problem(), rank, 2, False)
+        ours.labels[:2], ours.loss_mask[:2], ours.loss_mask[2] = 5, 1, 0
+        change(ours)
+        return linear_cross_entropy(
+            ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask,
+            tp_group=dist.group.WORLD, **settings,
+        )  # fmt: skip
+
+    def label(ours):
+        ours.labels[0, 0] += rank
+
+    def mask(ours):
+        ours.loss_mask[0, 0] += rank
+
+    def all_of_the_mask(ours):
+        ours.loss_mask.mul_(rank)
+
+    def ignored(ours):
+        ours.labels[2] = 7 + rank
+
+    changes, said, nan = (label, mask, all_of_the_mask), [], []
+    for change in changes:
+        with pytest.raises(BurstError) as raised:
+            call(change)
+        said.append(str(raised.value))
+    losses = [call(lambda ours: None), call(ignored)]
+    checks._stays_on_gpu = lambda x: True
+    for grads in ("recompute", "forward"):
+        for reduction in ("mean", "none"):
+            settings = {"grads": grads, "reduction": reduction}
+            nan += [bool(call(change, **settings).isnan().all()) for change in changes]
+            losses.append(call(ignored, **settings).sum())
+    return said, nan, [float(loss) for loss in losses]
+
+
+def test_labels_or_masks_that_differ_between_ranks_give_no_loss():
+    (said, nan, losses), other = run_ranks(differing, 2)
+    assert other == (said, nan, losses) and losses[0] == losses[1] and all(map(bool, losses))
+    assert all("must be the same on all ranks of a tensor-parallel group" in one for one in said)
+    assert len(said) == 3 and nan == [True] * 12
+
+
+def refused_alone(rank):
+    """What each rank is told when rank 1 alone passes something that no tensor's shape shows."""
+    from megatron_burst import count_supervised, linear_cross_entropy, token_log_probs
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+    said, began = [], time.monotonic()
+    ours = shard(random_problem(mask=False), rank, 2, False)
+    counts = [count_supervised(ours.labels) for _ in range(2)]
+    counts[1] = replace(counts[1], blocks=2)
+    first = [
+        {"label_smoothing": 1.0}, {"z_loss": float("inf")}, {"supervised": counts[1]},
+        {"labels": [1, 2]}, {"weight": None}, {"ignore_index": 1.5},
+    ]  # fmt: skip
+    for change in first:
+        usual = {"hidden": ours.hidden, "weight": ours.weight, "labels": ours.labels,
+                 "tp_group": dist.group.WORLD}  # fmt: skip
+        if "supervised" in change:
+            usual["supervised"] = counts[0]
+        with pytest.raises(BurstError) as raised:
+            linear_cross_entropy(**(usual | change if rank else usual))
+        said.append(str(raised.value))
+        assert linear_cross_entropy(**usual) > 0
+        with pytest.raises(BurstError) as raised:  # the others know this call now
+            linear_cross_entropy(**(usual | change if rank else usual))
+        said.append(str(raised.value))
+    for smoothing in (0.1, LossOptions(z_loss=-1.0).z_loss):
+        options = LossOptions(z_loss=smoothing if rank else 0.0)
+        with pytest.raises(BurstError) as raised:
+            token_log_probs(
+                ours.hidden, ours.weight, ours.labels, tp_group=dist.group.WORLD, options=options
+            )
+        said.append(str(raised.value))
+    return said, time.monotonic() - began
+
+
+def test_what_one_rank_refuses_reaches_the_others_at_once():
+    words = ["label_smoothing must be", "z_loss must not", "supervised tokens must be counted",
+             "labels must be a tensor", "weight must be a tensor", "ignore_index must"]  # fmt: skip
+    expected = [word for word in words for _ in range(2)]
+    expected += ["without label smoothing and z-loss", "z_loss must not"]
+    for said, took in run_ranks(refused_alone, 2):
+        assert len(said) == len(expected) and took < 30
+        for sentence, word in zip(said, expected, strict=True):
+            assert word in sentence and "tp rank" in sentence, sentence
 
 
 def log_probs(rank):
