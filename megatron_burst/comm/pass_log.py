@@ -93,9 +93,8 @@ class PassLog:
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         # a name of its own: keys of a group that was destroyed may still be in the store
-        name = torch.tensor([int.from_bytes(os.urandom(8), signed=True)], device="cpu")
-        dist.broadcast(name, group=group, group_src=0)
-        self._name = f"megatron_burst/passes/{name.item()}"
+        name = board.share(os.urandom(8).hex(), who, of)[0]
+        self._name = f"megatron_burst/passes/{name}"
         self.heard = False  # whether the caller knows why its passes cannot be right
         if not waits:
             threading.Thread(target=_watch, args=(ref(self),), daemon=True).start()

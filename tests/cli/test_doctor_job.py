@@ -157,7 +157,8 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     for kind in ("intra", "inter"):
         assert "rank 3 on b" in found[f"{kind} links", "warn"]["what"]
     assert links["intra", 2, 3]["nodes"] == ["b", "b"]
-    assert links["intra", 2, 3]["gb_per_s"] < 2**20 / LATE_S / 1e9
+    # the other rank of the link may be late too, by less
+    assert links["intra", 2, 3]["gb_per_s"] < 2 * 2**20 / LATE_S / 1e9
 
 
 def test_who_says_nothing_is_waited_for_until_the_time_is_over():

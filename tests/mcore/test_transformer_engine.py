@@ -124,7 +124,7 @@ def no_layer_named(rank):
 
 def test_a_model_in_which_no_layer_would_run_burst_is_refused():
     ((*refused,),) = run_ranks(no_layer_named, 1)
-    assert [re.search(r"got cp_comm_type=(.*?); pass", text)[1] for text in refused] == [
+    assert [re.search(r"got cp_comm_type=(.*?); set it", text)[1] for text in refused] == [
         "None", "p2p", "['p2p', 'a2a']",
     ]  # fmt: skip
 
