@@ -294,10 +294,10 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
 
 def announce(
     group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
-    of: Parallel = CP,
+    of: Parallel = CP, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Announce a call that ranks of a group make together, before it does anything; see
-    `GroupState.agree`.
+    `GroupState.agree`, and `Marks.begin` for `data`.
 
     Raises:
         BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
@@ -306,8 +306,8 @@ def announce(
     state = state_of(group)
     state.agree(terms, who, problem=problem, of=of)
     if state.log is None and group.size() > 1:
-        state.open_log(group, who, of)
-    Marks.of(state.log, terms).begin(Kind.FORWARD)
+        state.open_log(group, WHO if of is CP else who, of)  # attention's calls share its log
+    Marks.of(state.log, terms).begin(Kind.FORWARD, data=data)
 
 
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:

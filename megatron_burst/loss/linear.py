@@ -41,6 +41,8 @@ def linear_cross_entropy(
         labels: [...] integers, for the whole sequence, the same on all ranks of the group. A label
             out of range is refused on the CPU. On a GPU it makes its token's loss and all
             gradients NaN on all ranks, even if only one rank has it.
+            Labels or masks that differ between ranks are refused on the CPU; on a GPU all losses
+            become NaN.
         tp_group: ranks that the vocabulary is sharded over; None: this rank has all of it.
         sequence_parallel: whether the sequence is sharded over them too.
         reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask over the tokens
@@ -58,7 +60,7 @@ def linear_cross_entropy(
         keep_logits: if logits are recomputed in backward, whether to save the last tile of them, in
             the memory above; pass False if several losses wait for backward at the same time.
         supervised: from `count_supervised`; skips ignored tokens on a GPU. On the CPU they are
-            always skipped.
+            always skipped. A count below this call's is refused; on a GPU all losses become NaN.
 
     Returns:
         the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 for

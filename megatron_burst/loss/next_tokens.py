@@ -9,17 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.pass_log import Kind, Marks
-from megatron_burst.comm.state import state_of
-from megatron_burst.comm.watch import refuse_differences
+from megatron_burst.comm.state import announce
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError, Need, unmet
+from megatron_burst.loss.checks import digest
 from megatron_burst.schedule.layout import Layout, positions
 
 WHO = "next tokens"
 _NO_CLASS = torch.iinfo(torch.int64).max  # not in any vocabulary
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
 
 
 def next_tokens(
@@ -71,7 +69,9 @@ def next_tokens(
         except BurstError as error:
             problem = str(error)
     if group is not None:
-        _agree(group, shards.in_words(tokens, documents, problem), tokens)
+        terms = {} if problem else shards.terms(tokens, documents)
+        data = {} if problem else shards.data(tokens, documents)
+        announce(group, terms, WHO, problem, data=data)
     if problem:
         raise BurstError(problem)
     return _labels(shards, tokens, sample, documents, ignore_index)
@@ -99,6 +99,10 @@ class _Shards:
 
     def needs(self, tokens: Tensor, sample: Sample | None) -> Iterator[Need]:
         """Checks beyond those that `Documents` makes on boundaries."""
+        yield (
+            isinstance(tokens, Tensor), "tokens must be a tensor, because nothing is converted "
+            "silently", type(tokens).__name__, "make it one",
+        )  # fmt: skip
         shape = f"tokens {tuple(tokens.shape)} and {self.size} ranks"
         yield (
             self.layout in tuple(Layout),
@@ -136,14 +140,20 @@ class _Shards:
         bounded = sample._replace(longest=rows * self.size)
         return Documents(bounded, (rows, self.size), Layout(self.layout), tokens.device, WHO)
 
-    def in_words(self, tokens: Tensor, documents: Documents | None, problem: str) -> dict[str, str]:
-        """What must be the same on all ranks; on the CPU also sizes and boundaries."""
-        axes = tuple(tokens.shape) if tokens.device.type == "cpu" else tokens.dim()
-        words = {"problem": problem, "tokens": f"{axes} {tokens.dtype} {tokens.device.type}"}
-        words |= {"layout": self.layout, "whole_sample": str(self.whole_sample)}
-        words["cu_seqlens"] = "None" if documents is None else "given"
+    def terms(self, tokens: Tensor, documents: Documents | None) -> dict[str, str]:
+        """What must be the same on all ranks, in each call of a kind."""
+        return {
+            "tokens": f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}",
+            "layout": self.layout,
+            "whole_sample": str(self.whole_sample),
+            "documents": str(documents is not None),
+        }
+
+    def data(self, tokens: Tensor, documents: Documents | None) -> dict[str, str]:
+        """What else must be; boundaries on the CPU only."""
         known = documents is not None and tokens.device.type == "cpu"
-        return words | dict(documents.known or {}) if known else words
+        words = dict(documents.known or {}) if known else {}
+        return {"shape": str(tuple(tokens.shape)), **words}
 
     def order(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """Positions in the sample of all ranks' rows, rank after rank: int64 [tokens]."""
@@ -152,28 +162,6 @@ class _Shards:
         ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
         places = (at for of in ranks for at in of)
         return torch.cat([torch.arange(at.start, at.stop, at.step, device=device) for at in places])
-
-
-def _agree(group: dist.ProcessGroup, words: dict[str, str], tokens: Tensor) -> None:
-    """Check that all ranks make the same call; on a GPU once per configuration.
-
-    On a GPU, a rank that refuses a later call does not wait: the others learn of it when their next
-    pass begins.
-    """
-    if tokens.device.type != "cpu":
-        state = state_of(group)
-        if words["problem"] and state.board.knows(WHO):
-            Marks.of(state.log, {}).begin(Kind.REFUSAL)
-            return
-        state.board.agree(words, WHO)
-        state.board.note(WHO)
-        return
-    everyones: list[dict[str, str]] = [{}] * group.size()
-    dist.all_gather_object(everyones, words, group)
-    for rank, theirs in enumerate(everyones):
-        if theirs["problem"]:
-            raise BurstError(f"{theirs['problem']} (cp rank {rank})")
-    refuse_differences(WHO, everyones, group.rank())
 
 
 def _labels(
@@ -213,8 +201,8 @@ def _digest(sample: Sample | None, like: Tensor) -> Tensor:
     if sample is None:
         return like.new_zeros(())
     given = (sample.cu_seqlens, sample.padded)
-    x = torch.cat(
-        [x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None]
+    return digest(
+        torch.cat(
+            [x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None]
+        )
     )
-    x = (x + torch.arange(len(x), device=x.device) * _ODD[0]) * _ODD[1]
-    return ((x ^ (x >> 29)) * _ODD[0]).sum()

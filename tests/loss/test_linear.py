@@ -255,6 +255,29 @@ def test_main_grad_is_added_to_in_backward_only(grads):
         assert shared or ours.weight.grad.untyped_storage().nbytes() == 2
 
 
+@pytest.mark.parametrize("grads", ["recompute", "forward"])
+def test_a_main_grad_that_changes_between_forward_and_backward_loses_nothing(grads):
+    truth, ours = random_problem().leaves(), random_problem().leaves()
+    oracle(truth)[0].backward()
+    for change in (
+        lambda x: x.main_grad.zero_(), lambda x: x.main_grad.mul_(3),
+        lambda x: setattr(x, "main_grad", torch.full_like(x, 5.0)),
+    ):  # fmt: skip
+        ours.weight.main_grad = torch.full_like(ours.weight, 2.0, requires_grad=False)
+        ours.weight.grad_added_to_main_grad = False
+        loss = call(ours, grads=grads)
+        change(ours.weight)
+        before = ours.weight.main_grad.clone()
+        loss.backward()
+        assert relative_error(ours.weight.main_grad - before, truth.weight.grad) < 1e-12
+    before = ours.weight.main_grad.clone()
+    (only,) = torch.autograd.grad(
+        call(replace(ours, weight=ours.weight.detach()), grads=grads), ours.hidden
+    )
+    assert torch.equal(ours.weight.main_grad, before)
+    assert relative_error(only, truth.hidden.grad) < 1e-12
+
+
 def test_a_main_grad_in_16_bit_is_left_to_megatrons_hook():
     ours = random_problem().leaves(torch.bfloat16)
     ours.weight.main_grad = torch.zeros_like(ours.weight)

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
-from megatron_burst.comm.pass_log import Kind, Marks
-from megatron_burst.comm.state import state_of
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
@@ -38,7 +36,7 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
     truth = packed.labels()
     shards = torch.cat([packed.ids[packed.places(rank)] for rank in range(size)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_agree", lambda *arguments: None)
+        patch.setattr(module, "announce", lambda *arguments, **options: None)
         patch.setattr(module, "_gather", lambda ids, *_: (shards.long(), torch.tensor(True)))
         for rank in range(size):
             group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
@@ -124,6 +122,7 @@ CU = torch.tensor([0, 3, 8])
 REFUSED = {
     "layout": ((IDS,), {"layout": "zigzg"}, "layout must be one of zigzag.*got 'zigzg'"),
     "no integers": ((IDS.float(),), {}, "must be integers.*got torch.float32 of shape"),
+    "a list": ((IDS.tolist(),), {}, "tokens must be a tensor.*got list; make it one"),
     "too many axes": ((TWO.view(2, 4, 2),), {}, r"\[t\] or \[s, b\].*got torch.int64 of shape"),
     "a batch": ((TWO,), {"cu_seqlens": CU}, r"batch size 1.*got tokens \(8, 2\) and 1 ranks"),
     "no boundaries": ((IDS,), {"layout": "zigzag-documents"}, "cu_seqlens must be given"),
@@ -150,6 +149,7 @@ def refusals(rank: int) -> list[str]:
         dict(tokens=IDS[:4], layout="contiguous" if rank else "zigzag"),
         dict(tokens=IDS[:5]),
         dict(tokens=IDS[:4], layout="zigzag-documents", cu_seqlens=CU),
+        dict(tokens=None if rank else IDS[:4]),
     )
     for call in calls:
         with pytest.raises(BurstError) as raised:
@@ -164,13 +164,14 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
     for said in run_ranks(refusals, 2):
-        boundaries, rows, wrong, layout, odd, lengths = said
+        boundaries, rows, wrong, layout, odd, lengths, nothing = said
         assert "cu_seqlens=[0, 4, 8]" in boundaries and "cu_seqlens=[0, 3, 8]" in boundaries
-        assert "(4,)" in rows and "(6,)" in rows and "give all ranks the same" in rows
-        assert "must begin with 0 and not decrease" in wrong and "(cp rank 1)" in wrong
-        assert "layout=zigzag on" in layout and "layout=contiguous on" in layout
+        assert "(4,)" in rows and "(6,)" in rows and "pass the same on all ranks" in rows
+        assert "must begin with 0 and not decrease" in wrong and "cp ranks [1]" in wrong
+        assert "layout=zigzag" in layout and "layout=contiguous" in layout
         assert "a multiple of 4 tokens" in odd and "tokens (5,) and 2 ranks" in odd
         assert "each document must be padded to a multiple of 4" in lengths
+        assert "tokens must be a tensor" in nothing and "got NoneType" in nothing
 
 
 def differing(rank: int, device: str = "cpu") -> tuple:
@@ -178,7 +179,8 @@ def differing(rank: int, device: str = "cpu") -> tuple:
     from megatron_burst.loss import checks
 
     if device == "cpu":
-        module._agree, checks._stays_on_gpu = lambda *arguments: None, lambda x: True
+        checks._stays_on_gpu = lambda x: True
+        module.announce = lambda *arguments, **options: None
     cu_seqlens = torch.tensor([0, 3 + rank, 8], device=device)
     tokens = IDS[:4].to(device)
     labels = next_tokens(tokens, cp_group=dist.group.WORLD, cu_seqlens=cu_seqlens)
@@ -197,24 +199,3 @@ def test_a_digest_tells_boundaries_apart():
     samples = (Sample(torch.tensor((0, *found)), None, None) for found in many)
     digests = {int(module._digest(sample, IDS)) for sample in samples}
     assert len(digests) == len(many) > 500
-
-
-def refused_beside_a_gpu(rank: int) -> str:
-    """What the next passes report; rank 0 has refused a call."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    words = {"problem": "", "layout": "zigzag"}
-    state_of(dist.group.WORLD).open_log(dist.group.WORLD)  # as attention's first call does
-    module._agree(dist.group.WORLD, words, on_gpu)
-    refused = words | {"problem": "no" if rank == 0 else ""}
-    try:  # over gloo passes wait for each other; on GPUs the next one reports it
-        module._agree(dist.group.WORLD, refused, on_gpu)
-        for _ in range(3):
-            Marks.of(state_of(dist.group.WORLD).log, {}).begin(Kind.FORWARD)
-    except BurstError as error:
-        return str(error)
-    return ""
-
-
-def test_beside_a_gpu_a_rank_that_refuses_waits_for_nobody_and_the_others_hear_of_it():
-    for said in run_ranks(refused_beside_a_gpu, 2):
-        assert "a call that it refuses" in said
