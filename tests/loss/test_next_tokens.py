@@ -129,6 +129,7 @@ REFUSED = {
     "decreasing": ((IDS,), {"cu_seqlens": CU.flip(0)}, "begin with 0 and not decrease.*got 8, 3"),
     "too long": ((IDS,), {"cu_seqlens": CU * 2}, "end within the sample of 8.*got an end at 16"),
     "float": ((IDS,), {"cu_seqlens": CU.float()}, "cu_seqlens must be a tensor of int32 or int64"),
+    "padding alone": ((IDS,), {"cu_seqlens_padded": CU}, "cu_seqlens must come with cu_seqlens_pa"),
     "padding": ((IDS,), {"cu_seqlens": CU, "cu_seqlens_padded": CU // 2}, "longer than with its"),
 }  # fmt: skip
 
