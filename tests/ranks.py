@@ -20,7 +20,7 @@ _PRELOAD += ["pytest", "hypothesis", "torch._dynamo"]
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
 # a few processes stay.
 _CREWS: dict[tuple, "Crew"] = {}
-_MOST = 7  # processes: crews of one rank, two and four
+_MOST = 6  # processes: crews of two ranks and of four
 
 
 def preload(*modules: str) -> None:

@@ -19,6 +19,7 @@ from tests.gpu import GPUS, SEVERAL, needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +94,7 @@ def errors(rank, world, backend, shape):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["GQA", "narrow", *whole("MHA", "MQA")])
 @pytest.mark.parametrize("backend", kernels() or ["none"])
 def test_errors_are_at_most_twice_one_gpus(backend, shape):
     if backends()[backend].capability.refusal(problem_for(SHAPES[shape])):
